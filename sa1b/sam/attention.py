@@ -26,13 +26,7 @@ HEAD_MULTIPLE = 8  # flash attention needs a head length that is a multiple of 8
 
 
 class RelativeAttention(nn.Module):
-    """Self-attention on a grid of tokens with decomposed relative positions: the `attn` of a ViT block.
-
-    Args:
-        width: numbers per token.
-        heads: number of heads; must divide width.
-        side: tokens per axis of the grid, which is a window or the image.
-    """
+    """Self-attention on a grid of side x side tokens with decomposed relative positions (`attn`)."""
 
     def __init__(self, width: int, heads: int, side: int) -> None:
         super().__init__()
@@ -48,11 +42,7 @@ class RelativeAttention(nn.Module):
         return function(*arguments)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens float [B, side, side, width] -> the same shape; B images or windows.
-
-        Raises:
-            ValueError: the grid has another size. The tables of relative positions are not resized to it.
-        """
+        """Tokens float [B, side, side, width] -> the same shape; B images or windows. Else ValueError."""
         batch, rows, columns, width = x.shape
         if (rows, columns) != (self.side, self.side):
             raise ValueError(
@@ -75,10 +65,7 @@ class RelativeAttention(nn.Module):
         return q, k, v
 
     def positions(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The products of queries with the relative positions of rows and of columns.
-
-        [B, heads, rows, columns, d] -> [B, heads, rows, columns, side], twice.
-        """
+        """Products of queries [B, heads, rows, columns, d] and the positions of each axis: [..., side]."""
         rows = torch.einsum("bnrcd,rds->bnrcs", q, distances(self.rel_pos_h))
         return rows, torch.einsum("bnrcd,cdt->bnrct", q, distances(self.rel_pos_w))
 
@@ -99,15 +86,11 @@ class RelativeAttention(nn.Module):
 
 
 def distances(table: Tensor) -> Tensor:
-    """The embedding of the distance between each query and each key along one axis.
+    """The embedding of the distance r - s along one axis: float [n, d, n], [r, :, s].
 
-    Args:
-        table: float [2n - 1, d]; row i is the embedding of the distance i - (n - 1).
-
-    Returns:
-        float [n, d, n]: [r, :, s] is the embedding of r - s. It is made of windows of the table, not by
-        indexing: the gradient of indexing is a scattered sum, which is slower and has no fixed order on some
-        devices.
+    Row i of the table [2n - 1, d] is the embedding of the distance i - (n - 1). The result is made of windows
+    of the table, not by indexing: the gradient of indexing is a scattered sum, which is slower and has no
+    fixed order on some devices.
     """
     return table.unfold(0, (table.shape[0] + 1) // 2, 1).flip(-1)
 
@@ -115,8 +98,8 @@ def distances(table: Tensor) -> Tensor:
 def split_windows(x: Tensor, window: int) -> Tensor:
     """Tokens [B, H, W, C] -> [B * windows, window, window, C], in row-major order of windows.
 
-    The grid is padded with zeros at the bottom and on the right. The padding takes part in the attention, as
-    in the published model.
+    The grid is padded with zeros at the bottom and on the right. As in the published model, attention
+    includes the padding.
     """
     batch, height, width, channels = x.shape
     x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))

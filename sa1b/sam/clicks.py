@@ -2,10 +2,9 @@
 
 The simulated user follows "Segment Anything" (2023), appendix A. Every choice is a function of the mask's key
 (sa1b.sam.random_values): for the same predictions, a mask gets the same prompts in any batch, on any device.
-There is no loop over masks and the host does not wait for the device. Input points and boxes are in the frame
-of sa1b.masks.grid, where the centre of a pixel is its index plus 0.5. Prompts are in the frame of Sam.decode,
-as in the published model, where the centre of a pixel is its integer index. The difference is 0.5 for points
-and box corners.
+There is no loop over masks and the host does not wait for the device. Points and boxes are in the frame of
+sa1b.masks.grid, where the centre of a pixel is its index plus 0.5; prompts are in the frame of Sam.decode,
+where it is its integer index.
 
 64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for the 64 masks.
 """
@@ -20,22 +19,14 @@ BACKGROUND, FOREGROUND, TOP_LEFT, BOTTOM_RIGHT, NOTHING = 0, 1, 2, 3, -1  # labe
 
 
 def point_prompts(points: Tensor) -> tuple[Tensor, Tensor]:
-    """Each point with a second, empty point: float32 [M, 2, 2] and labels int64 [M, 2].
-
-    Args:
-        points: float32 [M, 2], x and y, see sa1b.masks.grid.
-    """
+    """Points float32 [M, 2] (sa1b.masks.grid), each with an empty one -> [M, 2, 2], labels int64 [M, 2]."""
     labels = torch.full(points.shape, NOTHING, dtype=torch.int64, device=points.device)
     labels[:, 0] = FOREGROUND
     return torch.stack((points - 0.5, torch.zeros_like(points)), dim=1), labels
 
 
 def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Each box as its two corners: float32 [M, 2, 2] and labels int64 [M, 2].
-
-    Args:
-        boxes: float32 [M, 4], x0, y0, x1, y1, see sa1b.masks.grid.
-    """
+    """Boxes float32 [M, 4] (sa1b.masks.grid) -> corners float32 [M, 2, 2] and labels int64 [M, 2]."""
     labels = torch.full((len(boxes), 2), TOP_LEFT, dtype=torch.int64, device=boxes.device)
     labels[:, 1] = BOTTOM_RIGHT
     return boxes.reshape(-1, 2, 2) - 0.5, labels
@@ -48,12 +39,10 @@ def noised_boxes(
 
     Args:
         boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square.
-        keys: int64 [M].
         sizes: int64 [M, 2], rows and columns of each mask's image.
-        noise: standard deviation, as a fraction of the box's width for x and of its height for y; for uniform
-            noise the largest movement.
+        noise: standard deviation, as a fraction of the box's width for x and of its height for y; for
+            `uniform` noise the largest movement.
         limit: largest movement of a side, pixels.
-        uniform: uniform noise, not normal noise.
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
     sides = torch.arange(4, device=boxes.device)
@@ -71,14 +60,7 @@ def noised_boxes(
 def first_prompts(
     points: Tensor, boxes: Tensor, keys: Tensor, box_probability: float
 ) -> tuple[Tensor, Tensor]:
-    """A point or a box for each mask, by its key: float32 [M, 2, 2] and labels int64 [M, 2].
-
-    Args:
-        points: float32 [M, 2] as for `point_prompts`.
-        boxes: float32 [M, 4] as for `box_prompts`.
-        keys: int64 [M].
-        box_probability: probability of a box.
-    """
+    """A point or a box for each mask, by its key: float32 [M, 2, 2] and labels int64 [M, 2]."""
     boxed = (uniforms(random_words(keys, Purpose.FIRST_PROMPT)) < box_probability)[:, None]
     (near, near_labels), (corners, corner_labels) = point_prompts(points), box_prompts(boxes)
     return torch.where(boxed[..., None], corners, near), torch.where(boxed, corner_labels, near_labels)
@@ -111,7 +93,6 @@ def corrective_clicks(
     Args:
         masks: bool [M, R, R], the predicted masks; must be False outside the image.
         targets: bool [M, R, R].
-        keys: int64 [M].
         number: number of the iteration; the random values depend on it.
         image_size: pixels of the padded square that the R x R pixels cover.
 
@@ -129,24 +110,18 @@ def corrective_clicks(
 
 
 def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A uniform pixel of each region: rows, columns and the regions' pixel counts, int64 [M] each.
+    """A uniform pixel of each region, bool [M, R, C]: rows, columns and pixel counts, int64 [M] each.
 
     The word selects pixel number k of the region in row-major order. Sums over rows give its row, then its
-    column. For a region without a pixel, row and column are R - 1.
-
-    64 masks of 256x256 take 1.6 ms on one CPU thread. A cumulative sum over complete masks with a search
-    takes 14 to 19 ms, and the maximum of a hash of each pixel 190 ms.
-
-    Args:
-        regions: bool [M, R, C].
-        words: int64 [M], see sa1b.sam.random_values.
+    column. For a region without a pixel, row and column are the last ones. 64 masks of 256x256 take 1.6 ms on
+    one CPU thread; a cumulative sum over complete masks with a search takes 14 to 19 ms.
     """
     in_row = regions.sum(dim=2, dtype=torch.int32).long()  # int32 is seven times as fast as int64 on the CPU
     through_row = in_row.cumsum(dim=1)
     counts = through_row[:, -1]
     picked = below(words, counts.clamp(min=1))
     rows = (through_row <= picked[:, None]).sum(dim=1).clamp(max=regions.shape[1] - 1)[:, None]
-    left = picked[:, None] - (through_row - in_row).gather(1, rows)
+    rank_in_row = picked[:, None] - (through_row - in_row).gather(1, rows)
     line = regions.gather(1, rows[..., None].expand(-1, 1, regions.shape[2]))[:, 0]
-    columns = (line.cumsum(dim=1) <= left).sum(dim=1).clamp(max=regions.shape[2] - 1)
+    columns = (line.cumsum(dim=1) <= rank_in_row).sum(dim=1).clamp(max=regions.shape[2] - 1)
     return rows[:, 0], columns, counts

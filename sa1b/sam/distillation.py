@@ -6,8 +6,8 @@
 
 The teacher runs in the training loop, because its embeddings of SA-1B would take 23 TB; those of a small
 subset can be cached (`sa1b.sam.embedding_cache`). The student gets the teacher's prompt encoder and mask
-decoder, which are frozen as well; so the student predicts masks from the first step on, and an evaluation
-scores them. A later run of interactive training trains all parts together.
+decoder, frozen, so that it predicts masks from the first step on. A later run of interactive training trains
+all parts together.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,15 +32,12 @@ class Distillation(Interactive):
     """A student in training together with its teacher.
 
     The loss of an image is the mean squared difference of both embeddings over channels and over the tokens
-    that contain a part of the image. Targets are used by an evaluation only.
-
-    The teacher is not a submodule: it is neither saved nor trained nor sharded, and every rank has a copy.
+    that contain a part of the image. Only an evaluation uses the targets. The teacher is not a submodule: it
+    is not saved, trained or sharded, and every rank has a copy.
 
     Args:
-        model: the student; its prompt encoder and mask decoder get the teacher's weights.
-        recipe: prompts of an evaluation.
         teacher: a SAM of the same image size, patch size and channels.
-        cache: of the teacher's embeddings; by default they are computed for every visit of an image.
+        cache: the teacher's embeddings; None: they are computed for every visit of an image.
 
     Raises:
         UsageError: embeddings or decoders of student and teacher have different sizes.
@@ -57,7 +54,9 @@ class Distillation(Interactive):
         model.requires_grad_(False)
         model.image_encoder.requires_grad_(True)
         if not teacher.pixel_mean.is_meta:  # a meta model has no values, only sizes
-            others = {n: one for n, one in teacher.state_dict().items() if not n.startswith(_ENCODER)}
+            others = {
+                name: tensor for name, tensor in teacher.state_dict().items() if not name.startswith(_ENCODER)
+            }
             model.load_state_dict(others, strict=False)
 
     @property
@@ -73,10 +72,7 @@ class Distillation(Interactive):
         return of_student(fn, recurse)
 
     def flops(self, images: float, masks: float) -> float:
-        """See the contract: a forward and a backward pass of the student, a forward pass of the teacher.
-
-        With a cache, the teacher is not counted; it computes each image of the cache once.
-        """
+        """Forward and backward pass of the student, and without a cache a forward pass of the teacher."""
         teacher = encoder_flops(self.teacher.config) if self._cache is None else 0.0
         return images * (3 * encoder_flops(self.model.config) + teacher)
 
@@ -93,7 +89,7 @@ class Distillation(Interactive):
         evaluate: bool = False,
         protocol: EvaluationProtocol | None = None,
     ) -> dict[str, Tensor]:
-        """Losses of a micro-batch, or its scores; arguments and scores are those of `Interactive`.
+        """Losses of a micro-batch, or its scores as those of `Interactive`.
 
         Returns:
             Training: sums over images, float32 scalars: "loss", with the gradient; "cosine", the mean cosine
@@ -107,15 +103,15 @@ class Distillation(Interactive):
     def _learn(self, embeddings: Tensor, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
         if self.teacher.pixel_mean.device != images.device:
             self.teacher.to(images.device)
-        wanted = self._wanted(images, sizes)
-        own = embeddings.float()
+        goal = self._wanted(images, sizes)
+        learned = embeddings.float()
         inside = _inside(sizes, self.model.config)
         weights = inside / inside.sum(dim=(1, 2), keepdim=True)
-        errors = (own - wanted).square().mean(dim=1)
-        alike = functional.cosine_similarity(own.detach(), wanted, dim=1)
+        errors = (learned - goal).square().mean(dim=1)
+        similarity = functional.cosine_similarity(learned.detach(), goal, dim=1)
         return {
             "loss": (weights * errors).sum(),
-            "cosine": (weights * alike).sum(),
+            "cosine": (weights * similarity).sum(),
             "count": weights.new_tensor(float(len(images))),
         }
 
@@ -131,11 +127,7 @@ class Distillation(Interactive):
 
 
 def check_sizes(student: ModelConfig, teacher: ModelConfig) -> None:
-    """Refuse a student whose embeddings or decoder have other sizes than the teacher's.
-
-    Raises:
-        UsageError: the message names the flag of the student.
-    """
+    """Refuse a student whose embeddings or decoder have other sizes than the teacher's, with a UsageError."""
     for name in ("patch_size", "channels", "pixel_features"):
         if getattr(student, name) != getattr(teacher, name):
             flag = f"--model.{name.replace('_', '-')}"

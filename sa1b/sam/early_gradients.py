@@ -21,13 +21,7 @@ class EarlyGradients:
     """The gradients of losses with respect to image embeddings and parameters.
 
     The losses are added without a loss scale, so this is not for number formats that underflow (float16).
-
-    Args:
-        embeddings: image embeddings, with or without a gradient.
-        parameters: parameters that losses may use; other parameters get no gradient.
-
-    Attributes:
-        embeddings: input for the losses, detached from the encoder.
+    `embeddings` is the input for the losses, detached from the encoder.
     """
 
     def __init__(self, embeddings: Tensor, parameters: Iterable[Tensor]) -> None:
@@ -40,11 +34,11 @@ class EarlyGradients:
     def add(self, loss: Tensor) -> None:
         """Compute and add the gradients of a scalar, and free its graph."""
         with torch.autocast(loss.device.type, enabled=False):
-            found = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
+            results = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
         if self._loss is None:
-            used = zip(self._sources, found, strict=True)
-            self._sources = [source for source, gradient in used if gradient is not None]
-        gradients = [gradient for gradient in found if gradient is not None]
+            pairs = zip(self._sources, results, strict=True)
+            self._sources = [source for source, gradient in pairs if gradient is not None]
+        gradients = [gradient for gradient in results if gradient is not None]
         if self._loss is None:
             self._loss, self._sums = loss.detach(), gradients
         else:
@@ -52,11 +46,7 @@ class EarlyGradients:
             self._sums = list(torch._foreach_add(self._sums, gradients))
 
     def total(self) -> Tensor:
-        """The sum of the losses; its backward pass returns the stored gradients times the incoming one.
-
-        Raises:
-            ValueError: no loss was added.
-        """
+        """The sum of the losses; its backward pass returns the stored gradients times the incoming one."""
         if self._loss is None:
             raise ValueError("total(): no loss was added; call add() first")
         total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))

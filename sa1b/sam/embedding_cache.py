@@ -1,17 +1,14 @@
 """A bounded folder of a teacher's embeddings, so that later epochs of a small subset read them.
 
-    cache = EmbeddingCache(Path("/local/embeddings/1f2e3d4c5b6a7980"), limit=50 << 30)
-    embeddings = cache.embeddings(images, sizes, compute)
-
     FOLDER/float32/3f/3f0c96a71b2e58d4.safetensors
 
-The name of a file is a hash of the pixels that the teacher gets. Another flip, decoder, image size or dataset
-gives other pixels, so a wrong embedding is never found, and images need no ids. Number formats of the
+The name of a file is a hash of the pixels that the teacher gets: another flip, decoder, image size or dataset
+gives other pixels, so a wrong embedding is never read, and images need no ids. Number formats of the
 teacher's matrix products have different folders.
 
-A file has an embedding in float16, 2 MB for SAM, and its crc32c. A file that a crash cut short, or that the
-disk has damaged, counts as missing and is written again. Nothing is evicted: every epoch reads all images in
-random order, so the embeddings that were written first are as useful as any.
+A file has an embedding in float16, 2 MB for SAM, and its crc32c. A truncated or damaged file counts as
+missing and is written again. Nothing is evicted: every epoch reads all images in random order, so the
+embeddings that were written first are as useful as any.
 
 Embeddings are computed one image at a time and rounded to float16 before they are used. So they do not
 depend on what the cache contains, and a resumed run has the same bits with any of its files missing.
@@ -43,9 +40,6 @@ class EmbeddingCache:
     Args:
         folder: of this teacher's files; it exists.
         limit: bytes that this process may write.
-
-    Attributes:
-        folder, limit: the arguments.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -65,8 +59,8 @@ class EmbeddingCache:
         """
         self._words = _words_of(images, self._words)
         keys = pixel_keys(images, sizes, self._words).tolist()
-        found = [self._embedding(key, images[[i]], sizes[[i]], compute) for i, key in enumerate(keys)]
-        return torch.stack([one.float() for one in found])  # autocast stacks no float16 on a CPU
+        halves = [self._embedding(key, images[[i]], sizes[[i]], compute) for i, key in enumerate(keys)]
+        return torch.stack([half.float() for half in halves])  # autocast stacks no float16 on a CPU
 
     def _embedding(
         self, key: int, image: Tensor, size: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
@@ -77,9 +71,9 @@ class EmbeddingCache:
         cached = _read(path)
         if cached is not None:
             return cached.to(image.device)
-        found = compute(image, size)[0].half()
-        self._write(path, found)
-        return found
+        embedding = compute(image, size)[0].half()
+        self._write(path, embedding)
+        return embedding
 
     def _write(self, path: Path, embedding: Tensor) -> None:
         if not self._left:
@@ -110,16 +104,11 @@ class EmbeddingCache:
 
 
 def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
-    """A hash of the pixels and the size of each image, int64 [B].
+    """A hash of the pixels and the size of each image, int64 [B], from random words int64 [3, S, S].
 
     The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images are
     equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash functions",
     1979). Integer sums have the same bits in any order, on any device.
-
-    Args:
-        images: uint8 [B, 3, S, S].
-        sizes: int64 [B, 2].
-        words: int64 [3, S, S], random.
     """
     sums = torch.stack([(image * words).sum() for image in images])  # uint8 * int64 is int64
     return random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
@@ -145,8 +134,8 @@ def _number_format(device: torch.device) -> str:
 def _read(path: Path) -> Tensor | None:
     """The embedding in a file; None if there is no file, or a damaged one."""
     try:
-        found = load(path.read_bytes())
-        values, crc = found[_NAME], found[_CRC]
+        tensors = load(path.read_bytes())
+        values, crc = tensors[_NAME], tensors[_CRC]
     except (OSError, SafetensorError, KeyError):
         return None
     return values if int(crc) == _crc(values) else None

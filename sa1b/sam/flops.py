@@ -19,10 +19,10 @@ def encoder_flops(model: ModelConfig) -> float:
     padded = (windows * model.window) ** 2
     flops = 2.0 * tokens * width * 3 * model.patch_size**2
     for block in range(model.depth):
-        seen = tokens if block in model.global_blocks else model.window**2
-        inside = tokens if block in model.global_blocks else padded
-        flops += 2 * inside * width * 4 * width  # q, k, v and the projection
-        flops += 2 * 2 * inside * seen * width  # q k', and the product of the result with v
+        keys = tokens if block in model.global_blocks else model.window**2
+        queries = tokens if block in model.global_blocks else padded
+        flops += 2 * queries * width * 4 * width  # q, k, v and the projection
+        flops += 2 * 2 * queries * keys * width  # q k', and the product of the result with v
         flops += 2 * tokens * width * 8 * width  # MLP
     flops += 2 * tokens * (width * model.channels + 9 * model.channels**2)
     if model.pixel_features:
@@ -56,9 +56,7 @@ def step_flops(
 ) -> float:
     """Operations of a training step: backward costs twice forward; recomputation does not count.
 
-    Args:
-        frozen: "encoder", "decoder": without gradients of their weights. A frozen encoder has no backward
-            pass; a frozen decoder passes gradients to the encoder.
+    A `frozen` "encoder" has no backward pass; a frozen "decoder" passes gradients to the encoder.
     """
     passes = 1 if "encoder" in frozen else 3, 2 if "decoder" in frozen else 3
     decoder = decoder_flops(model, _OWN_TOKENS + 2, MASKS - 1)

@@ -24,13 +24,9 @@ class ImageEncoder(nn.Module):
 
     Args:
         image_size: pixels of the square images.
-        patch_size: pixels of a patch, which is a token; must divide image_size.
-        width: numbers per token.
-        depth: number of blocks.
-        heads: attention heads of each block; must divide width.
+        patch_size: pixels of a patch, which is a token.
         global_blocks: blocks whose attention covers the complete image; the others use windows.
         window: tokens of a window per axis.
-        channels: channels of the embedding.
         drop_rates: for each block, the probability that drop path skips its attention, and independently its
             MLP.
         recomputed: blocks whose activations are recomputed in the backward pass.
@@ -79,10 +75,9 @@ class ImageEncoder(nn.Module):
     def forward(self, pixels: Tensor, keep: Tensor | None = None) -> Tensor:
         """Normalised pixels float [B, 3, S, S] -> embedding float [B, channels, S / patch, S / patch].
 
-        Args:
-            keep: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of
-                each block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None: all
-                images pass through all blocks, unscaled, as they do through blocks in evaluation mode.
+        `keep`: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of each
+        block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None, or in evaluation
+        mode: all images pass through all blocks, unscaled.
         """
         return self.embedding(self.through(self.tokens(pixels), range(len(self.blocks)), keep))
 
@@ -122,10 +117,7 @@ class PatchEmbedding(nn.Module):
 class Block(nn.Module):
     """Attention and a feed-forward network, each after a layer norm and added to its input.
 
-    Args:
-        side: tokens of the image per axis.
-        window: tokens of a window per axis, 0 for attention over the whole image.
-        recompute: keep only the input for the backward pass.
+    `window` 0 is attention over the whole image; with `recompute`, backward has only the input.
     """
 
     def __init__(self, width: int, heads: int, side: int, window: int, recompute: bool) -> None:
@@ -141,8 +133,8 @@ class Block(nn.Module):
     def compile_compute(self) -> None:
         """Compile `compute`, separately for each batch size: sizes must not become dynamic.
 
-        FSDP's hooks stay outside of the graph, because a graph breaks at them. The activation checkpoint
-        stays outside too, because nothing in it is compiled if a graph breaks inside.
+        FSDP's hooks and the activation checkpoint stay outside of the graph: a graph breaks at hooks, and
+        nothing in a checkpoint is compiled if a graph breaks inside.
         """
         # All blocks share one code object and its limit of graphs. There is a graph for windowed and for
         # global blocks, for training and evaluation, and for a few batch sizes.
@@ -193,11 +185,7 @@ class ChannelNorm(nn.Module):
 
 
 def encoder_layer(name: str) -> int | None:
-    """Layer of a model's parameter: 0 for the image encoder's embeddings, i + 1 for its block i, else None.
-
-    Args:
-        name: name of the parameter in a model with the attribute `image_encoder`.
-    """
+    """Layer of a parameter: 0 for the image encoder's embeddings, i + 1 for its block i, else None."""
     parts = name.split(".")
     if parts[0] != "image_encoder":
         return None

@@ -17,12 +17,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnImage:
-    """Image tokens that differ for every mask.
-
-    Attributes:
-        tokens: float [M, N, C].
-        placed: float [M, N, C], the tokens plus their positions, for queries and keys.
-    """
+    """Image tokens that differ for every mask, float [M, N, C]; `placed` are tokens plus positions."""
 
     tokens: Tensor
     placed: Tensor
@@ -62,17 +57,17 @@ class SharedImage:
 
     def logits(self, rows: Tensor) -> Tensor:
         """See `OwnImage.logits`."""
-        found = self.by_image(product_with_transposed, rows, self.placed)
+        logits = self.by_image(product_with_transposed, rows, self.placed)
         if self.features is None:
-            return found
-        return found + (rows @ self.basis.T) @ self.features
+            return logits
+        return logits + (rows @ self.basis.T) @ self.features
 
     def weighted(self, weights: Tensor) -> Tensor:
         """See `OwnImage.weighted`."""
-        found = self.by_image(torch.matmul, weights, self.tokens)
+        sums = self.by_image(torch.matmul, weights, self.tokens)
         if self.features is None:
-            return found
-        return found + product_with_transposed(weights, self.features) @ self.basis
+            return sums
+        return sums + product_with_transposed(weights, self.features) @ self.basis
 
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
         """See `OwnImage.plus`."""
@@ -96,9 +91,9 @@ class SharedImage:
 
 
 def added(product: Tensor, tokens: Tensor) -> Tensor:
-    """The sum, computed in place in the memory of the product unless the product is a view.
+    """The sum, computed in place in the memory of the product unless the product is a view, as in a graph.
 
-    Autograd would copy the gradient of a view that is changed in place; in a graph the product may be a view.
+    Autograd would copy the gradient of a view that is changed in place.
     """
     return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 

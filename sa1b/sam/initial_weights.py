@@ -3,8 +3,8 @@
 Two kinds of files are accepted: a SAM, also of another image size, and a plain ViT for the image encoder,
 such as the published MAE ViT-B, ViT-L and ViT-H (He et al., "Masked Autoencoders Are Scalable Vision
 Learners", 2022), the initial weights of the published SAM. Position embeddings are resized as in ViTDet's
-code (Li et al. 2022): absolute ones with bicubic, relative ones with linear interpolation. Kernels of another
-patch size (ViT-H has 14 pixels) are resized with bicubic interpolation.
+code (Li et al. 2022): absolute ones with bicubic, relative ones with linear interpolation; kernels of another
+patch size (ViT-H has 14 pixels) with bicubic interpolation.
 """
 
 import re
@@ -29,12 +29,12 @@ _OF_VIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FittedWeights:
-    """Weights that fit the sizes of a model.
+    """Weights that fit the sizes of a model; as a string, a line that describes them.
 
     Attributes:
         tensors: tensors by the published names of SAM.
         kind: kind of the file's model, in words.
-        resized: a line that describes the resized tensors; None: no tensor was resized.
+        resized: the resized tensors, in words; None: no tensor was resized.
         left_out: names in the file that the model does not use.
         kept: names of the model that keep their initial values.
     """
@@ -46,7 +46,6 @@ class FittedWeights:
     kept: tuple[str, ...]
 
     def __str__(self) -> str:
-        """A line that describes the loaded, resized and unused tensors, and those with initial values."""
         parts = [f"{len(self.tensors)} tensors of {self.kind}"]
         if self.resized is not None:
             parts.append(f"resized: {self.resized}")
@@ -62,14 +61,13 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
     Raises:
         WeightsError: the file is damaged, or contains neither a SAM nor a plain ViT.
-        OSError: the file cannot be read.
     """
-    found = read_tensors(path)
-    if not _is_vit(found):
-        check_weights(path, found)
-    elif strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
-        raise WeightsError(f"{path}: {strange[0]} must be floating point, not {found[strange[0]].dtype}")
-    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+    tensors = read_tensors(path)
+    if not _is_vit(tensors):
+        check_weights(path, tensors)
+    elif strange := sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point()):
+        raise WeightsError(f"{path}: {strange[0]} must be floating point, not {tensors[strange[0]].dtype}")
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
@@ -110,17 +108,17 @@ def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWei
             f"and depth {model.depth}; pass the --preset or --model.width and --model.depth of these sizes"
         )
     positions = _grid(weights[_POSITIONS], width)
-    found = {**weights, _POSITIONS: resize_positions(positions, model.side)}
+    fitted = {**weights, _POSITIONS: resize_positions(positions, model.side)}
     resized = []
     if (side := positions.shape[1]) != model.side:
         resized.append(f"pos_embed, from {side} x {side} to {model.side} x {model.side} tokens")
-    kernel = found.get(_KERNEL)
+    kernel = fitted.get(_KERNEL)
     if kernel is not None and kernel.ndim == 4 and kernel.shape[-1] != model.patch_size:
         resized.append(f"{_KERNEL}, from {kernel.shape[-1]} to {model.patch_size} pixels")
         square = (model.patch_size, model.patch_size)
-        found[_KERNEL] = F.interpolate(kernel, square, mode="bicubic", align_corners=False)
+        fitted[_KERNEL] = F.interpolate(kernel, square, mode="bicubic", align_corners=False)
     shapes = _shapes(model)
-    tensors = {_our_name(name): tensor for name, tensor in found.items() if _OF_VIT.match(name)}
+    tensors = {_our_name(name): tensor for name, tensor in fitted.items() if _OF_VIT.match(name)}
     for name in shapes:
         theirs = name.removeprefix(_ENCODER).replace(".mlp.lin", ".mlp.fc")
         if name.startswith(_ENCODER) and _OF_VIT.match(theirs):

@@ -51,10 +51,6 @@ class Interactive(nn.Module):
       `recipe.feedback_gradient` is set. (The paper does not specify this; SAM 2's code does not detach them.)
     - In an iteration without a new prompt, an empty token replaces the click.
     - Predictions outside the image count in focal and dice loss, but not in IoU, clicks or scores.
-
-    Args:
-        model: the model to train.
-        recipe: prompts, iterations, losses.
     """
 
     def __init__(self, model: Sam, recipe: Recipe) -> None:
@@ -71,7 +67,7 @@ class Interactive(nn.Module):
     shown: Mapping[str, str] = {"IoU": "iou_last"}
 
     def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
-        """Images, targets and image keys of a micro-batch, the arguments of `forward`; see `inputs_of`."""
+        """The arguments of `forward`: images, targets and image keys; see `inputs_of`."""
         return inputs_of(batch, seed)
 
     def weights(self) -> Sam:
@@ -85,10 +81,7 @@ class Interactive(nn.Module):
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load weights of a SAM, or of a ViT for the image encoder; return a line that describes them.
 
-        Position embeddings are resized to the model's image size.
-
-        Raises:
-            UsageError: the weights are those of a model with other sizes.
+        Position embeddings are resized to the model's image size. Other sizes: UsageError.
         """
         fitted = fit_weights(weights, self.model.config)
         self.model.load_state_dict(fitted.tensors, strict=not fitted.kept)
@@ -166,8 +159,8 @@ class Interactive(nn.Module):
             image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
             evaluate: score the masks without gradient and without noise; the first click is the target's
                 point, and the other clicks are chosen as in training. The module must be in evaluation mode.
-            protocol: evaluate with this function instead. It takes the model, the images and `targets.sizes`;
-                its result is returned. It must call `embed` once on every rank, for FSDP.
+            protocol: evaluate with this function instead, whose result is returned. For FSDP, it must call
+                `embed` once on every rank.
 
         Returns:
             Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
@@ -256,8 +249,8 @@ class Interactive(nn.Module):
     def _iterations_are_independent(self, device: torch.device) -> bool:
         """Whether the backward pass of an iteration can follow its forward pass at once.
 
-        This is not possible if gradients flow between iterations. It is not possible in float16 either:
-        gradients would underflow without the loss scale, which is applied to the sum.
+        This is not possible if gradients flow between iterations, nor in float16, where gradients would
+        underflow without the loss scale, which is applied to the sum.
         """
         if not torch.is_grad_enabled() or self.recipe.feedback_gradient:
             return False

@@ -1,7 +1,7 @@
 """One iteration of interactive training: the answer of the model to its prompts, and its losses.
 
-It can be compiled. The shapes of an iteration depend on the numbers of masks and prompts, which differ from
-step to step. These numbers are variables of the graphs, so that no step compiles again.
+It can be compiled. The numbers of masks and prompts, which differ from step to step, are variables of the
+graphs, so that no step compiles again.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,12 +52,7 @@ class Outcome(NamedTuple):
 
 
 class Iteration:
-    """An iteration of a model and a recipe; it has no parameters of its own.
-
-    Args:
-        model: the model to train.
-        recipe: prompts, iterations, losses.
-    """
+    """An iteration of a model and a recipe; it has no parameters of its own."""
 
     def __init__(self, model: Sam, recipe: Recipe) -> None:
         self.model = model
@@ -92,7 +87,6 @@ class Iteration:
         """The masks of one iteration compared with the targets; without feedback, it is the first one.
 
         Args:
-            points, labels: see `Sam.decode`.
             compiled: all images have as many masks, and `compiles` is true.
             recompute: the backward pass recomputes the activations.
         """
@@ -117,8 +111,7 @@ class Iteration:
     ) -> Answer:
         """The candidates for these prompts; without feedback, the three of the first iteration.
 
-        Args:
-            allowed: bool [M, 4], compute all four candidates and choose among these.
+        `allowed`: bool [M, 4], compute all four candidates and choose among these.
         """
         candidates = AMBIGUOUS if feedback is None else SINGLE
         logits, predicted = self.model.decode(

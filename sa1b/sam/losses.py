@@ -18,7 +18,6 @@ def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: floa
         logits: [..., H, W], any float type.
         targets: [..., H, W], 1 is foreground, 0 background; any type; broadcast against logits.
         alpha: weight of foreground pixels; background pixels have 1 - alpha.
-        gamma: exponent; larger values reduce the weight of pixels that are predicted well.
 
     Returns:
         float32 [...].

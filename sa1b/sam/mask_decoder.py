@@ -21,15 +21,11 @@ HIDDEN_RATIO = 8  # hidden width / channels of the feed-forward network: 2048 fo
 
 
 class MaskDecoder(nn.Module):
-    """Masks at four times the size of the image embedding.
+    """Masks at four times the size of the image embedding; `channels` is a multiple of 32.
 
-    Args:
-        channels: width of all embeddings, a multiple of 32.
-
-    The table has the cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and
-    12 tokens (the mean over the iterations). It is summed over all operators: FLOPs by torch's
-    FlopCounterMode, bytes as inputs and outputs of every operator. In parentheses: the cost of the published
-    order of products with checkpointed iterations.
+    The cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and 12 tokens
+    (the mean over the iterations), by torch's FlopCounterMode and as inputs and outputs of every operator. In
+    parentheses: the published order of products with checkpointed iterations.
 
         forward                  2.6 GFLOP, 222 MB in float32, 120 MB under bfloat16    (3.7, 297, 258)
         forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
@@ -64,28 +60,29 @@ class MaskDecoder(nn.Module):
         sparse: Tensor,
         candidates: slice = ALL,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """
+        """Logits [M, K, 4h, 4w] of K candidates, their predicted IoU [M, K], not bounded; tokens [M, K, C].
+
+        Mask 0 is for unambiguous prompts, 1 to 3 are for ambiguous ones.
+
         Args:
             image: the image tokens of each mask, in the number format of the products.
             image_position: float [N, C].
             sparse: float [M, T, C], embeddings of points and box corners.
             candidates: which of the four masks to compute.
-
-        Returns:
-            Logits [M, K, 4h, 4w]: mask 0 is for unambiguous prompts, 1 to 3 are for ambiguous ones. The
-            predicted IoU of each mask, [M, K], not bounded to 0..1. The token of each mask, [M, K, C].
         """
-        own = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
-        tokens = torch.cat([own.expand(len(sparse), -1, -1), sparse.to(own.dtype)], dim=1)
+        learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
+        tokens = torch.cat([learned.expand(len(sparse), -1, -1), sparse.to(learned.dtype)], dim=1)
         chosen = range(MASKS)[candidates]
-        tokens, seen = self.transformer(image, image_position, tokens, (0, *(1 + mask for mask in chosen)))
+        tokens, attended = self.transformer(
+            image, image_position, tokens, (0, *(1 + mask for mask in chosen))
+        )
         networks = list(self.output_hypernetworks_mlps)
         weights = torch.stack([networks[mask](tokens[:, 1 + k]) for k, mask in enumerate(chosen)], dim=1)
         # The networks of other candidates are used with weight zero, because DDP waits for every gradient.
         rest = [networks[mask] for mask in range(MASKS) if mask not in chosen]
         unused = [parameter.sum() for network in rest for parameter in network.parameters()]
         weights = weights + 0 * sum(unused)
-        logits = self.upscale(seen, weights.to(seen.dtype))
+        logits = self.upscale(attended, weights.to(attended.dtype))
         return logits, self.iou_prediction_head(tokens[:, 0])[:, candidates], tokens[:, 1:]
 
     def upscale(self, image: Tensor, weights: Tensor) -> Tensor:

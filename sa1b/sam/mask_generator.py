@@ -1,20 +1,18 @@
 """`sa1b.generate_masks`: all masks of an image, without prompts of a user.
 
     model = sa1b.load_model("run")
-    found = sa1b.generate_masks(model, image)
-    found.runs.to_coco()                                            # or sa1b.masks.rasterize(found.runs)
+    generated = sa1b.generate_masks(model, image)
+    generated.runs.to_coco()                                    # or sa1b.masks.rasterize(generated.runs)
 
 The algorithm is that of "Segment Anything" (2023), appendix B, with the defaults of the published
-`SamAutomaticMaskGenerator`. A regular grid of points covers the image, and optionally crops of it. The model
-predicts three masks for each point. Masks with a low predicted IoU, unstable masks and masks at the border of
-a crop are left out; of masks with overlapping boxes, the one with the highest predicted IoU stays.
-
-Logits are enlarged to the pixels of the image by `sa1b.masks.logits`, which writes runs, counts the pixels
-for the stability score, and computes only the part of the image that a mask covers. No dense mask is made.
+`SamAutomaticMaskGenerator`: three masks for each point of a grid over the image, and optionally over crops of
+it. Masks with a low predicted IoU, unstable masks and masks at the border of a crop are dropped; of masks
+with overlapping boxes, the one with the highest predicted IoU stays. `sa1b.masks.logits` enlarges the logits
+and writes runs; no dense mask is made.
 
 Given the same resized image, the masks are those of the published class (`tests/sam/test_mask_generator.py`).
-Points are scaled to the input of the model as there, by the ratio of the sizes: `sa1b.predict`, which scales
-the centres of pixels, puts the same point up to half a pixel of the input beside it.
+Points are scaled to the input of the model as there, by the ratio of the sizes. `sa1b.predict` scales the
+centres of pixels instead: the same point differs by up to half a pixel of the input.
 """
 
 from collections import deque
@@ -76,7 +74,6 @@ class GeneratorConfig:
     crop_max_box_iou: float = 0.7
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a value is out of range; the message begins with its name."""
         whole_number("points_per_side", self.points_per_side, 1, 1024)
         whole_number("points_per_batch", self.points_per_batch, 1)
         number("min_predicted_iou", self.min_predicted_iou)
@@ -168,13 +165,13 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
 
 @torch.no_grad()
 def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig) -> GeneratedMasks:
-    """As `generate_masks`, from pixels uint8 [height, width, 3]."""
+    """`generate_masks` from pixels uint8 [height, width, 3]."""
     height, width = pixels.shape[:2]
     # The model computes the next points meanwhile: the kernels release the GIL.
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = [_of_crop(model, pixels, crop, config, threads) for crop in config.crops(height, width)]
-    every = _joined(found, height, width)
-    if len(found) > 1:
+        crops = [_of_crop(model, pixels, crop, config, threads) for crop in config.crops(height, width)]
+    every = _joined(crops, height, width)
+    if len(crops) > 1:
         smaller_first = -(every.crop_boxes[:, 2] * every.crop_boxes[:, 3])
         boxes = geometry.bbox_sa1b(every.runs)
         every = every.select(overlap.suppress(boxes, smaller_first, config.crop_max_box_iou))
@@ -206,20 +203,20 @@ def _of_crop(
     )
     points = _grid(crop)
     scale = (taken[1] / crop.width, taken[0] / crop.height)
-    found: list[GeneratedMasks] = []
+    finished: list[GeneratedMasks] = []
     waiting: deque[Future[GeneratedMasks]] = deque()
     for start in range(0, len(points), config.points_per_batch):
-        own = points[start : start + config.points_per_batch]
-        logits, predicted = _decode(model, embedding, own * scale)
+        prompts = points[start : start + config.points_per_batch]
+        logits, predicted = _decode(model, embedding, prompts * scale)
         kept = (predicted > config.min_predicted_iou).nonzero()
         chosen = logits[kept[:, 0], kept[:, 1]].float().cpu().numpy()
         quality = predicted[kept[:, 0], kept[:, 1]].cpu().numpy()
-        asked = own[kept[:, 0].cpu().numpy()] + (crop.x, crop.y)
-        waiting.append(threads.submit(target.masks, chosen, quality, asked))
+        kept_points = prompts[kept[:, 0].cpu().numpy()] + (crop.x, crop.y)
+        waiting.append(threads.submit(target.masks, chosen, quality, kept_points))
         while len(waiting) > 2 * _THREADS:  # bounds the memory for logits
-            found.append(waiting.popleft().result())
-    found += [one.result() for one in waiting]
-    every = _joined(found, height, width)
+            finished.append(waiting.popleft().result())
+    finished += [future.result() for future in waiting]
+    every = _joined(finished, height, width)
     boxes = geometry.bbox_sa1b(every.runs)
     return every.select(overlap.suppress(boxes, every.predicted_iou, config.max_box_iou))
 
@@ -264,9 +261,9 @@ class _Target(NamedTuple):
         points: npt.NDArray[np.float64],
     ) -> GeneratedMasks:
         """The masks that are stable and do not continue outside of the crop."""
-        counted = areas(logits, self.rows, self.columns, self.config.stability_offset)
-        stability = (counted[:, 1] / np.maximum(counted[:, 2], 1)).astype(np.float32)
-        chosen = np.flatnonzero((stability >= self.config.min_stability) & (counted[:, 0] > 0))
+        pixel_counts = areas(logits, self.rows, self.columns, self.config.stability_offset)
+        stability = (pixel_counts[:, 1] / np.maximum(pixel_counts[:, 2], 1)).astype(np.float32)
+        chosen = np.flatnonzero((stability >= self.config.min_stability) & (pixel_counts[:, 0] > 0))
         x, y, width, height, _ = self.crop
         runs = runs_of_logits(logits, chosen, self.rows, self.columns, position=(x, y), image=self.image)
         inside = np.flatnonzero(~self._at_border(geometry.bbox_sa1b(runs)))

@@ -87,9 +87,9 @@ class ModelConfig:
                 "a multiple of 4, the pixels of the masks for each token"
             )
         if not set(self.global_blocks) <= set(range(self.depth)):
-            given = " ".join(map(str, self.global_blocks))
+            blocks = " ".join(map(str, self.global_blocks))
             raise ValueError(
-                f"--model.global-blocks {given}: must be from 0 to {self.depth - 1} "
+                f"--model.global-blocks {blocks}: must be from 0 to {self.depth - 1} "
                 f"(--model.depth {self.depth})"
             )
         if not 0 <= self.drop_path < 1:
@@ -266,8 +266,9 @@ class Sam(nn.Module):
                 empty. The published code adds a point of label -1 to prompts without a box; here the caller
                 must do this.
             low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier iteration. None: no mask has
-                logits. has_low_res: bool [M], whether each mask has logits. None: all masks have logits if
-                low_res is passed.
+                logits.
+            has_low_res: bool [M], whether each mask has logits. None: all masks have logits if low_res is
+                passed.
             counts: number of masks of each image, B numbers with the sum M; `image` must be ascending. The
                 masks of an image then share its embedding. None: `image` may have any order, and the
                 embedding is copied for each mask.
@@ -304,10 +305,12 @@ class Sam(nn.Module):
         dtype = self.mask_decoder.mask_tokens.weight.dtype
         if torch.is_autocast_enabled(image.device.type):
             dtype = torch.get_autocast_dtype(image.device.type)
-        own = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
+        tokens_of_images = embeddings.flatten(2).transpose(1, 2).to(dtype) + dense.constant.to(dtype)
         position = self.prompt_encoder.image_position()[0].flatten(1).T.to(dtype)
         features = None if dense.features is None else dense.features.to(dtype)
-        shared = SharedImage(own, own + position, counts, features, dense.basis.to(dtype))
+        shared = SharedImage(
+            tokens_of_images, tokens_of_images + position, counts, features, dense.basis.to(dtype)
+        )
         logits, iou, tokens = self.mask_decoder(shared, position, sparse, candidates)
         if self.similarity is not None and clicks is not None:
             logits = logits + self.similarity(clicks, counts, tokens).to(logits.dtype)

@@ -1,11 +1,11 @@
 """`sa1b.predict`: masks of one image for points and boxes, at the resolution of the image.
 
     model = sa1b.load_model("run")                                  # or a .pth or .safetensors of a SAM
-    found = sa1b.predict(model, image, points=[[[120, 80]], [[500, 310]]])
-    found.masks[0]                                                  # bool [height, width]
+    prediction = sa1b.predict(model, image, points=[[[120, 80]], [[500, 310]]])
+    prediction.masks[0]                                             # bool [height, width]
 
     embedded = sa1b.embed_image(model, image)                       # the image encoder runs once
-    found = sa1b.predict(model, embedded, points=[[120, 80], [90, 60]], labels=[1, 0])    # one object
+    sa1b.predict(model, embedded, points=[[120, 80], [90, 60]], labels=[1, 0])            # one object
 
 Coordinates are in pixels of the passed image, x right and y down. The centre of a pixel has integer
 coordinates, so points and boxes are pixel indices. The image is resized so that its longer side is the
@@ -138,7 +138,7 @@ def predict(
     prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
     side = 4 * model.config.side
     shape = (len(tags), MASKS - 1) if all_candidates else (len(tags),)
-    found = Prediction(
+    prediction = Prediction(
         np.empty((*shape, height, width), np.bool_),
         np.empty(shape, np.float32),
         np.empty((*shape, side, side), np.float32),
@@ -148,69 +148,57 @@ def predict(
         ambiguous = count == (1 if boxes is None else 2) if multimask is None else multimask
         ambiguous = ambiguous or all_candidates
         for start in range(0, len(alike), _AT_ONCE):
-            own = alike[start : start + _AT_ONCE]
+            group = alike[start : start + _AT_ONCE]
             # Prompts without a box get one more point of label -1, as in the published code.
-            given = slice(count + 1 if boxes is None else count)
+            columns_used = slice(count + 1 if boxes is None else count)
             logits, predicted = model.decode(
                 features,
-                torch.zeros(len(own), dtype=torch.int64, device=device),
-                torch.from_numpy(prompts[own, given].astype(np.float32)).to(device),
-                torch.from_numpy(tags[own, given]).to(device),
-                counts=[len(own)],
+                torch.zeros(len(group), dtype=torch.int64, device=device),
+                torch.from_numpy(prompts[group, columns_used].astype(np.float32)).to(device),
+                torch.from_numpy(tags[group, columns_used]).to(device),
+                counts=[len(group)],
                 candidates=AMBIGUOUS if ambiguous else SINGLE,
             )
             if not all_candidates:
                 best = predicted.argmax(dim=1)
-                each = torch.arange(len(own), device=device)
+                each = torch.arange(len(group), device=device)
                 logits, predicted = logits[each, best], predicted[each, best]
             logits = logits.float()
             masks = at_source(logits.flatten(0, -3), (height, width), (rows, columns), size)
-            found.masks[own] = masks.reshape(*logits.shape[:-2], height, width).cpu().numpy()
-            found.logits[own] = logits.cpu().numpy()
-            found.predicted_iou[own] = predicted.float().cpu().numpy()
-    return found
+            prediction.masks[group] = masks.reshape(*logits.shape[:-2], height, width).cpu().numpy()
+            prediction.logits[group] = logits.cpu().numpy()
+            prediction.predicted_iou[group] = predicted.float().cpu().numpy()
+    return prediction
 
 
 def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:
     """Masks at the resolution of their image: bool [N, height, width], from logits float [N, R, R].
 
-    As in the published model, logits are enlarged to the padded square, cropped to the image and resized to
-    its source size, both times with bilinear interpolation. A mask is the pixels where the result is above 0.
-
-    Args:
-        source: height and width of the image.
-        taken: rows and columns of the square that the image fills.
-        image_size: pixels of the square.
+    As in the published model, logits are enlarged to the padded square of image_size pixels, cropped to the
+    image and resized to its source size, both times with bilinear interpolation. A mask is the pixels where
+    the result is above 0. `taken`: rows and columns of the square that the image fills.
     """
-    made = torch.empty((len(logits), *source), dtype=torch.bool, device=logits.device)
+    masks = torch.empty((len(logits), *source), dtype=torch.bool, device=logits.device)
     many = max(1, _PIXELS // max(source[0] * source[1], image_size**2))
     for start in range(0, len(logits), many):
         part = logits[start : start + many, None]
         large = functional.interpolate(part, (image_size, image_size), mode="bilinear", align_corners=False)
         cut = large[..., : taken[0], : taken[1]]
-        made[start : start + many] = (
+        masks[start : start + many] = (
             functional.interpolate(cut, source, mode="bilinear", align_corners=False)[:, 0] > 0
         )
-    return made
+    return masks
 
 
 def check_model(model: object) -> None:
-    """Refuse what is not the result of `sa1b.load_model`.
-
-    Raises:
-        ValueError: the model has no image encoder, such as a path.
-    """
+    """Refuse what is not the result of `sa1b.load_model`, such as a path, with a ValueError."""
     if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
         loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
         raise ValueError(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
 
 
 def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels of an image, uint8 [height, width, 3], from an array of that form or a PIL image.
-
-    Raises:
-        ValueError: the image has another form.
-    """
+    """The pixels uint8 [height, width, 3] of such an array or a PIL image; another form: ValueError."""
     if isinstance(image, str | PathLike):
         raise ValueError(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
     if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test
@@ -219,8 +207,8 @@ def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
         raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {_type(image)}")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        found = f"{pixels.dtype} {list(pixels.shape)}"
-        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {found}")
+        actual = f"{pixels.dtype} {list(pixels.shape)}"
+        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {actual}")
     return pixels
 
 
@@ -245,8 +233,8 @@ def _prompts(
     Points with an effect come first; the last point is always empty.
     """
     if points is None and boxes is None:
-        said = "" if labels is None else ", only labels"
-        raise ValueError(f"predict(...): has no prompts{said}; pass points or boxes")
+        reason = "" if labels is None else ", only labels"
+        raise ValueError(f"predict(...): has no prompts{reason}; pass points or boxes")
     if labels is not None and points is None:
         raise ValueError("labels: belong to points, but no points were passed; pass points")
     where, tags = [], []
@@ -259,14 +247,16 @@ def _prompts(
             )
         of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
         if of_points.shape != at.shape[:-1]:
-            wanted = f"{list(at.shape[:-1])} for points {list(at.shape)}"
-            raise ValueError(f"labels: must be {wanted}, got {list(of_points.shape)}")
+            expected = f"{list(at.shape[:-1])} for points {list(at.shape)}"
+            raise ValueError(f"labels: must be {expected}, got {list(of_points.shape)}")
         if not np.isin(of_points, (FOREGROUND, BACKGROUND, NOTHING)).all():
             raise ValueError(
                 "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
         at, of_points = at.reshape(-1, *at.shape[-2:]), of_points.reshape(-1, at.shape[-2])
-        _check_inside("point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width, height)
+        _check_inside(
+            "point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width=width, height=height
+        )
         where.append(at)
         tags.append(of_points.astype(np.int64))
     if boxes is not None:
@@ -288,7 +278,9 @@ def _prompts(
                 f"box {_tuple(corners[first])} of prompt {first}: ends before it begins; "
                 "pass boxes as x0, y0, x1, y1"
             )
-        _check_inside("box", corners, (width, height) * 2, np.ones(len(corners), bool), width, height)
+        _check_inside(
+            "box", corners, (width, height) * 2, np.ones(len(corners), bool), width=width, height=height
+        )
         if where and len(where[0]) != len(corners):
             raise ValueError(
                 f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
@@ -332,9 +324,9 @@ def _type(value: object) -> str:
 
 def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
-        found = np.asarray(values, np.float64)
+        numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: must be an array of numbers") from None
-    if not np.isfinite(found).all():
+    if not np.isfinite(numbers).all():
         raise ValueError(f"{name}: must contain finite numbers only")
-    return found
+    return numbers

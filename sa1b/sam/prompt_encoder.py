@@ -40,13 +40,7 @@ class DenseEmbedding:
 
 
 class PromptEncoder(nn.Module):
-    """Prompts of M masks at once.
-
-    Args:
-        channels: width of all embeddings.
-        image_size: pixels of the square, the frame of coordinates.
-        side: height and width of the image embedding; masks are four times as large.
-    """
+    """Prompts of M masks at once; coordinates are pixels of the square of `image_size` pixels."""
 
     def __init__(self, channels: int, image_size: int, side: int) -> None:
         super().__init__()
@@ -69,17 +63,17 @@ class PromptEncoder(nn.Module):
     def forward(
         self, points: Tensor, labels: Tensor, low_res: Tensor | None = None, has_low_res: Tensor | None = None
     ) -> tuple[Tensor, DenseEmbedding]:
-        """
+        """Sparse float32 [M, P, channels], and the dense embedding.
+
+        Both depend on every parameter in every call, possibly with weight zero, so every parameter always
+        gets a gradient.
+
         Args:
             points: float32 [M, P, 2], x right and y down, pixels of the padded square; the centre of a pixel
                 has integer coordinates.
             labels: int64 [M, P], as above.
             low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier mask. None: no mask has one.
             has_low_res: bool [M], which masks have logits; low_res is ignored for the others. None: all.
-
-        Returns:
-            Sparse float32 [M, P, channels], and the dense embedding. Both depend on every parameter in every
-            call, possibly with weight zero, so every parameter always gets a gradient.
         """
         with torch.autocast(points.device.type, enabled=False):
             return self.embed_points(points, labels), self.embed_masks(low_res, has_low_res)
@@ -112,8 +106,8 @@ class PromptEncoder(nn.Module):
         features, basis = x.flatten(2).float(), weight.flatten(1).T.float()
         if has is None:
             return DenseEmbedding(bias + 0 * nothing, features, basis)
-        given = has.to(features.dtype).expand(-1, -1, features.shape[2])
-        features = torch.cat([features * given, given, 1 - given], dim=1)
+        present = has.to(features.dtype).expand(-1, -1, features.shape[2])
+        features = torch.cat([features * present, present, 1 - present], dim=1)
         return DenseEmbedding(0 * nothing, features, torch.cat([basis, bias[None], nothing[None]]))
 
     def image_position(self) -> Tensor:

@@ -5,12 +5,11 @@ wrong pixel that is farthest from the border of its region, where missing and su
 regions. Clicks are those of the code of Sofiiuk et al., "Reviving Iterative Training with Mask Guidance for
 Interactive Segmentation" (2021), which the paper cites: the border of the image counts as a border of
 regions, a clicked pixel is not clicked again, and of equally large errors the surplus is clicked. For a
-single click or a box the model predicts three candidates, for later clicks the single mask.
-Two candidates are scored: the one with the highest predicted IoU, the model's choice, and the one with the
-highest IoU, the oracle's choice.
+single click or a box the model predicts three candidates, for later clicks the single mask. Two candidates
+are scored: the one with the highest predicted IoU, and the one with the highest IoU, the oracle's choice.
 
-Clicks are found on the CPU, mask by mask, with exact distances in the bounding box of each region. This takes
-1 ms for a disc of 600 pixels in an image of 1500 x 2250, and 80 ms at most for a region of this size.
+Clicks are computed on the CPU, mask by mask, with exact distances in the bounding box of each region: 1 ms
+for a disc of 600 pixels in an image of 1500 x 2250, at most 80 ms for a region of this size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,20 +62,13 @@ class Click(NamedTuple):
 
 
 class SamProtocol:
-    """Scores a model on the images of a micro-batch; a protocol of `Interactive`.
-
-    Args:
-        truth: annotated masks of each image of the micro-batch.
-    """
+    """Scores a model against the annotated masks of a micro-batch's images; a protocol of `Interactive`."""
 
     def __init__(self, truth: Sequence[ImageTruth]) -> None:
         self.truth = truth
 
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-        """
-        Args:
-            images: uint8 [B, 3, S, S].
-            sizes: int64 [B, 2], rows and columns of each image in the padded square.
+        """Scores of all masks of the micro-batch.
 
         Returns:
             "intersections" and "unions", int64 [M, 6], source pixels, a column for each of PROMPTS; for the
@@ -85,39 +77,30 @@ class SamProtocol:
             the centre of a pixel is its index plus 0.5.
         """
         embeddings = model.embed(images, sizes=sizes)  # called once on every rank, even if there are no masks
-        found = [
+        scores = [
             _score(model, embeddings[i : i + 1], part, (int(size[0]), int(size[1])))
             for i, (truth, size) in enumerate(zip(self.truth, sizes.tolist(), strict=True))
             for part in truth.parts()
         ]
-        if not found:
-            found = [_nothing(4 * model.config.side, images.device)]
-        return {name: torch.cat([one[name] for one in found]) for name in found[0]}
+        if not scores:
+            scores = [_nothing(4 * model.config.side, images.device)]
+        return {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
 
 
 class BoxMasks:
-    """Predicts the masks for boxes of one image; a protocol of `Interactive`.
-
-    Args:
-        boxes: float64 [m, 4], x0, y0, x1, y1 in source pixels; m may be 0.
-        source: height and width of the image.
-    """
+    """Masks for boxes float64 [m, 4] of one image, x0, y0, x1, y1 in source pixels; m may be 0."""
 
     def __init__(self, boxes: npt.NDArray[np.float64], source: tuple[int, int]) -> None:
         self.boxes, self.source = boxes, source
 
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-        """
-        Args:
-            images: uint8 [1, 3, S, S], or [0, 3, S, S] if there is nothing to predict.
-            sizes: int64 [1, 2], rows and columns of the image in the padded square.
+        """The result "masks": bool [m, height, width], for boxes and their first prediction, as in the paper.
 
-        Returns:
-            "masks", bool [m, height, width]: the mask that the model predicts for the box and for its first
-            prediction, which is the candidate with the highest predicted IoU of three, as in the paper.
+        The first prediction is the candidate with the highest predicted IoU of three. Without boxes, `images`
+        may be [0, 3, S, S].
         """
         embedding = model.embed(images, sizes=sizes)
-        found = [torch.zeros((0, *self.source), dtype=torch.bool, device=images.device)]
+        parts = [torch.zeros((0, *self.source), dtype=torch.bool, device=images.device)]
         for start in range(0, len(self.boxes), _AT_ONCE):
             corners = self.boxes[start : start + _AT_ONCE].reshape(-1, 2, 2)
             rows, columns = sizes[0].tolist()
@@ -126,19 +109,19 @@ class BoxMasks:
             logits, predicted, _ = prompts.answer(corners, labels, AMBIGUOUS)
             each = torch.arange(len(logits), device=logits.device)
             best = logits[each, predicted.argmax(dim=1)][:, None]
-            found.append(prompts.answer(corners, labels, SINGLE, best)[2][:, 0])
-        return {"masks": torch.cat(found)}
+            parts.append(prompts.answer(corners, labels, SINGLE, best)[2][:, 0])
+        return {"masks": torch.cat(parts)}
 
 
 def centre(region: Mask, clicked: Sequence[tuple[int, int]] = ()) -> tuple[int, int, int]:
     """The pixel of a region that is farthest from the region's outside: x, y and the squared distance.
 
-    If there are several, the first one in row-major order. The distance is 0 if the region has no pixel, or
-    clicked ones only.
+    Of equally far pixels, the first in row-major order. The distance is 0 if the region has no pixel, or only
+    clicked ones.
 
     Args:
         region: bool [height, width]; pixels outside of the array are outside of the region.
-        clicked: x and y of pixels that are left out.
+        clicked: x and y of pixels to exclude.
     """
     top, left, box = _cropped(region)
     if not box.size:
@@ -153,10 +136,6 @@ def next_click(predicted: Mask, truth: Mask, clicked: Sequence[tuple[int, int]] 
 
     If both are equally far from the outside, the click is background. If no pixel is wrong, or all wrong
     pixels are clicked, the label is NOTHING: an empty point.
-
-    Args:
-        predicted, truth: bool [height, width].
-        clicked: x and y of previous clicks, which are not clicked again.
     """
     top, left, wrong = _cropped(predicted ^ truth)
     inside = truth[top : top + wrong.shape[0], left : left + wrong.shape[1]]
@@ -226,7 +205,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     labels = np.tile([FOREGROUND, NOTHING], (count, 1))
     logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
     best = predicted.argmax(dim=1)
-    found = {
+    first_click = {
         "logits": logits[each, best].float(),
         "predicted_iou": predicted[each, best],
         "points": prompts.framed(first) + 0.5,
@@ -234,7 +213,10 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     columns = {"1_click": _overlaps(candidates, masks, best), "1_click_oracle": _overlaps(candidates, masks)}
     for number in range(2, max(CLICKS) + 1):
         answers = candidates[each, best].cpu().numpy()
-        before = [own[used].astype(int).tolist() for own, used in zip(at, labels != NOTHING, strict=True)]
+        before = [
+            points[present].astype(int).tolist()
+            for points, present in zip(at, labels != NOTHING, strict=True)
+        ]
         clicks = [next_click(*of_mask) for of_mask in zip(answers, truth.masks, before, strict=True)]
         at = np.concatenate([at, [[[click.x, click.y]] for click in clicks]], axis=1)
         labels = np.concatenate([labels, [[click.label] for click in clicks]], axis=1)
@@ -250,17 +232,14 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     return {
         "intersections": torch.stack(intersections, dim=1),
         "unions": torch.stack(unions, dim=1),
-        **found,
+        **first_click,
     }
 
 
 def _overlaps(masks: Tensor, truth: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask.
 
-    Args:
-        masks: bool [m, K, height, width].
-        truth: bool [m, height, width].
-        chosen: int64 [m], which candidate; None: the one with the highest IoU.
+    `chosen`: int64 [m], which candidate; None: the one with the highest IoU.
     """
     both = _pixels(masks & truth[:, None])
     either = _pixels(masks) + _pixels(truth)[:, None] - both

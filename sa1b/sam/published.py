@@ -38,17 +38,16 @@ class WeightsError(Sa1bError):
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, float32, on the CPU. The format is detected from the content, not the name.
+    """The weights in a file, float32, on the CPU; runs no code of the file.
 
-    This function runs no code of the file.
+    The format is detected from the content, not the name.
 
     Raises:
         WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
-        OSError: the file cannot be read.
     """
-    found = read_tensors(path)
-    check_weights(path, found)
-    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+    tensors = read_tensors(path)
+    check_weights(path, tensors)
+    return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -56,23 +55,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises:
         WeightsError: the file is damaged, or not a dictionary of tensors.
-        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(16)
     return _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
 
 
-def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not the weights of a SAM.
-
-    Raises:
-        WeightsError: the names differ, or the shapes are inconsistent.
-    """
-    config = _config(path, found)
+def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise WeightsError if names or shapes of tensors are not those of a SAM."""
+    config = _config(path, tensors)
     with torch.device("meta"):
         needed = Sam(config).state_dict()
-    shapes = {name: list(tensor.shape) for name, tensor in found.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(shapes.keys() | needed.keys()):
         want = list(needed[name].shape) if name in needed else None
         if shapes.get(name) != want:
@@ -80,8 +74,8 @@ def check_weights(path: Path, found: Mapping[str, Tensor]) -> None:
                 f"{path}: not a SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
                 f"needs {want or 'nothing'}; {_PASS}"
             )
-    if strange := sorted(name for name, tensor in found.items() if not tensor.is_floating_point()):
-        raise WeightsError(f"{path}: not a SAM: {strange[0]} is {found[strange[0]].dtype}; {_PASS}")
+    if strange := sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point()):
+        raise WeightsError(f"{path}: not a SAM: {strange[0]} is {tensors[strange[0]].dtype}; {_PASS}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -150,7 +144,7 @@ def preset_of(config: ModelConfig) -> str | None:
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
-    """The reason why weights do not fit a model, in one sentence that names the flag; None: they fit.
+    """Why weights do not fit a model, in one sentence that names the flag; None: they fit.
 
     For example "vit_b weights, but the model is vit_l: pass --preset vit_b".
     """
@@ -160,21 +154,21 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     if shapes == needed:
         return None
     try:
-        found = config_of(weights)
+        config = config_of(weights)
     except (KeyError, ValueError, IndexError, ZeroDivisionError):
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
-    if (preset := preset_of(found)) is not None and preset_of(model) is not None:
+    if (preset := preset_of(config)) is not None and preset_of(model) is not None:
         return f"{preset} weights, but the model is {preset_of(model)}: pass --preset {preset}"
-    differing = [name for name in _SIZES if getattr(found, name) != getattr(model, name)]
+    differing = [name for name in _SIZES if getattr(config, name) != getattr(model, name)]
     if differing:
         flags = {name: f"--model.{name.replace('_', '-')}" for name in differing}
         sizes = ", ".join(
-            f"{flag} is {_value(model, name)}, the weights have {_value(found, name)}"
+            f"{flag} is {_value(model, name)}, the weights have {_value(config, name)}"
             for name, flag in flags.items()
         )
         if preset is not None:
             return f"{preset} weights: {sizes}: pass --preset {preset} without {', '.join(flags.values())}"
-        remedy = " ".join(f"{flag} {_value(found, name)}" for name, flag in flags.items())
+        remedy = " ".join(f"{flag} {_value(config, name)}" for name, flag in flags.items())
         return f"weights of other sizes: {sizes}: pass {remedy}"
     first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
     return f"weights of another model than --model says: {first} is {list(shapes.get(first, ()))}"
@@ -186,13 +180,14 @@ def _value(config: ModelConfig, name: str) -> str:
     return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
-def _config(path: Path, found: Mapping[str, Tensor]) -> ModelConfig:
+def _config(path: Path, tensors: Mapping[str, Tensor]) -> ModelConfig:
     try:
-        return config_of(found)
+        return config_of(tensors)
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        names = ", ".join(sorted(found)[:3])
+        names = ", ".join(sorted(tensors)[:3])
         raise WeightsError(
-            f"{path}: not a SAM ({error}): it holds {len(found)} tensors, such as {names or 'none'}; {_PASS}"
+            f"{path}: not a SAM ({error}): it holds {len(tensors)} tensors, such as "
+            f"{names or 'none'}; {_PASS}"
         ) from None
 
 
@@ -200,13 +195,13 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()
-            found = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in names}
             digest = (file.metadata() or {}).get(_DIGEST)
     except SafetensorError as error:
         raise WeightsError(f"{path}: damaged, or not a .safetensors ({error}); {_AGAIN}") from None
-    if digest not in (None, weights_digest(found)):
+    if digest not in (None, weights_digest(tensors)):
         raise WeightsError(f"{path}: damaged, its bytes are not those that were written; {_AGAIN}")
-    return found
+    return tensors
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
@@ -230,15 +225,15 @@ def _tensors(path: Path, loaded: object) -> dict[str, Tensor]:
         loaded = loaded["model"]  # MAE and many training codes save weights in this entry
     if not isinstance(loaded, dict):
         raise WeightsError(f"{path}: holds a {type(loaded).__name__}, not a dictionary of tensors; {_PASS}")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise WeightsError(
                 f"{path}: not a plain dictionary of tensors, {name!r} is a {type(value).__name__}; "
                 "if one entry contains the weights, save that entry alone with torch.save"
             )
-        found[name] = value
-    return found
+        tensors[name] = value
+    return tensors
 
 
 def _sort_header(path: Path) -> None:

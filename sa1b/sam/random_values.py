@@ -16,14 +16,10 @@ from sa1b.hashing import FIRST, GAMMA, SECOND, Purpose
 
 
 def random_words(keys: Tensor, *numbers: int | Tensor) -> Tensor:
-    """Random words for keys and numbers: int64 of their broadcast shape, all 64 bits random.
+    """Random words for int64 keys and ints or int64 tensors: int64 of their broadcast shape, 64 random bits.
 
     `random_words(k, a, b)` continues `random_words(k, a)`: each number selects an output of the sequence
     whose seed is the word of the numbers before it.
-
-    Args:
-        keys: int64, any shape.
-        numbers: ints, or int64 tensors on the same device.
     """
     words = keys
     for number in numbers:

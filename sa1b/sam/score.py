@@ -2,8 +2,8 @@
 
 score = Score.empty("cuda")
 for images, targets, keys, areas in batches:
-    found = interactive(images, targets, keys, evaluate=True)
-    score.add(found["intersections"], found["unions"], areas, targets.weights)
+    sums = interactive(images, targets, keys, evaluate=True)
+    score.add(sums["intersections"], sums["unions"], areas, targets.weights)
 score.all_reduce()
 score.result()["miou_1_click"]
 """
@@ -28,7 +28,6 @@ class Score:
 
     Attributes:
         sums: int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
-        prompts: names of the P prompts.
         by_size: whether the result has means by size too. The limits of sizes are in source pixels, so they
             are meaningful only if IoU is measured at source resolution.
     """
@@ -45,7 +44,6 @@ class Score:
         *,
         by_size: bool = True,
     ) -> "Score":
-        """A score of no masks."""
         sums = torch.zeros((len(SIZES), len(prompts) + 1), dtype=torch.int64, device=device)
         return cls(sums, prompts, by_size)
 
@@ -56,7 +54,7 @@ class Score:
             intersections, unions: int64 [M, P], pixels, a column for each prompt. A union of 0 is an IoU
                 of 0, as in training.
             areas: int64 [M], source pixels.
-            weights: [M]; 0 leaves a mask out, any other weight counts it once.
+            weights: [M]; 0 excludes a mask, any other weight counts it once.
         """
         ious = intersections * UNIT // unions.clamp(min=1)
         row = (areas >= MEDIUM).long() + (areas >= LARGE).long()
@@ -81,10 +79,12 @@ class Score:
         by_size = {"": [sum(column) for column in zip(*rows, strict=True)]}
         if self.by_size:
             by_size |= {f"_{size}": row for size, row in zip(SIZES, rows, strict=True)}
-        found: dict[str, float] = {}
+        means_and_counts: dict[str, float] = {}
         for suffix, (*ious, masks) in by_size.items():
-            found[f"masks{suffix}"] = masks
+            means_and_counts[f"masks{suffix}"] = masks
             if masks:
                 means = zip(self.prompts, ious, strict=True)
-                found |= {f"miou_{prompt}{suffix}": total / (UNIT * masks) for prompt, total in means}
-        return found
+                means_and_counts |= {
+                    f"miou_{prompt}{suffix}": total / (UNIT * masks) for prompt, total in means
+                }
+        return means_and_counts

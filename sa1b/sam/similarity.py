@@ -48,11 +48,7 @@ class Clicks(NamedTuple):
 class PixelFeatures(nn.Module):
     """Features of the pixels of masks, from the image and its embedding.
 
-    Args:
-        patch_size: patch size of the image encoder; a mask pixel covers patch_size / 4 pixels of the image
-            per axis.
-        channels: channels of the image embedding.
-        features: numbers for each pixel.
+    A mask pixel covers patch_size / 4 pixels of the image per axis.
     """
 
     def __init__(self, patch_size: int, channels: int, features: int) -> None:
@@ -83,11 +79,7 @@ class PixelFeatures(nn.Module):
 
 
 class ClickSimilarity(nn.Module):
-    """The term of the logits, and an embedding of the clicked pixels for the decoder's tokens.
-
-    Args:
-        patch_size, channels, features: see `PixelFeatures`.
-    """
+    """The term of the logits, and an embedding of the clicked pixels for the decoder's tokens."""
 
     def __init__(self, patch_size: int, channels: int, features: int) -> None:
         super().__init__()
@@ -116,14 +108,7 @@ class ClickSimilarity(nn.Module):
     def clicks(
         self, pixels: Tensor, image: Tensor, points: Tensor, labels: Tensor, image_size: int
     ) -> Clicks:
-        """The clicks of masks.
-
-        Args:
-            pixels: float32 [B, R * R, D], the features of `split`.
-            image: int64 [M], the image of each mask.
-            points, labels: as for `Sam.decode`.
-            image_size: pixels of the padded square.
-        """
+        """The clicks of masks; pixels: the features of `split`, points and labels: as for `Sam.decode`."""
         corners = (labels >= 2)[..., None]
         centre = (points * corners).sum(dim=1, keepdim=True) / corners.sum(dim=1, keepdim=True).clamp(min=1)
         points = torch.where((labels == 2)[..., None], centre, points)
@@ -141,12 +126,7 @@ class ClickSimilarity(nn.Module):
         return embedded * (clicks.labels >= 0)[..., None]
 
     def forward(self, clicks: Clicks, counts: Sequence[int], tokens: Tensor) -> Tensor:
-        """The term for each candidate: float32 [M, K, R, R].
-
-        Args:
-            counts: number of masks of each image. tokens: float [M, K, channels], the decoder's tokens of the
-                candidates.
-        """
+        """The term for each candidate, float32 [M, K, R, R]; tokens [M, K, C] are the decoder's."""
         with torch.autocast(clicks.pixels.device.type, enabled=False):
             terms = self.terms(tokens.to(self.terms.weight.dtype)).float()
             colour, position, foreground, background = terms[..., None].unbind(2)  # (M, K, 1)
@@ -164,14 +144,13 @@ class ClickSimilarity(nn.Module):
 def _nearest(counts: Tensor, colour: Tensor, unlike: Tensor, position: Tensor, away: Tensor) -> Tensor:
     """The smallest distance from the clicks that count, bool [M, P]: [M, K, R * R], at most _FAR.
 
-    Args:
-        colour, position: [M, K, 1], factors of the distances `unlike` and `away`, [M, P, R * R].
+    `colour` and `position` [M, K, 1] are factors of the distances `unlike` and `away`, [M, P, R * R].
     """
-    found = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
+    nearest = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
     for column in range(counts.shape[1]):
         distance = colour * unlike[:, None, column] + position * away[:, None, column]
-        found = torch.minimum(found, distance.masked_fill(~counts[:, column, None, None], _FAR))
-    return found
+        nearest = torch.minimum(nearest, distance.masked_fill(~counts[:, column, None, None], _FAR))
+    return nearest
 
 
 def _nearest_in_a_graph(

@@ -74,12 +74,9 @@ class Samples(Protocol):
 
 
 def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
-    """Images, targets and image keys of a micro-batch: the arguments of `Interactive.forward`.
+    """The arguments of `Interactive.forward`; keys are hashes of seed, positions and mask indices.
 
     A mask counts if its image is valid and it has a pixel at the size of the dense masks.
-
-    Args:
-        seed: seed of the run; keys are hashes of the seed, positions and mask indices.
     """
     assert batch.dense is not None, "the loader was not asked for dense masks"
     image, positions = batch.masks.image, batch.positions
@@ -99,8 +96,7 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
 
 
 def with_equal_counts(targets: Targets) -> Targets:
-    """Targets with the same number of masks for each image, the largest number of any image; M must be
-    positive.
+    """Targets with as many masks for each image as the image with most has; M must be positive.
 
     An image is padded with copies of its last mask with the weight 0, an image without masks with copies of a
     mask of another image. The host does not wait for the device.
@@ -113,7 +109,7 @@ def with_equal_counts(targets: Targets) -> Targets:
     begins = torch.searchsorted(targets.image, numbers)
     ends = torch.searchsorted(targets.image, numbers, right=True)
     chosen = begins[:, None] + torch.arange(most, device=targets.image.device)
-    own = (chosen < ends[:, None]).flatten()
+    present = (chosen < ends[:, None]).flatten()
     source = torch.minimum(chosen, ends[:, None] - 1).clamp(min=0).flatten()
     return replace(
         targets,
@@ -121,7 +117,7 @@ def with_equal_counts(targets: Targets) -> Targets:
         boxes=targets.boxes[source],
         points=targets.points[source],
         image=numbers[:, None].expand(-1, most).flatten(),
-        weights=targets.weights[source] * own,
+        weights=targets.weights[source] * present,
         keys=targets.keys[source],
         counts=(most,) * images,
     )

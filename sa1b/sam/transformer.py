@@ -32,14 +32,7 @@ def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequentia
 
 
 class TwoWayTransformer(nn.Module):
-    """Layers of attention in both directions, and a last attention of the tokens to the image.
-
-    Args:
-        depth: number of layers.
-        width: numbers per token, of the image and of the prompts.
-        heads: heads of every attention.
-        hidden: hidden width of the feed-forward network of the tokens.
-    """
+    """Layers of attention in both directions, and a last attention of the tokens to the image."""
 
     def __init__(self, depth: int, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -51,26 +44,24 @@ class TwoWayTransformer(nn.Module):
                 share_projections(module)
 
     def forward(
-        self, image: SharedImage, image_position: Tensor, tokens: Tensor, wanted: Sequence[int]
+        self, image: SharedImage, image_position: Tensor, tokens: Tensor, outputs: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Tokens [M, len(outputs), C] and image [M, N, C].
+
         Args:
             image: the image tokens of each mask.
             image_position: float [N, C], positions of the image tokens; added to queries and keys, not to
                 values.
             tokens: float [M, T, C]. The initial tokens also serve as positions: they are added to queries and
                 keys in every attention except the first.
-            wanted: indices of the returned tokens; the last attention is computed for these only.
-
-        Returns:
-            Tokens [M, len(wanted), C] and image [M, N, C].
+            outputs: indices of the returned tokens; the last attention is computed for these only.
         """
-        queries, seen = tokens, image
+        queries, attended_image = tokens, image
         for index, layer in enumerate(self.layers):
-            queries, seen = layer(queries, seen, tokens, image_position, first=index == 0)
-        queries, tokens = (torch.stack([x[:, i] for i in wanted], dim=1) for x in (queries, tokens))
-        attended = self.final_attn_token_to_image(queries + tokens, seen)
-        return self.norm_final_attn(queries + attended), seen.tokens
+            queries, attended_image = layer(queries, attended_image, tokens, image_position, first=index == 0)
+        queries, tokens = (torch.stack([x[:, i] for i in outputs], dim=1) for x in (queries, tokens))
+        attended = self.final_attn_token_to_image(queries + tokens, attended_image)
+        return self.norm_final_attn(queries + attended), attended_image.tokens
 
 
 class TwoWayLayer(nn.Module):
@@ -127,13 +118,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 
 
 class ProjectedAttention(nn.Module):
-    """The projections of an attention in the mask decoder, optionally at a smaller width inside.
-
-    Args:
-        width: numbers per token of input and output.
-        heads: number of heads; must divide the inner width.
-        reduction: the inner width is width // reduction.
-    """
+    """The projections of an attention in the mask decoder, at the inner width `width // reduction`."""
 
     def __init__(self, width: int, heads: int, reduction: int = 1) -> None:
         super().__init__()
@@ -177,8 +162,8 @@ class TokenToImage(ProjectedAttention):
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
         rows = q @ self.projection(self.k_proj.weight).to(q.dtype)  # (M, heads, T, C)
         weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)
-        seen = self.by_head(image.weighted(weights))
-        v = seen @ self.projection(self.v_proj.weight).transpose(1, 2).to(seen.dtype)  # (M, heads, T, d)
+        read = self.by_head(image.weighted(weights))
+        v = read @ self.projection(self.v_proj.weight).transpose(1, 2).to(read.dtype)  # (M, heads, T, d)
         v = v.transpose(1, 2).flatten(2) + self.v_proj.bias
         out: Tensor = self.out_proj(v)
         return out
