@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from sa1b.annotate.document import annotation_file, content_id
-from sa1b.annotate.folder import OTHER_IDS, AnnotationFolder, open_folder
+from sa1b.annotate.folder import AnnotationFolder, open_folder
 from sa1b.annotate.images import InputImage, find_images, read_image
 from sa1b.console import command, counted
 from sa1b.engine.gradients import autocast, set_float32
@@ -228,8 +228,8 @@ class _Work:
         elif prepared.image_id in self.begun:
             name, digest = self.begun[prepared.image_id]
             if digest != prepared.digest:
-                message = f"{name} is another image with the id {prepared.image_id}; {OTHER_IDS}"
-                raise BadSample("id_taken", message)
+                message = f"{name} is another image with the id {prepared.image_id}"
+                raise BadSample("id_taken", f"{message}; {self.folder.other_ids()}")
             self.summary.duplicates += 1
             self._submit(self.folder.list_image, prepared.image_id, prepared.name, None)
         else:

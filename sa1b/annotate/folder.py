@@ -23,8 +23,7 @@ from sa1b.storage.store import open_store
 
 SETTINGS, LINES = "annotate.json", "annotate.jsonl"
 FORMAT = "sa1b-annotate-1"
-OTHER_IDS = "pass --image-ids content, or annotate these images into another folder"
-_INFORMATION = ("folders", "weights")  # entries that may differ between runs: the digest identifies weights
+_INFORMATION = ("folders", "name", "weights")  # may differ between runs: the digest identifies weights
 IMAGES_PER_FOLDER = 10_000  # about as many as in a tar of SA-1B
 
 
@@ -35,20 +34,27 @@ class AnnotationFolder:
     Attributes:
         out: the folder.
         folders: number of folders of pairs.
+        name: start of their names: that of the output folder in the first run, also if it was renamed since.
+        image_ids: where ids come from, see `annotate`.
         complete: ids of images with an annotation file.
         listed: names of the images that have a line in annotate.jsonl, by id.
     """
 
     out: Path
     folders: int
+    name: str
+    image_ids: str
     complete: set[int] = field(default_factory=set)
     listed: dict[int, set[str]] = field(default_factory=dict)
 
     def _path(self, image_id: int, ending: str) -> Path:
-        number = image_id % self.folders
-        prefix = self.out.resolve().name
-        name = f"{prefix if is_source_name(prefix) else 'annotated'}-{number:04d}"
-        return self.out / name / member_name(image_id, ending)
+        folder = f"{self.name}-{image_id % self.folders:04d}"
+        return self.out / folder / member_name(image_id, ending)
+
+    def other_ids(self) -> str:
+        """The way out if an image has the id of another one."""
+        other = "annotate these images into another folder"
+        return other if self.image_ids == "content" else f"pass --image-ids content, or {other}"
 
     def is_complete(self, image_id: int, jpeg: bytes) -> bool:
         """Whether this image is annotated.
@@ -59,12 +65,17 @@ class AnnotationFolder:
         if image_id not in self.complete:
             return False
         path = self._path(image_id, "jpg")
-        if not path.exists() or path.read_bytes() != jpeg:
+        if not path.exists():
+            return False
+        if path.read_bytes() == jpeg:
+            return True
+        if self.image_ids == "content":  # the id says that it is the same image
             raise BadSample(
                 "id_taken",
-                f"{path} is another image with this id; {OTHER_IDS}",
+                f"{path} has other bytes than this image; repeat the --quality of the first run, or, if the "
+                "file is damaged, remove it and run the same command again",
             )
-        return True
+        raise BadSample("id_taken", f"{path} is another image with this id; {self.other_ids()}")
 
     def write(self, image_id: int, jpeg: bytes, document: bytes) -> None:
         """Write a pair, the annotation file last.
@@ -101,7 +112,13 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
-    own = {"format": FORMAT, "folders": max(1, -(-images // IMAGES_PER_FOLDER)), **settings}
+    name = out.resolve().name
+    own = {
+        "format": FORMAT,
+        "folders": max(1, -(-images // IMAGES_PER_FOLDER)),
+        "name": name if is_source_name(name) else "annotated",
+        **settings,
+    }
     path = out / SETTINGS
     if not path.exists():
         used = out.exists() and any(child.name[0] != "." for child in out.iterdir())
@@ -110,7 +127,10 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
         open_store(out).put_if_absent(SETTINGS, json_bytes(own))  # one of several processes writes it
     try:
         stored = json.loads(path.read_bytes())
-        folders = int(stored["folders"])
+        named = min(out.glob("*-[0-9][0-9][0-9][0-9]"), default=Path(f"{own['name']}-0000")).name[:-5]
+        folders, name = int(stored["folders"]), str(stored.get("name", named))  # earlier versions had no name
+        if folders < 1 or not is_source_name(name):
+            raise ValueError(f"folders {folders}, name {name!r}")
         differing = [name for name in own if name not in _INFORMATION and stored.get(name) != own[name]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: damaged ({error!r}); annotate into another folder") from None
@@ -120,7 +140,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
             f"--out {out}: has annotations with other settings ({changes}); repeat the settings of "
             f"{path}, or name another folder"
         )
-    folder = AnnotationFolder(out, folders)
+    folder = AnnotationFolder(out, folders, name, str(settings["image_ids"]))
     _scan(folder)
     return folder
 

@@ -77,8 +77,11 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
         for number, line in enumerate(file, 1):
             try:
                 document = json.loads(line)
-                found[int(document["image_id"])] = _parse(document["masks"])
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                image_id = int(document["image_id"])
+                if not 0 <= image_id < 1 << 63:
+                    raise ValueError("image_id must be from 0 to 2**63 - 1")
+                found[image_id] = _parse(document["masks"])
+            except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(
                     f"{path}: line {number} is no prediction ({error!r}); pass the predictions.jsonl that "
                     "`sa1b train` writes to its --out folder"
@@ -100,7 +103,7 @@ def _parse(masks: list[dict[str, Any]]) -> Predicted:
         raise ValueError("masks with and without a phrase")
     return Predicted(
         mask_id=np.array([mask["mask_id"] for mask in masks], np.int64),
-        points=np.array([mask["point"] for mask in masks], np.float64).reshape(-1, 2),
+        points=np.array([mask["point"] for mask in masks], np.float64).reshape(len(masks), 2),
         iou=np.array([mask["iou"] for mask in masks], np.float64),
         predicted_iou=np.array([mask["predicted_iou"] for mask in masks], np.float64),
         runs=coco.decode([mask["segmentation"]["counts"] for mask in masks], height, width),

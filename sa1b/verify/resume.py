@@ -1,12 +1,13 @@
 """Results of an interrupted check or rebuild, shard by shard, in a file of JSON lines.
 
     {"format": "sa1b-resume-1", ...}                       properties common to all lines, such as options
-    {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ...}
+    {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ..., "sha256": ...}
 
-`key` identifies the input of the result, such as sizes and times of files. A damaged line and a line with
-another key are ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
+`key` identifies the input of the result, such as sizes and times of files, and `sha256` is of the line without
+it. A damaged line and a line with another key are ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,8 +49,9 @@ class ResumeRecord:
         for line in lines if self._length else ():
             try:
                 entry = json.loads(line)
-                self._known[str(entry["shard"])] = (entry["key"], entry["value"])
-            except (ValueError, KeyError, TypeError):
+                if entry.pop("sha256") == _digest(entry):
+                    self._known[entry["shard"]] = (entry["key"], entry["value"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue  # damaged: the shard is done again
 
     def __enter__(self) -> "ResumeRecord":
@@ -75,7 +77,8 @@ class ResumeRecord:
             self._file = self.path.open("r+b")
             self._file.truncate(self._length)  # drops a line that was cut
             self._file.seek(self._length)
-        self._file.write((json.dumps({"shard": shard, "key": key, "value": value}) + "\n").encode())
+        entry = {"shard": shard, "key": key, "value": value}
+        self._file.write((json.dumps(entry | {"sha256": _digest(entry)}) + "\n").encode())
         self._file.flush()
 
     def remove(self) -> None:
@@ -89,9 +92,13 @@ class ResumeRecord:
 def _is_record(line: bytes) -> bool:
     try:
         document = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("format") == FORMAT
+
+
+def _digest(entry: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry).encode()).hexdigest()
 
 
 def _plain(key: Any) -> Any:

@@ -295,6 +295,29 @@ def test_ids_from_names_numbers_and_dataset_directories(
     assert len(list((tmp_path / "names").rglob("sa_55.json"))) == 1
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_renamed_folder_is_completed(
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path, is_recorded: bool
+) -> None:
+    work(photos)
+    if not is_recorded:  # by an earlier version
+        settings = json.loads((tmp_path / "labels/annotate.json").read_text())
+        del settings["name"]
+        (tmp_path / "labels/annotate.json").write_text(json.dumps(settings))
+    lost, damaged, *_ = sorted(tmp_path.glob("labels/*/*.jpg"))
+    before = lost.read_bytes()
+    lost.unlink()
+    damaged.write_bytes(b"")
+    (tmp_path / "labels").rename(tmp_path / "renamed")
+    summary = work(photos, out="renamed")
+    assert (summary.complete, summary.annotated, len(summary.refused)) == (4, 1, 1)
+    message = summary.refused[0]["message"]
+    assert "has other bytes than this image; repeat the --quality of the first run, or" in message
+    assert "--image-ids" not in message
+    assert [path.name for path in (tmp_path / "renamed").iterdir() if path.is_dir()] == ["labels-0000"]
+    assert (tmp_path / "renamed/labels-0000" / lost.name).read_bytes() == before
+
+
 def test_other_settings_and_other_folders_are_refused(
     work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
 ) -> None:
@@ -304,9 +327,11 @@ def test_other_settings_and_other_folders_are_refused(
             photos,
             config=GeneratorConfig(points_per_side=4, min_predicted_iou=0, min_stability=0, max_box_iou=0.9),
         )
-    (tmp_path / "labels/annotate.json").write_text("{")
-    with pytest.raises(UsageError, match="annotate.json: damaged"):
-        work(photos)
+    other = json.loads((tmp_path / "labels/annotate.json").read_text()) | {"name": "../elsewhere"}
+    for text in ("{", json.dumps(other)):
+        (tmp_path / "labels/annotate.json").write_text(text)
+        with pytest.raises(UsageError, match="annotate.json: damaged"):
+            work(photos)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()

@@ -159,3 +159,23 @@ def test_predictions_for_another_size_are_counted_as_such(root: Path, tmp_path: 
     summary = write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
     assert summary.shown == [101]
     assert summary.skipped == {"predictions_differ": 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"image_id": 103', f'"image_id": {1 << 63}'),
+        ('"image_id": 103', '"image_id": 1e999'),
+        ('"image_id": 103', f'"image_id": {"[" * 100_000}'),
+        ('"mask_id": ', '"mask_id": 9999999999999999999'),
+        ('"point": [', '"point": [1, '),
+        ('"counts": "', '"counts": "\\u001b'),
+    ],
+)
+def test_a_line_that_is_no_prediction_is_named(root: Path, tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / "predictions.jsonl"
+    lines = drawn(root, 101).line(101), drawn(root, 103).line(103)
+    assert old in lines[1]
+    file.write_text(lines[0] + lines[1].replace(old, new))
+    with pytest.raises(UsageError, match="predictions.jsonl: line 2 is no prediction"):
+        read_predictions(file)

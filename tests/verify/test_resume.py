@@ -67,7 +67,7 @@ def test_the_report_is_the_same_after_an_interruption(damaged, tmp_path, monkeyp
     assert not state.exists()
 
 
-@pytest.mark.parametrize("change", ["shard", "index", "time", "task", "deep", "line"])
+@pytest.mark.parametrize("change", ["shard", "index", "time", "task", "deep", "line", "name", "number"])
 def test_what_changed_since_is_checked_again(root, tmp_path, monkeypatch, change):
     state = tmp_path / "state"
     with monkeypatch.context() as patch:
@@ -86,9 +86,14 @@ def test_what_changed_since_is_checked_again(root, tmp_path, monkeypatch, change
         (root / "dataset.json").write_text(text.replace('"keep_json": false', '"keep_json": true'))
     elif change == "line":
         state.write_bytes(state.read_bytes()[:-10])
+    elif change == "name":  # of a value, so that the line is JSON of another form
+        state.write_bytes(state.read_bytes().replace(b'"masks":', b'"masts":'))
+    elif change == "number":
+        state.write_bytes(state.read_bytes().replace(b'"images": ', b'"images": 1'))
     names = checked_shards(monkeypatch)
-    check(root, state=state, deep=change == "deep")
+    report = check(root, state=state, deep=change == "deep")
     assert len(names) == 5
+    assert report.images == 19
 
 
 def test_processes_record_too_and_a_killed_check_goes_on(damaged, tmp_path):
