@@ -68,6 +68,8 @@ REASONS = {
     "export/part_files.py remove_temporary": PROCESS,
     "ingest/admission.py release_options": NAMED,
     "ingest/finish.py drop_source": NAMED,
+    "ingest/finish.py remove_rows": NAMED,
+    "ingest/finish.py remove_shards": NAMED,
     "ingest/finish.py finish": "lists with the names that `record_expected` gives",
     "ingest/part.py ingest_wanted": NAMED,
     "sam/embedding_cache.py _write": TEMPORARY,

@@ -6,12 +6,14 @@ runs `reshard --finish`. 11 million rows take one pass over 400 MB.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, UsageError
@@ -44,6 +46,7 @@ from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.store import Root, Store, open_store
 
+T = TypeVar("T")
 _EXPECTED = re.compile(r"[0-9a-f]{16}\.expected")  # the names that `record_expected` gives
 
 
@@ -237,7 +240,8 @@ def stored_source(root: Root, text: str) -> str:
 def drop_source(root: Root, name: str) -> Finished:
     """Remove a source from a dataset directory: write dataset.json without it, then delete its files.
 
-    Readers that have the dataset open lose the shards of this source.
+    Readers that have the dataset open lose the shards of this source. On a full disk its files are deleted
+    first; if the command is then interrupted, the same command completes it.
 
     Raises:
         UsageError: the directory has no such source.
@@ -245,21 +249,44 @@ def drop_source(root: Root, name: str) -> Finished:
     """
     store = open_store(root)
     name = stored_source(store, name)
-    claim = Claim.take(store, task_name(name, "claim"))
+    own_claim = task_name(name, "claim")
+
+    def take() -> Claim | None:
+        return Claim.take(store, own_claim)
+
+    def remove_rows() -> None:  # they can be rebuilt, so no process that takes the claim now loses by it
+        if (found := holder(store, own_claim)) is None or not found.is_live():
+            store.remove(task_name(name, "samples"))
+
+    def remove_shards() -> None:
+        own = sorted(stored_shards(store, name))
+        store.remove(*(file for shard in own for file in shard_files(shard)))
+
+    claim = _freeing(take, remove_rows)
     if claim is None:
-        found, path = holder(store, task_name(name, "claim")), store.url(task_name(name, "claim"))
+        found, path = holder(store, own_claim), store.url(own_claim)
         terms = path if found is None else found.terms(path)
         raise LockedError(
             f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
         )
     with claim:
         abort_uploads(store, name)
-        finished = finish(store, without=name)
-        own = sorted(stored_shards(store, name))
-        store.remove(*(file for shard in own for file in shard_files(shard)))
+        finished = _freeing(lambda: finish(store, without=name), remove_shards)
+        remove_shards()
         remove_quarantine(store, name)
     release_options(store)
     if store.is_local:  # a bucket has no empty folders
         with contextlib.suppress(OSError):
             Path(store.url(TASKS)).rmdir()  # succeeds if this was the last source
     return finished
+
+
+def _freeing(work: Callable[[], T], free: Callable[[], None]) -> T:
+    """Work that writes to a disk; if the disk is full, once more after `free` has removed something."""
+    try:
+        return work()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    free()
+    return work()

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS
+from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS, VIEWS
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import ENDING, Holder, remove_dead
 from sa1b.storage.processes import (
@@ -123,17 +123,22 @@ def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:
                 _remove_unfinished(folder)
         with contextlib.suppress(OSError):
             parent.rmdir()
-    for place in (store.scratch, store.scratch / TASKS, store.scratch / QUARANTINE):
-        found = {path: process_of_temporary(path) for path in place.glob(".*.partial")}
-        temporary = {path: process for path, process in found.items() if process is not None}
-        now = FolderStore(store.scratch).now() if temporary else 0.0
-        for path, process in temporary.items():
-            if not _has_ended(process, path, now):
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    temporary = temporary_files(store)
+    now = FolderStore(store.scratch).now() if temporary else 0.0
+    for path, process in temporary.items():
+        if not _has_ended(process, path, now):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def temporary_files(store: Store) -> dict[Path, str]:
+    """Files that have a name of `temporary_path` in this machine's folders, and their processes."""
+    places = (store.scratch, *(store.scratch / folder for folder in (TASKS, QUARANTINE, VIEWS)))
+    found = {path: process_of_temporary(path) for place in places for path in place.glob(".*.partial")}
+    return {path: process for path, process in found.items() if process is not None}
 
 
 def _children(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards.manifest import DATASET, PARTIAL, TASKS, table_name
 from sa1b.shards.sample_table import is_table_name
 from sa1b.shards.shard import index_path
+from sa1b.shards.staging import temporary_files
 from sa1b.storage.store import Store
 from sa1b.verify.resume import INDEX_RECORD
 from sa1b.verify.task_check import TaskCheck
@@ -80,11 +81,14 @@ def leftover_notes(
         )
     table = table_name(store)
     unfinished = [name for name in store.names("", ".bin") if is_table_name(name) and name != table]
-    if store.is_local:
-        hidden = (path.name for path in Path(store.root).glob(".*.partial"))
-        unfinished = sorted([*unfinished, *(name for name in hidden if name != PARTIAL)])
     if unfinished:
         notes.append(f"unfinished or outdated files of an interrupted run: {_some(unfinished)}")
+    paths = temporary_files(store) if store.is_local else ()
+    if hidden := sorted(path.relative_to(store.root).as_posix() for path in paths):
+        notes.append(
+            f"temporary files of running or interrupted processes: {_some(hidden)}; the next reshard or "
+            "index removes those of interrupted processes"
+        )
     return notes
 
 

@@ -23,7 +23,7 @@ from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_t
 from sa1b.shards.image_ids import listing
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS, ShardInfo, Task
-from sa1b.shards.staging import clean_scratch
+from sa1b.shards.staging import clean_scratch, remove_leftovers
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import Claim, live_holders
 from sa1b.storage.processes import temporary_path
@@ -254,6 +254,7 @@ def _exclusive(store: Store) -> Iterator[None]:
     if claim is None:
         raise LockedError(f"{store.root}: being indexed by another process; wait for it or stop it")
     with claim:
+        remove_leftovers(store)
         yield
 
 

@@ -3,8 +3,9 @@
     {"format": "sa1b-resume-1", ...}                       properties common to all lines, such as options
     {"shard": "sa1b-000020-0003.tar", "key": ..., "value": ..., "sha256": ...}
 
-`key` identifies the input of the result, such as sizes and times of files, and `sha256` is of the line without
-it. A damaged line and a line with another key are ignored. A line that was cut by a crash is dropped. Only one process uses the file at a time.
+`key` identifies the input of the result, such as sizes and times of files, and `sha256` is of the rest of the
+line. A damaged line and a line with another key are ignored. A line that was cut by a crash is dropped. Only
+one process uses the file at a time.
 """
 
 import hashlib

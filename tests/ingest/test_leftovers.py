@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from sa1b.cli import main
 from sa1b.ingest.finish import drop_source, finish
 from sa1b.shards.manifest import Options
 from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of, staging_place
 from sa1b.storage.claim import Holder
 from sa1b.storage.processes import temporary_path, this_machine, this_process
 from sa1b.storage.store import FolderStore, open_store
+from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
 
 LONG_AGO = 6 * 3600  # seconds
@@ -47,6 +49,30 @@ def ended() -> str:
     process = subprocess.Popen(["true"])
     process.wait()
     return this_process(process.pid)
+
+
+@pytest.mark.parametrize(
+    "words", ["reshard --finish --out", "reshard --drop sa_000001 --out", "index", "index --tables"]
+)
+def test_temporary_files_of_killed_commands_are_listed_and_removed_by_the_next(
+    root: Path, words: str
+) -> None:
+    process = ended()
+    left = [".dataset.json", "tasks/.sa_000001.json", "views/.mine.json", ".samples"]
+    left = [f"{name}.{process}-01234567.partial" for name in left]
+    mine, live = root / "tasks/.mine.partial", temporary_path(root / "dataset.json")
+    (root / "views").mkdir()
+    (root / left[-1]).mkdir()
+    for path in (*(root / name for name in left[:-1]), root / left[-1] / "samples", mine, live):
+        path.write_bytes(b"half")
+    notes = "\n".join(verify(root, quiet=True).notes)
+    assert [name for name in left if name not in notes] == []
+    with pytest.raises(SystemExit) as ended_with:
+        main([*words.split(), str(root)])
+    assert ended_with.value.code in (0, None)
+    assert [name for name in left if (root / name).exists()] == []
+    assert mine.exists()
+    assert live.exists()
 
 
 @pytest.mark.parametrize(("age", "stays"), [(60, True), (LONG_AGO, False)])
