@@ -25,13 +25,13 @@ from sa1b.engine.gradients import autocast, set_float32
 from sa1b.errors import BadSample, UsageError
 from sa1b.names import parse_member_name
 from sa1b.progress import bar
+from sa1b.report import first_lines
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig, generate
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest
 
 Precision = Literal["fp32", "tf32", "bf16"]
 _PREFETCHED = 2  # images that are read and decoded before the model needs them
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,8 @@ class AnnotationSummary:
         if self.annotated and not self.masks:
             lines.append("  note     no mask was found; lower --min-predicted-iou and --min-stability")
         lines.append(f"  refused  {len(self.refused):,}")
-        lines += [f"    {one['image']}: {one['reason']}: {one['message']}" for one in self.refused[:_SHOWN]]
-        if (more := len(self.refused) - _SHOWN) > 0:
-            lines.append(f"    and {more:,} more, all printed with --json")
+        refused = [f"{one['image']}: {one['reason']}: {one['message']}" for one in self.refused]
+        lines += (f"    {line}" for line in first_lines(refused))
         if self.others:
             lines.append(
                 f"  other    {counted(self.others, 'file')} in the folders without the extension of an image"

@@ -10,7 +10,6 @@ skipped. Exit code 0: all images are annotated; 2: nothing was annotated, or the
 and an image was refused; 130: interrupted.
 """
 
-import json
 import os
 import time
 from pathlib import Path
@@ -20,8 +19,9 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def main(
         weights=weights,
         quiet=json_output or own.index > 0,
     )
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    present(summary, json_output)
     if part is None:
         _wait_for_ranks(own.count)
     return summary.exit_code()

@@ -10,15 +10,15 @@ dataset directory with the name "scaling", write ./scaling.
 Exit code 0: measured; 2: not measured; 130: interrupted.
 """
 
-import json
 import os
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -110,5 +110,5 @@ def main(
     except ValueError as error:  # no library for the GPU
         message = str(error).replace("decode=", "--decode ")
         raise UsageError(message) from None
-    show(json.dumps(found.document(), indent=1) if json_output else found.table())
+    present(found, json_output)
     return 0

@@ -7,7 +7,6 @@ from it with --init. The command prints the lines of Python that load the file. 
 2: not written; 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +14,9 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 from sa1b.sources.link_list import is_url
 
 
@@ -50,5 +50,5 @@ def main(
     if scratch is not None and not is_url(source):
         raise UsageError(f"--scratch {scratch}: only for a SOURCE at a URL; omit it")
     converted = convert(source, out, overwrite=overwrite, scratch=scratch)
-    show(json.dumps(converted.document(), indent=1) if json_output else converted.table())
+    present(converted, json_output)
     return 0

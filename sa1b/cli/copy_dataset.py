@@ -8,7 +8,6 @@ To resume an interrupted copy, run the same command again: copied sources are sk
 1: a source is damaged and was left out, the others are copied; 2: nothing more was copied; 130: interrupted.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +16,9 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.paths import check_scratch_flag
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -66,5 +66,5 @@ def main(
         raise
     if view is not None and not summary.failed:
         summary.views.append(copy_view(root, dest, view))
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    present(summary, json_output)
     return summary.exit_code()

@@ -8,7 +8,6 @@ Writes temporary files only, and the cached sample table of a URL. Exit code 0: 
 failed; 2: a flag is wrong; 130: interrupted.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Annotated, NoReturn
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -88,7 +88,7 @@ def main(
             print(interrupted.report.table(), flush=True)
         raise
     if report is not None:  # otherwise rank 0 prints the findings of this rank
-        show(json.dumps(report.document(), indent=1) if json_output else report.table())
+        present(report, json_output)
     sys.stdout.flush()
     # Threads of torch that outlive the interpreter may abort it, and a check that hangs has threads too.
     os._exit(0 if report is None else report.exit_code())

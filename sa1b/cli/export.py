@@ -12,7 +12,6 @@ To resume an interrupted export, run the same command again. Exit code 0: all im
 is not written; 3: exported, and an id of --ids is missing; 130: interrupted.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,9 @@ from sa1b.cli.paths import check_here
 from sa1b.cli.source_flags import checked_quality
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 if TYPE_CHECKING:
     from sa1b.export.export_format import Format
@@ -156,7 +156,7 @@ def main(
             quiet=json_output,
             supervise=supervise,
         )
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    present(summary, json_output)
     return summary.exit_code()
 
 

@@ -10,7 +10,6 @@ done; 3: every source that may contain an image was read, and an image is missin
 interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +17,9 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS
 
@@ -147,5 +147,5 @@ def main(
         index=index,
         everywhere=search_all,
     )
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.table())
+    present(summary, json_output)
     return summary.exit_code()

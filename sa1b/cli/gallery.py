@@ -7,7 +7,6 @@ fewer images. Point at a mask to see its numbers, or use the keyboard (the page 
 Exit code 0: written; 2: not written; 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,8 +14,9 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -97,5 +97,5 @@ def main(
         facts=facts,
         quiet=json_output,
     )
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.text())
+    present(summary, json_output)
     return 0

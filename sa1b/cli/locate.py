@@ -20,6 +20,7 @@ from tyro.conf import Positional
 
 from sa1b.console import counted, loading
 from sa1b.errors import UsageError
+from sa1b.report import aligned
 from sa1b.sources.link_list import read_links
 
 if TYPE_CHECKING:
@@ -107,10 +108,7 @@ def _table(found: "Located") -> str:
             rows.append((str(image_id), source, shard, f"{offset:,}", f"{jpg_bytes:,} + {masks_bytes:,}"))
         else:
             rows.append((str(image_id), f"{source} (estimate)" if source else "unknown", "-", "-", "-"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = aligned(rows)
     if (more := len(found.image_id) - _SHOWN) > 0:
         lines.append(f"and {counted(more, 'more image')}, all printed with --tsv or --json")
     stored = int(found.is_stored.sum())

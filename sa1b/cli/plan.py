@@ -11,7 +11,6 @@ Writes no file. Exit code 0: printed; 1: printed, and a link does not work or th
 nothing was printed; 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +18,9 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.cli.source_flags import check_rate, checked_quality, linked, paths_of, store_of
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 from sa1b.sources.link_list import CONNECTIONS
 
 
@@ -85,5 +85,5 @@ def main(
         ignore=ignore,
         quiet=json_output,
     )
-    show(json.dumps(found.document(), indent=1) if json_output else found.table())
+    present(found, json_output)
     return found.exit_code()

@@ -14,18 +14,21 @@ interrupted.
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from sa1b.console import command, counted, loading, rounded, show
 from sa1b.errors import UsageError
+from sa1b.report import duration_text, size_text
 
 if TYPE_CHECKING:
     from sa1b.engine.run_plan import RunPlan
 
 PCIE = 32.0  # GB per second of PCIe 4.0 x16 in one direction
 CPUS_PER_GPU = 12  # as `sa1b slurm train` requests
+_size = partial(size_text, digits=2)
 
 
 def main(
@@ -134,7 +137,8 @@ def _work(found: "RunPlan") -> list[tuple[str, str]]:
     mode = f"{parallel.mode} {parallel.shard}" if parallel.mode == "fsdp" else parallel.mode
     nodes = f"{counted(cluster.nodes, 'node')} x {cluster.gpus} {cluster.gpu} = {counted(ranks, 'rank')}"
     model = f"{found.parameters / 1e6:,.1f} M parameters, mode {mode}, precision {parallel.precision}"
-    stored = f"{_size(data.bytes)} in {counted(data.files, data.kind)}, {_size(found.image_bytes)} an image"
+    stored = f"{_size(data.bytes)} in {counted(data.files, data.kind)}"
+    stored += f", {size_text(found.image_bytes)} an image"
     own = f"{data.images / ranks:,.0f} images an epoch, the number in {data.files / ranks:,.1f} {data.kind}s"
     batches = f"{counted(batch, 'image')} = {counted(ranks, 'rank')} x {counted(count, 'micro-batch', 'es')}"
     epoch = counted(-(-data.images // batch), "step")
@@ -152,6 +156,7 @@ def _work(found: "RunPlan") -> list[tuple[str, str]]:
 def _time(found: "RunPlan") -> list[tuple[str, str]]:
     cluster, masks = found.cluster, found.config.data.masks
     others = [f"{name} {_seconds(value)}" for name, value in found.limits.items() if name != found.limit]
+    epoch = duration_text(3600 * found.hours / found.epochs)
     gpu_hours = found.hours * cluster.world_size
     price = "" if cluster.price is None else f", {rounded(gpu_hours * cluster.price)} dollars"
     sent = (
@@ -161,7 +166,7 @@ def _time(found: "RunPlan") -> list[tuple[str, str]]:
         ("step", f"{_seconds(found.seconds)}, limited by: {found.limit} ({', '.join(others)})"),
         ("", f"{rounded(found.step_flops / 1e12)} TFLOP for up to {masks} masks an image"),
         ("", f"{_seconds(found.compute)} of computation; {sent}"),
-        ("time", f"{_hours(found.hours / found.epochs)} an epoch, {_hours(found.hours)} the run"),
+        ("time", f"{epoch} an epoch, {duration_text(3600 * found.hours)} the run"),
         ("cost", f"{rounded(gpu_hours)} GPU hours{price}"),
     ]
 
@@ -173,7 +178,10 @@ def _storage(found: "RunPlan") -> list[tuple[str, str]]:
     return [
         ("reads", f"{_size(found.read_rate)}/s of all nodes, {_size(node)}/s of each node"),
         ("decoding", f"{found.cores:,.1f} of {counted(cluster.cpus, 'CPU core')} of each node"),
-        ("checkpoints", f"{written:,} of {_size(found.saved)}: {_size(written * found.saved)} written"),
+        (
+            "checkpoints",
+            f"{written:,} of {_size(found.saved)}: {_size(written * found.saved)} written",
+        ),
         ("", disk),
     ]
 
@@ -241,17 +249,3 @@ def _assumptions(found: "RunPlan") -> list[tuple[str, str]]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 0.095 else f"{seconds * 1e3:,.1f} ms"
-
-
-def _hours(hours: float) -> str:
-    if hours >= 1:
-        return f"{hours:,.1f} hours"
-    return f"{hours * 60:,.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:,.1f} s"
-
-
-def _size(count: float) -> str:
-    """A number of bytes in the largest unit of which there is at least one."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= factor:
-            return f"{count / factor:,.{2 if factor > 1e6 else 1}f} {unit}"
-    return f"{count:,.0f} bytes"

@@ -22,6 +22,7 @@ from tyro.conf import Positional
 from sa1b.cli.paths import check_here, check_writable
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
+from sa1b.report import aligned, present
 
 if TYPE_CHECKING:
     from sa1b.views.sql import Query
@@ -103,7 +104,7 @@ def main(
             found = write_query_view(
                 query, name=as_view, out=out, masks_where=masks_where, overwrite=overwrite
             )
-            show(json.dumps(found.document(), indent=1) if json_output else found.table())
+            present(found, json_output)
         elif parquet is not None:
             print(f"{counted(_write_parquet(query, parquet), 'row')}\nWritten: {parquet}")
         elif csv_output:
@@ -177,16 +178,8 @@ def _table(query: "Query", limit: int) -> str:
     found = [row for rows in query.rows(limit + 1) for row in rows]
     shown = [[_cell(value) for value in row] for row in found[:limit]]
     cells = [list(query.columns), *shown]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [isinstance(value, int | float | Decimal) for value in (found[0] if found else ())]
-    right = right or [False] * len(widths)
-    lines = [
-        "  ".join(
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    lines = aligned(cells, right)
     more = f"the first {counted(limit, 'row')}; --limit N prints more, --csv all"
     lines.append(more if len(found) > limit else counted(len(shown), "row"))
     return "\n".join(lines)

@@ -5,7 +5,6 @@ Example: sa1b synthesize source --long-side 640
 Exit code 0: written; 2: not written; 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,9 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -85,5 +85,5 @@ def main(
             phrases=phrases,
             progress=shown.update,
         )
-    show(json.dumps(summary.as_dict()) if json_output else summary.table())
+    present(summary, json_output)
     return 0

@@ -8,7 +8,6 @@ Prints shard, offset and image id of all damage, and how to repair it. Exit code
 2: not everything could be checked; 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +17,9 @@ from tyro.conf import Positional
 from sa1b.cli.paths import check_scratch_flag
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -61,7 +61,7 @@ def main(
     if warnings:
         check_is_dataset(root)
         found = WarningList.read(root, limit=None if json_output else SHOWN)
-        show(json.dumps(found.document(), indent=1) if json_output else found.table())
+        present(found, json_output)
         return 0
     with engines.engine(engine, address, workers) as (count, supervise):
         report = verify(
@@ -73,5 +73,5 @@ def main(
             quiet=json_output,
             supervise=supervise,
         )
-    show(json.dumps(report.document(), indent=1) if json_output else report.table())
+    present(report, json_output)
     return report.exit_code()

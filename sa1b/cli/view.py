@@ -7,7 +7,6 @@ Nothing is copied: a view is a list of image ids, in ROOT/views or at --out. Exi
 2: not written; 3: written, and ids of --ids were missing (--missing skip or list); 130: interrupted.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,8 +14,9 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.cli.paths import check_here, check_writable
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.report import present
 
 
 def main(
@@ -83,5 +83,5 @@ def main(
     found = select(
         root, selection, name=name, out=out, overwrite=overwrite, workers=workers, quiet=json_output
     )
-    show(json.dumps(found.document(), indent=1) if json_output else found.table())
+    present(found, json_output)
     return 3 if len(found.missing) else 0

@@ -17,6 +17,7 @@ from sa1b.doctor.check import Subject
 from sa1b.doctor.report import Finding
 from sa1b.doctor.small_step import small_step
 from sa1b.doctor.software import driver
+from sa1b.report import first_names
 
 # Oldest driver of each major version of CUDA on Linux, by the table "CUDA Toolkit and Minimum Required Driver
 # Version" of the CUDA Toolkit release notes.
@@ -276,11 +277,10 @@ def placed(device: torch.device, things: Mapping[str, Any]) -> Finding:
     values = {"tensors": len(tensors), "misplaced": wrong[:20]}
     if not wrong:
         return Finding("placement", "ok", figure, values=values)
-    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return Finding(
         "placement",
         "failed",
-        f"{'; '.join(wrong[:3])}{more}, not on {device}",
+        f"{first_names(wrong, 3, '; ')}, not on {device}",
         "Move it: register the tensor as a parameter or buffer, or create it with device=",
         values=values,
     )

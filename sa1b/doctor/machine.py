@@ -14,6 +14,7 @@ import sa1b
 from sa1b.doctor.check import Subject
 from sa1b.doctor.report import Finding, State
 from sa1b.engine.network import active_ports
+from sa1b.report import memory_text
 from sa1b.storage.local import OPEN_FILES
 from sa1b.workers import available_cpus, cpu_quota, memory_limit
 
@@ -46,17 +47,17 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
         yield Finding(name, "failed", f"{folder}: {error.strerror}", grow)
         return
     total, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
-    figure = f"{size(free)} free of {size(total)} in {folder}"
+    figure = f"{memory_text(free)} free of {memory_text(total)} in {folder}"
     values = {"free_bytes": free, "total_bytes": total}
     if free < SHARED and total >= SHARED:
         remedy = f"Remove files of ended processes from {folder}: ls -l {folder}"
     else:
         remedy = grow
     if free <= SHARED_LEAST:
-        need = f"{figure}; NCCL and DataLoader workers need more than {size(SHARED_LEAST)}"
+        need = f"{figure}; NCCL and DataLoader workers need more than {memory_text(SHARED_LEAST)}"
         yield Finding(name, "failed", need, remedy, values=values)
     elif free < SHARED:
-        yield Finding(name, "warning", f"{figure}; {size(SHARED)} is advised", remedy, values=values)
+        yield Finding(name, "warning", f"{figure}; {memory_text(SHARED)} is advised", remedy, values=values)
     else:
         yield Finding(name, "ok", figure, values=values)
 
@@ -85,7 +86,7 @@ def locked_memory(subject: Subject) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     ports = sorted(active_ports(subject.system))
     values = {"soft_bytes": soft, "rdma_ports": ports}
-    figure = f"limit {'unlimited' if soft == resource.RLIM_INFINITY else size(soft)}"
+    figure = f"limit {'unlimited' if soft == resource.RLIM_INFINITY else memory_text(soft)}"
     if soft == resource.RLIM_INFINITY or not ports:
         why = "" if ports else ", no active RDMA port needs more"
         yield Finding("locked memory", "ok", f"{figure}{why}", values=values)
@@ -161,17 +162,18 @@ def memory(subject: Subject) -> Iterator[Finding]:
         return
     available = min(found["MemAvailable"], limit)
     each = available / max(subject.local_world_size, 1)
-    figure = f"{size(each)} for each rank of this machine: {size(found['MemAvailable'])} available"
-    figure += f", limit of the cgroup {size(limit)}" if limit < float("inf") else ""
+    figure = (
+        f"{memory_text(each)} for each rank of this machine: {memory_text(found['MemAvailable'])} available"
+    )
+    figure += f", limit of the cgroup {memory_text(limit)}" if limit < float("inf") else ""
     values = {
         "available_bytes": found["MemAvailable"],
         "limit_bytes": limit if limit < float("inf") else None,
         "per_rank_bytes": each,
     }
     state: State = "failed" if each < MEMORY_LEAST else "warning" if each < MEMORY_PER_RANK else "ok"
-    remedy = (
-        f"Give the job more memory (--mem, --memory), or start fewer ranks: one needs {size(MEMORY_PER_RANK)}"
-    )
+    needed = memory_text(MEMORY_PER_RANK)
+    remedy = f"Give the job more memory (--mem, --memory), or start fewer ranks: one needs {needed}"
     yield Finding("memory", state, figure, "" if state == "ok" else remedy, values=values)
 
 
@@ -211,15 +213,6 @@ def clock(subject: Subject, now: float | None = None) -> Iterator[Finding]:
         )
     else:
         yield Finding("clock", "ok", figure, values=values)
-
-
-def size(number: float) -> str:
-    """Bytes as text: "64 MiB", "1.5 GiB"."""
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
-        if number >= unit:
-            value = number / unit
-            return f"{value:.1f} {name}" if value < 10 and value != int(value) else f"{value:,.0f} {name}"
-    return f"{number:.0f} B"
 
 
 def _limit(number: int) -> str:

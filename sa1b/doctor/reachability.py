@@ -14,6 +14,7 @@ from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.doctor.software import boot_id
 from sa1b.engine.network import choose
+from sa1b.report import first_names
 
 REACHABILITY = "reachability"
 _AT_ONCE = 32
@@ -86,11 +87,10 @@ def judged(
             name = "rendezvous" if rank < 0 else hosts[rank]
             groups.setdefault(reason, []).append(f"{name} ({targets[rank][0]}:{targets[rank][1]})")
     for reason, names in groups.items():
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         yield Finding(
             REACHABILITY,
             "failed",
-            f"{host} -> {', '.join(names[:4])}{more}: {reason}",
+            f"{host} -> {first_names(names, 4)}: {reason}",
             _REMEDIES.get(reason, "Look at interfaces and routes of both hosts"),
             values={"from": host, "to": names, "reason": reason},
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from sa1b.doctor.check import Subject
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding, State
+from sa1b.report import duration_text
 
 SKEW = "clock skew"
 _MESSAGES = 8
@@ -68,17 +69,14 @@ def judged(offset: float, bound: float, host: str, reference: str) -> Finding:
     """
     state: State = "failed" if abs(offset) > FAILED else "warning" if abs(offset) > WARNED + bound else "ok"
     direction = "ahead of" if offset >= 0 else "after"
-    text = _text(abs(offset))
+    text = duration_text(abs(offset))
     values = {"offset_seconds": offset, "error_seconds": bound}
+    known = f"known to {duration_text(bound)}"
     if state == "ok":
-        return Finding(SKEW, "ok", f"{text} from rank 0, known to {_text(bound)}", values=values)
-    figure = f"the clock of {host} is {text} {direction} that of {reference} (known to {_text(bound)})"
+        return Finding(SKEW, "ok", f"{text} from rank 0, {known}", values=values)
+    figure = (
+        f"the clock of {host} is {text} {direction} that of {reference} (known to {duration_text(bound)})"
+    )
     figure += "; S3 rejects requests 15 minutes off" if state == "failed" else ""
     remedy = f"Run a time service on {host} and {reference}: chronyc tracking, timedatectl set-ntp true"
     return Finding(SKEW, state, figure, remedy, values=values)
-
-
-def _text(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1000:.1f} ms" if seconds >= 0.001 else f"{seconds * 1e6:.0f} us"

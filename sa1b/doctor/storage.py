@@ -12,11 +12,11 @@ from typing import NamedTuple
 from sa1b.arguments import was_url
 from sa1b.console import counted
 from sa1b.doctor.check import Subject
-from sa1b.doctor.machine import size
 from sa1b.doctor.report import Finding, State
 from sa1b.engine.hardware import peak_flops
 from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import Sa1bError
+from sa1b.report import memory_text
 from sa1b.sam.flops import step_flops
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import DATASET
@@ -195,7 +195,7 @@ def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
         return Finding("space", "failed", f"{what}{folder}: cannot be written ({error.strerror})", remedy)
     free, files = found.f_frsize * found.f_bavail, found.f_favail
     limited = found.f_files > 0  # some file systems count no files
-    figure = f"{what}{folder}: {size(free)} free" + (f", {files:,} more files" if limited else "")
+    figure = f"{what}{folder}: {memory_text(free)} free" + (f", {files:,} more files" if limited else "")
     values = {"folder": str(folder), "free_bytes": free, "free_files": files if limited else None}
     if free < least or (limited and files < INODES // 10):
         state: State = "failed"
@@ -206,7 +206,7 @@ def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
     return Finding(
         "space",
         state,
-        f"{figure}; {size(advised)} are advised" + (f" and {INODES:,} files" if limited else ""),
+        f"{figure}; {memory_text(advised)} are advised" + (f" and {INODES:,} files" if limited else ""),
         "Free space, or name a folder on another disk" + (" (TMPDIR)" if not what.startswith("--") else ""),
         values=values,
     )

@@ -36,6 +36,7 @@ from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
+from sa1b.report import first_names
 
 
 @contextmanager
@@ -119,9 +120,8 @@ def unused_named(module: nn.Module) -> Iterator[None]:
             raise
         trained = [name for name, one in module.named_parameters() if one.requires_grad]
         names = [trained[int(number)].removeprefix("module.") for number in found[1].split()]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise UsageError(
-            f"{', '.join(names[:4])}{more}: has no gradient in a step of this rank, and the other ranks wait "
+            f"{first_names(names, 4)}: has no gradient in a step of this rank, and the other ranks wait "
             "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
         ) from None
 

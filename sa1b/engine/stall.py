@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from sa1b.engine.states import RankState
+from sa1b.report import aligned
 
 _SHOWN = 16  # ranks with a separate row
 
@@ -106,11 +107,7 @@ def table(ranks: Sequence[Observed]) -> str:
         rows = [_row(one, str(one.state.rank), one.state.host, one.state.rank in marked) for one in ranks]
     else:
         rows = _grouped(ranks, marked)
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    )
+    return "\n".join(aligned([header, *rows]))
 
 
 def _row(one: Observed, ranks: str, host: str, marked: bool) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from sa1b.export.export_part import content_digest, sample_bytes, write_part
 from sa1b.export.export_record import ExportRecord, Written, read_record
 from sa1b.export.part_files import remove_temporary
 from sa1b.progress import Bar, bar
+from sa1b.report import first_names
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import DATASET
@@ -30,8 +31,6 @@ from sa1b.shards.without_images import annotations_only, check_images
 from sa1b.storage.atomic import lock
 from sa1b.workers import Event, Failure, Supervise, failure_of
 from sa1b.workers import supervise as processes
-
-_SHOWN = 5
 
 _Task = tuple[Path | str, Path, Format, str, Rows, Path | None]
 
@@ -294,10 +293,9 @@ def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[
 
 def _refuse_parts(record: ExportRecord, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise UsageError(
             f"--out {record.out}: has parts of an export of other images or with another number of images in "
-            f"each ({', '.join(names[:_SHOWN])}{more}), which readers would take too; use another --out, or "
+            f"each ({first_names(names)}), which readers would take too; use another --out, or "
             "replace them with --overwrite"
         )
 
@@ -312,9 +310,8 @@ def _refuse_existing(
     paths = chain(chain.from_iterable(form.paths(name, ids[name]) for name in foreign), lists)
     existing = [path for path in paths if (record.out / path).exists()]
     if existing:
-        more = f" and {len(existing) - _SHOWN} more" if len(existing) > _SHOWN else ""
         raise UsageError(
-            f"--out {record.out}: already has {', '.join(existing[:_SHOWN])}{more}, not from an export of "
+            f"--out {record.out}: already has {first_names(existing)}, not from an export of "
             "these images in this format; use another --out, or replace the files with --overwrite"
         )
 

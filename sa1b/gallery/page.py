@@ -27,7 +27,7 @@ from sa1b.gallery.summary import GallerySummary
 from sa1b.gallery.warning_list import read_warnings
 from sa1b.names import image_name
 from sa1b.progress import bar
-from sa1b.shards.display import size_text
+from sa1b.report import size_text
 from sa1b.storage.atomic import write_whole
 from sa1b.storage.processes import temporary_path
 

@@ -47,7 +47,7 @@ class GallerySummary:
         )
         return {"page": str(self.page)} | {name: getattr(self, name) for name in names}
 
-    def text(self) -> str:
+    def table(self) -> str:
         """The summary as lines of text."""
         masks = f", {self.masks:,} masks in total" if self.masks is not None else ""
         lines = [

@@ -34,6 +34,7 @@ from sa1b.ingest.reshard import work_through
 from sa1b.ingest.search import Ids, Search, Searched, homes_of, no_ids
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Run, is_partial, missing_file
+from sa1b.report import failed_lines
 from sa1b.shards.image_ids import listing
 from sa1b.shards.locate import read_rows
 from sa1b.shards.lost_task import known_tasks
@@ -47,8 +48,6 @@ from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.errors import StorageError
 from sa1b.storage.store import Root, Store, open_store
 from sa1b.workers import supervise
-
-_FAILED_SHOWN = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +117,7 @@ class FetchSummary:
             )
         if len(self.missing):
             lines.append(f"missing: {listing(self.missing)}; --json prints all of them")
-        failed = list(self.work.failed.items())
-        lines += [f"FAILED {name}: {why}" for name, why in failed[:_FAILED_SHOWN]]
-        if len(failed) > _FAILED_SHOWN:
-            lines.append(f"and {len(failed) - _FAILED_SHOWN:,} more failed, all printed with --json")
-        return "\n".join([*lines, self._ending()])
+        return "\n".join([*lines, *failed_lines(self.work.failed), self._ending()])
 
     def _ending(self) -> str:
         again = "run the same command again to resume"

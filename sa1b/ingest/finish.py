@@ -19,6 +19,7 @@ from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.ingest.admission import release_options
 from sa1b.names import named_source
+from sa1b.report import first_names
 from sa1b.shards.commit import (
     abort_uploads,
     dataset_claim,
@@ -84,17 +85,17 @@ class Finished:
             return f"Complete: {dataset}"
         if not self.is_partial:
             return (
-                f"Complete except for the damaged parts of {_shown(damaged)}: {dataset}. Download "
+                f"Complete except for the damaged parts of {first_names(damaged)}: {dataset}. Download "
                 "these sources again and run reshard with --replace."
             )
         parts = [
-            f"{len(names):,} {what} ({_shown(names)})"
+            f"{len(names):,} {what} ({first_names(names)})"
             for what, names in (("failed", sorted(self.failed)), ("pending", self.pending))
             if names
         ]
         advice = "To try again, run the same command; to remove a source, use --drop NAME." if parts else ""
         if self.lost:
-            parts.append(f"{len(self.lost):,} with a lost or damaged task file ({_shown(self.lost)})")
+            parts.append(f"{len(self.lost):,} with a lost or damaged task file ({first_names(self.lost)})")
             advice = f"{advice} `{command('verify')} {root}` names the repair.".lstrip()
         return (
             f"Partial: {dataset} holds {counted(len(self.tasks), 'source')} and can be read; "
@@ -107,10 +108,6 @@ def _advice(task: Task) -> str:
     if task.source["kind"] != "coco":
         return ""
     return f". For other images with the same numbers, add --image-ids hash --redo {task.name}"
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = None) -> Finished:

@@ -10,6 +10,7 @@ from sa1b.console import counted
 from sa1b.ingest.admission import Space, admitted, by_name, check_options, needed_space
 from sa1b.ingest.worker import is_partial, is_unchanged
 from sa1b.progress import bar
+from sa1b.report import duration_text, fact_lines, failed_lines, size_text
 from sa1b.shards.lost_task import known_tasks
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import Discovered
@@ -26,7 +27,6 @@ PROCESSOR_RATE = 146e6
 # synthetic images of 2250 x 1500 pixels: 7.1 s and 1.45 s.
 RESIZING = 4.9
 EXAMPLE_SIZE = 1024  # of --image-size, if none is given
-_SHOWN = 10
 _HOUR = 3600.0
 
 
@@ -123,37 +123,34 @@ class Plan:
         if self.failed:
             state.append(f"{len(self.failed):,} whose link does not work")
         space = self.resized if self.resizes else self.original
-        resized = f"; with --image-size {self.image_size} {_size(self.resized.shards)}"
+        resized = f"; with --image-size {self.image_size} {size_text(self.resized.shards)}"
         if self.annotations_only:
             resized = " without images"
         rows = [
             ("sources", f"{len(self.sources):,}: {', '.join(state)}"),
-            ("to read", _size(self.bytes)),
-            ("shards", f"{_size(self.original.shards)}{resized}"),
-            ("spill", f"{_size(space.spill)} for {counted(self.workers, 'worker')}"),
+            ("to read", size_text(self.bytes)),
+            ("shards", f"{size_text(self.original.shards)}{resized}"),
+            ("spill", f"{size_text(space.spill)} for {counted(self.workers, 'worker')}"),
         ]
         if not self.is_local:
-            rows.append(("scratch", f"{_size(space.staged)} until the shards are uploaded"))
+            rows.append(("scratch", f"{size_text(space.staged)} until the shards are uploaded"))
         if self.free is not None:
-            enough = "" if self.free >= self.needed else f", too little: {_size(self.needed)} needed"
-            rows.append(("free", f"{_size(self.free)} in {self.scratch}{enough}"))
+            enough = "" if self.free >= self.needed else f", too little: {size_text(self.needed)} needed"
+            rows.append(("free", f"{size_text(self.free)} in {self.scratch}{enough}"))
         rows.append(("time", self._time()))
-        lines = [f"  {name:<7}  {value}" for name, value in rows]
+        lines = fact_lines(rows)
         if self.not_taken:
             lines.append(f"not taken: {counted(self.not_taken, 'path')}; reshard lists them")
-        failed = list(self.failed.items())
-        lines += [f"FAILED {name}: {why}" for name, why in failed[:_SHOWN]]
-        if len(failed) > _SHOWN:
-            lines.append(f"and {len(failed) - _SHOWN:,} more failed, all printed with --json")
-        return "\n".join(lines)
+        return "\n".join([*lines, *failed_lines(self.failed)])
 
     def _time(self) -> str:
+        time = duration_text(3600 * self.hours)
         processors = f"the processors: {self.processor_rate / 1e6:,.0f} MB/s"
         if self.rate is None:
-            return f"{_hours(self.hours)}, limited by {processors}; pass --rate for the time of reading"
+            return f"{time}, limited by {processors}; pass --rate for the time of reading"
         reading = f"reading: {self.rate / 1e6:,.0f} MB/s"
         first, second = (reading, processors) if self.rate < self.processor_rate else (processors, reading)
-        return f"{_hours(self.hours)}, limited by {first} ({second})"
+        return f"{time}, limited by {first} ({second})"
 
 
 def plan(
@@ -243,15 +240,3 @@ def _add_disk(found: Plan, store: Store) -> None:
     while not folder.exists():
         folder = folder.parent
     found.scratch, found.free = str(store.scratch), shutil.disk_usage(folder).free
-
-
-def _size(count: int) -> str:
-    """Bytes in the largest unit of which there is at least one."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:,.1f} {unit}"
-    return f"{count:,} bytes"
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"

@@ -7,6 +7,7 @@ from typing import Any
 from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
 from sa1b.ingest.search import Searched
+from sa1b.report import fact_lines, first_lines
 from sa1b.shards.manifest import DATASET, QUARANTINE, Task
 from sa1b.sources.discovery import NotTaken
 from sa1b.storage.store import Root, open_store
@@ -164,8 +165,7 @@ class ReshardSummary:
                 rows.append(("", f"and {len(damages) - 5} more"))
         for name, ends in self.retried.items():
             rows.append((f"retried {name}", "; ".join(ends)))
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+        lines = fact_lines(rows)
         used, kept = 2 * totals["images"], totals["refused_members"]
         lines.append(f"{totals['members']:,} members in = {used:,} in shards + {kept:,} in quarantine")
         if totals["refused"] or totals["damaged_sources"]:
@@ -182,9 +182,9 @@ class ReshardSummary:
         count = len(self.not_taken)
         if not count:
             return []
-        lines = [f"not taken: {counted(count, 'path')}; exclude with --ignore PATTERN"]
-        lines += [f"  {ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken[:_LISTED]]
-        return lines + [f"  and {count - _LISTED:,} more, all listed with --json"] * (count > _LISTED)
+        paths = [f"{ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken]
+        lines = (f"  {line}" for line in first_lines(paths, _LISTED))
+        return [f"not taken: {counted(count, 'path')}; exclude with --ignore PATTERN", *lines]
 
     def _ending(self, root: Root) -> str:
         dataset = open_store(root).url(DATASET)

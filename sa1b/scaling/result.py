@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from sa1b.console import counted
+from sa1b.report import aligned
 from sa1b.scaling.cases import Case, Kind, Series
 
 
@@ -212,7 +213,7 @@ class Scaling:
         """The measurement as text, without the verdict."""
         lines = [*self.heading()]
         for kind in dict.fromkeys(one.kind for one in self.series):
-            lines += ["", _title(kind), *_grid(list(self._rows(kind)))]
+            lines += ["", _title(kind), *aligned(self._rows(kind), [False, False, *[True] * 10], "  ")]
         lines += ["", *(f"FAILED  {case}: {error}" for case, error in self.failed.items())]
         return "\n".join(lines).rstrip()
 
@@ -306,13 +307,3 @@ def _title(kind: Kind) -> str:
 def milliseconds(seconds: float) -> str:
     """Seconds as a number of milliseconds with three digits."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.0995 else f"{1e3 * seconds:.3g}"
-
-
-def _grid(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        yield f"  {'  '.join(cells)}".rstrip()

@@ -17,8 +17,9 @@ from sa1b.arguments import plain_root, whole_number
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError
 from sa1b.masks.runs import chosen_indices
+from sa1b.report import size_text
 from sa1b.shards import manifest
-from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet, size_text
+from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_read import PendingRead, check_size, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table

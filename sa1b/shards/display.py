@@ -69,14 +69,6 @@ def _html(image: "Image", caption: str) -> str:
     )
 
 
-def size_text(size: int) -> str:
-    """A number of bytes as text: "1.5 GB"."""
-    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= power:
-            return f"{size / power:,.1f} {unit}"
-    return f"{size:,} bytes"
-
-
 def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
     """An image with its masks and a line of text; its longer side has at most `side` pixels.
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
 from sa1b.errors import UsageError
+from sa1b.report import first_names
 
 COLUMNS = ("image_id", "id", "file_name")  # searched in this order
 _FORM = r"^(?:sa_)?0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
@@ -65,8 +66,7 @@ def missing_ids(wanted: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -
 
 def listing(ids: npt.NDArray[np.uint64], shown: int = 5) -> str:
     """The first ids and the number of the others, for messages."""
-    more = f" and {len(ids) - shown:,} more" if len(ids) > shown else ""
-    return ", ".join(map(str, ids[:shown].tolist())) + more
+    return first_names(ids.tolist(), shown)
 
 
 def _split(file: str | Path) -> tuple[Path, str | None]:

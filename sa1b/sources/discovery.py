@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from sa1b.errors import SourceError
 from sa1b.names import is_source_name, parse_member_path, parse_shard_name, source_stem
+from sa1b.report import first_names
 from sa1b.sources.coco_file import ENDING, CocoFile, CocoOptions
 from sa1b.sources.folder import Ignore, folder_size, inode_of, is_folder, is_pair_name, pair_files, subfolders
 from sa1b.sources.source import Source
@@ -56,7 +57,6 @@ _UNFIT = (
     "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or give it another "
     "name with --rename"
 )
-_SHOWN = 3
 
 
 class NotTaken(NamedTuple):
@@ -163,8 +163,7 @@ class _Search:
             self._folder(*self.waiting.pop())
         if not self.sources:
             found = [f"{one.path.name} ({one.reason})" for one in sorted(self.not_taken)]
-            more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-            hint = f" (found and not taken: {', '.join(found[:_SHOWN])}{more})" if found else ""
+            hint = f" (found and not taken: {first_names(found, 3)})" if found else ""
             raise SourceError(
                 f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}; name the folder "
                 "of the downloaded tars or of extracted pairs"

@@ -58,7 +58,7 @@ class SyntheticSummary:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
-    def as_dict(self) -> dict[str, int]:
+    def document(self) -> dict[str, int]:
         return asdict(self)
 
     def table(self) -> str:

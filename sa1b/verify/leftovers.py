@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sa1b.console import command
 from sa1b.names import parse_shard_name, shard_order, source_stem
+from sa1b.report import first_names
 from sa1b.shards.manifest import DATASET, PARTIAL, TASKS, table_name
 from sa1b.shards.sample_table import is_table_name
 from sa1b.shards.shard import index_path
@@ -123,4 +124,4 @@ def _beside_tasks(store: Store, known: Collection[str]) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+    return first_names(names)

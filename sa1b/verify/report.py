@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from sa1b.report import fact_lines, first_lines
+
 KEPT = 1000  # findings of one kind in one file; the others are counted
 SHOWN = 10  # findings on the screen
 
@@ -153,9 +155,7 @@ class Report:
         lines = [f"note: {note}" for note in self.notes]
         lines += self.found.lines()
         unchecked = [f"could not be checked: {name}: {why}" for name, why in self.unchecked.items()]
-        lines += unchecked[:SHOWN]
-        if len(unchecked) > SHOWN:
-            lines.append(f"could not be checked: and {len(unchecked) - SHOWN:,} more; --json lists all")
+        lines += first_lines(unchecked, SHOWN, "could not be checked: and {:,} more; --json lists all")
         if unchecked:
             lines.append(
                 "Check again with fewer --workers, or with more memory (ulimit -v, the job's memory)"
@@ -174,8 +174,7 @@ class Report:
         ]
         rows += [(f"  {kind}", f"{count:,}") for kind, count in self.found.kinds().items()]
         rows += [("could not be checked", f"{len(unchecked):,}")] if unchecked else []
-        width = max(len(name) for name, _ in rows)
-        lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+        lines += fact_lines(rows)
         outcome = "DAMAGED" if self.findings else "NOT CHECKED" if self.unchecked else "Clean"
         lines.append(f"{outcome}: {self.root}")
         return "\n".join(lines)

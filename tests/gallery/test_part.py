@@ -62,7 +62,7 @@ def test_the_images_of_a_dataset_come_from_its_table_and_distributions_from_some
     assert read == shards
     assert (summary.shown, summary.images, summary.masks) == (full.shown, IMAGES, full.masks)
     assert summary.surveyed == (4, 20)
-    assert "over 4 of 20 shards" in summary.text()
+    assert "over 4 of 20 shards" in summary.table()
     some = page()
     assert any("distributions over 4 of 20 shards" in text for text in some.texts)
     assert ", ".join(shards) in some.texts

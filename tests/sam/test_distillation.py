@@ -89,8 +89,8 @@ def test_stages_of_a_pipeline_give_the_same_losses(distillation: Distillation) -
     stream = distillation.begin(*given)
     for block in range(distillation.depth):
         stream = distillation.through(stream, range(block, block + 1), *given)
-    assert {name: float(value) for name, value in distillation.end(stream, *given).items()} == {
-        name: float(value) for name, value in whole.items()
+    assert {name: value.item() for name, value in distillation.end(stream, *given).items()} == {
+        name: value.item() for name, value in whole.items()
     }
 
 

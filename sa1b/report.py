@@ -1,0 +1,90 @@
+"""Results of commands: their interface, and figures, lists and columns as text."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from sa1b.console import show
+
+_DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+class Result(Protocol):
+    """What a command found or did, for the terminal and for scripts."""
+
+    def document(self) -> dict[str, Any]:
+        """JSON values, for --json."""
+        ...
+
+    def table(self) -> str:
+        """Text for the terminal."""
+        ...
+
+
+def present(result: Result, json_output: bool) -> None:
+    """Print a result on stdout."""
+    show(json.dumps(result.document(), indent=1) if json_output else result.table())
+
+
+def size_text(count: float, digits: int = 1) -> str:
+    """Bytes in the largest decimal unit of which there is at least one: "1.5 GB", "120 bytes"."""
+    for unit, factor in _DECIMAL:
+        if count >= factor:
+            return f"{count / factor:,.{digits}f} {unit}"
+    return f"{count:,.0f} bytes"
+
+
+def memory_text(count: float) -> str:
+    """Bytes in binary units, as memory is sold: "64 MiB", "1.5 GiB"."""
+    for unit, factor in _BINARY:
+        if count >= factor:
+            value = count / factor
+            return f"{value:.1f} {unit}" if value < 10 and value != int(value) else f"{value:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds in a unit that suits them: "2.5 hours", "3.0 minutes", "12.0 s", "1.5 ms", "20 us"."""
+    for unit, factor in (("hours", 3600.0), ("minutes", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:,.1f} {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def first_names(names: Sequence[object], limit: int = 5, separator: str = ", ") -> str:
+    """The first names and the number of the others: "a, b and 1,200 more"."""
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return separator.join(map(str, names[:limit])) + more
+
+
+def first_lines(
+    lines: Sequence[str], limit: int = 10, rest: str = "and {:,} more, all printed with --json"
+) -> list[str]:
+    """The first lines, and a line with the number of the others; `rest` is its format."""
+    return [*lines[:limit], *([rest.format(len(lines) - limit)] if len(lines) > limit else [])]
+
+
+def failed_lines(failed: Mapping[str, str]) -> list[str]:
+    """Lines for the sources that failed: name -> reason."""
+    lines = [f"FAILED {name}: {why}" for name, why in failed.items()]
+    return first_lines(lines, rest="and {:,} more failed, all printed with --json")
+
+
+def fact_lines(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
+    """One line for each name and value; the values start in the same column."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{indent}{name:<{width}}  {value}" for name, value in rows]
+
+
+def aligned(rows: Iterable[Sequence[str]], right: Sequence[bool] = (), indent: str = "") -> list[str]:
+    """Rows of cells as lines with aligned columns; a row may end early.
+
+    Args:
+        right: for each column, whether its cells are aligned to the right; by default none.
+    """
+    rows = list(rows)
+    count = max(map(len, rows), default=0)
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(count)]
+    sides = [">" if is_right else "<" for is_right in right or [False] * count]
+    return [indent + "  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows]
