@@ -1,9 +1,9 @@
 """`sa1b.ground`: the regions and masks that phrases describe in an image.
 
 model = sa1b.load_grounding("run")
-found = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
-found.masks[0]            # bool [height, width], the predicted mask
-found.similarity[0]       # float32 [M], of the phrase and each region
+grounded = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
+grounded.masks[0]            # bool [height, width], the predicted mask
+grounded.similarity[0]       # float32 [M], of the phrase and each region
 """
 
 from collections.abc import Sequence
@@ -122,5 +122,5 @@ def _read(model: Grounding, phrases: Any, device: torch.device) -> Tensor:
         raise ValueError(f"phrases={phrases!r}: must be a list of strings")
     tokenizer = open_tokenizer(model.tokenizer)
     tokens, belongs = texts_of(list(phrases), tokenizer, model.length, "mask_id").padded()
-    found: Tensor = model.text_encoder(tokens.to(device), belongs.to(device))
-    return found
+    encoded: Tensor = model.text_encoder(tokens.to(device), belongs.to(device))
+    return encoded

@@ -43,15 +43,11 @@ class Phrased:
 
 
 def phrased(batch: Batch, seed: int, side: int, width: int) -> tuple[Tensor, Phrased, Tensor]:
-    """Images, masks with phrases, and a hash for each image and visit.
+    """Images, masks with phrases, and a hash for each image and visit; UsageError without texts of masks.
 
     Args:
-        seed: seed of the run.
         side: size of the embedding.
         width: numbers of a precomputed embedding; 0: phrases are tokens.
-
-    Raises:
-        UsageError: the batch has no texts, or those of images.
     """
     texts = batch.texts
     if texts is None or texts.key != "mask_id":

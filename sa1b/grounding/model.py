@@ -2,7 +2,7 @@
 
     grounding = Grounding(ModelConfig(), TextConfig(), GroundingRecipe(), vocabulary=256, length=64)
     sums = grounding(images, masks, image_keys)     # losses of a micro-batch; see sa1b.engine.model
-    found = grounding(images, masks, image_keys, evaluate=True)
+    outputs = grounding(images, masks, image_keys, evaluate=True)
 
 A region is a mask: its feature is computed from the mean of the image embedding over the mask, and the phrase
 whose feature is nearest describes it. The model also predicts a mask for a phrase: the logit of a pixel is
@@ -45,8 +45,6 @@ class Grounding(nn.Module):
 
     Args:
         config: sizes of the image encoder; `pixel_features` and `compile_decoder` have no effect.
-        text: sizes of the text encoder.
-        recipe: losses.
         vocabulary: number of different tokens.
         length: largest number of tokens of a phrase.
         vectors: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are tokens.
@@ -119,15 +117,11 @@ class Grounding(nn.Module):
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a grounding model, a SAM or a plain ViT."""
-        found = read_tensors(path)
-        return found if is_grounding(found) else read_initial_weights(path)
+        tensors = read_tensors(path)
+        return tensors if is_grounding(tensors) else read_initial_weights(path)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Load weights of this model, or those of a SAM or a ViT for the image encoder.
-
-        Raises:
-            UsageError: the weights are those of a model with other sizes.
-        """
+        """Load weights of this model, or of a SAM or a ViT for the image encoder; other sizes: UsageError."""
         if is_grounding(weights):
             try:
                 self.load_state_dict(dict(weights))
@@ -146,24 +140,24 @@ class Grounding(nn.Module):
         return f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
 
     def _encoder_of_sam(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, own in self.image_encoder.state_dict().items():
+        tensors = {}
+        for name, parameter in self.image_encoder.state_dict().items():
             tensor = weights.get(_ENCODER + name)
             if tensor is not None and name == "pos_embed":
-                tensor = resize_positions(tensor, own.shape[1])
-            elif tensor is not None and "rel_pos_" in name and len(tensor) != len(own):
-                tensor = resize_table(tensor, len(own))
-            if tensor is None or tensor.shape != own.shape:
+                tensor = resize_positions(tensor, parameter.shape[1])
+            elif tensor is not None and "rel_pos_" in name and len(tensor) != len(parameter):
+                tensor = resize_table(tensor, len(parameter))
+            if tensor is None or tensor.shape != parameter.shape:
                 has = "missing" if tensor is None else str(list(tensor.shape))
                 raise UsageError(
-                    f"weights with {_ENCODER}{name} {has}: the image encoder has {list(own.shape)}; pass the "
-                    "--model flags of these weights"
+                    f"weights with {_ENCODER}{name} {has}: the image encoder has {list(parameter.shape)}; "
+                    "pass the --model flags of these weights"
                 )
-            found[_ENCODER + name] = tensor
-        return found
+            tensors[_ENCODER + name] = tensor
+        return tensors
 
     def fsdp_units(self) -> list[list[nn.Module]]:
-        """Attention and MLP of each block of the image encoder; all else is gathered with the root."""
+        """Attention and MLP of each block of the image encoder; all else is gathered with the root module."""
         blocks = self.image_encoder.blocks
         return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
 
@@ -177,7 +171,7 @@ class Grounding(nn.Module):
         return parameter.ndim > 1 and last not in ("pos_embed", "rel_pos_h", "rel_pos_w", "position")
 
     def flops(self, images: float, masks: float) -> float:
-        """See the contract. The products of pixels and phrases are included, small operations are not."""
+        """The products of pixels and phrases are included, small operations are not."""
         pixels = 16 * self.config.side**2
         phrase = 2.0 * pixels * PIXEL_FEATURES
         if self.text_encoder is not None:
@@ -203,7 +197,7 @@ class Grounding(nn.Module):
 
         Returns:
             Training: sums over the counted masks, float32 scalars: "loss", with gradient; "mask_loss" and
-            "contrastive_loss" before their weights; "retrieved", how many phrases found their own region
+            "contrastive_loss" before their weights; "retrieved", the phrases most similar to their own region
             among all of the step; "temperature" times the count; "count". In a process group, all ranks must
             call it together: the features are gathered.
             Evaluation: "regions" and "texts", float32 [M, D], of length 1; "scale", the inverse temperature;
@@ -235,22 +229,24 @@ class Grounding(nn.Module):
         scale = self.log_scale.clamp(max=self.largest[_SCALE]).exp()
         if evaluate:
             return {"regions": regions, "texts": texts, "scale": scale, "logits": logits}
-        return self._losses(masks, regions, texts, logits, scale, kept)
+        return self._losses(masks, regions, texts, logits, scale=scale, kept=kept)
 
     def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """The embedding of each image: float [B, channels, side, side]."""
         keep = None
         if self.training and self.config.drop_path > 0:
             keep = kept_branches(image_keys, self.config.depth, self.config.drop_path)
-        found: Tensor = self.image_encoder(normalised(images, sizes, self.pixel_mean, self.pixel_std), keep)
-        return found
+        embeddings: Tensor = self.image_encoder(
+            normalised(images, sizes, self.pixel_mean, self.pixel_std), keep
+        )
+        return embeddings
 
     def read(self, masks: Phrased) -> Tensor:
         """The vector of each phrase: float [M, width]."""
         if self.text_encoder is None:
             return masks.vectors
-        found: Tensor = self.text_encoder(masks.tokens, masks.belongs)
-        return found
+        vectors: Tensor = self.text_encoder(masks.tokens, masks.belongs)
+        return vectors
 
     def mask_logits(
         self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]
@@ -267,15 +263,18 @@ class Grounding(nn.Module):
         tokens = self.region_head(embeddings.flatten(2).transpose(1, 2)).float()
         tokens = functional.normalize(tokens, dim=-1)
         each, size = list(counts), pixels.shape[2:]
-        fine = [part @ own for part, own in zip(torch.split(query, each), pixels.flatten(2), strict=True)]
-        coarse = [part @ own.T for part, own in zip(torch.split(texts, each), tokens, strict=True)]
+        fine = [
+            part @ of_image
+            for part, of_image in zip(torch.split(query, each), pixels.flatten(2), strict=True)
+        ]
+        coarse = [part @ of_image.T for part, of_image in zip(torch.split(texts, each), tokens, strict=True)]
         similar = torch.cat(coarse).float().view(-1, 1, *embeddings.shape[2:])
         similar = functional.interpolate(similar, size, mode="bilinear", align_corners=False)[:, 0]
         logits: Tensor = torch.cat(fine).float().view(-1, *size) + self.background
         return logits + self.similarity_gain * similar
 
     def _losses(
-        self, masks: Phrased, regions: Tensor, texts: Tensor, logits: Tensor, scale: Tensor, kept: slice
+        self, masks: Phrased, regions: Tensor, texts: Tensor, logits: Tensor, *, scale: Tensor, kept: slice
     ) -> dict[str, Tensor]:
         counted, keys, dense = masks.counted[kept], masks.keys[kept], masks.dense[kept]
         weights = counted.float()
@@ -285,7 +284,7 @@ class Grounding(nn.Module):
         with torch.autocast(logits.device.type, enabled=False):
             errors = functional.binary_cross_entropy_with_logits(logits, dense.float(), reduction="none")
             mask_loss = (errors.mean(dim=(1, 2)) * weights).sum()
-        losses, hits = contrastive_loss(regions, texts, keys, counted, scale, self.capacity)
+        losses, hits = contrastive_loss(regions, texts, keys, counted, scale=scale, capacity=self.capacity)
         aligned, count = losses.sum(), weights.sum()
         recipe = self.recipe
         return {
@@ -304,12 +303,12 @@ def is_grounding(weights: Mapping[str, Tensor]) -> bool:
 
 
 def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor, slice]:
-    """The inputs with a blank image and a phrase for it after them, and the slice of the original masks."""
+    """The inputs with a blank image and a phrase for it at the end, and the slice of the original masks."""
     count, image = len(masks.image), len(images)
     padded = {
-        one.name: torch.cat((value, value.new_zeros(1, *value.shape[1:])))
-        for one in fields(masks)
-        if isinstance(value := getattr(masks, one.name), Tensor)
+        item.name: torch.cat((value, value.new_zeros(1, *value.shape[1:])))
+        for item in fields(masks)
+        if isinstance(value := getattr(masks, item.name), Tensor)
     }
     padded["image"][-1] = image
     blank = replace(masks, **padded, counts=(*masks.counts, 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 def region_features(
     embeddings: Tensor, masks: Tensor, points: Tensor, counts: Sequence[int], image_size: int
 ) -> Tensor:
-    """The mean of the embedding over the pixels of each mask.
+    """The mean of the embedding over the pixels of each mask: float [M, C].
 
     A mask without a pixel at the resolution of the embedding gets the vector at its point.
 
@@ -17,12 +17,8 @@ def region_features(
         embeddings: float [B, C, side, side].
         masks: uint8 [M, side, side], 1 is foreground: the runs of the masks rasterised at this resolution, by
             `batch.masks.dense(side)`.
-        points: float32 [M, 2], x and y of a foreground pixel in the padded square.
+        points: float32 [M, 2], x and y of a foreground pixel in the padded square of image_size pixels.
         counts: masks of each image; the masks are in the order of the images.
-        image_size: pixels of the padded square.
-
-    Returns:
-        float [M, C].
     """
     side = embeddings.shape[-1]
     cell = (points * (side / image_size)).long().clamp(0, side - 1)
@@ -32,5 +28,5 @@ def region_features(
     shares = torch.where(flat.any(dim=1, keepdim=True).bool(), flat, at_point).to(embeddings.dtype)
     shares = shares / shares.sum(dim=1, keepdim=True)
     parts = zip(torch.split(shares, list(counts)), embeddings.flatten(2), strict=True)
-    found = [share @ vectors.T for share, vectors in parts]
-    return torch.cat([*found, embeddings.new_zeros(0, embeddings.shape[1])])
+    means = [share @ vectors.T for share, vectors in parts]
+    return torch.cat([*means, embeddings.new_zeros(0, embeddings.shape[1])])

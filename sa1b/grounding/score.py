@@ -4,10 +4,10 @@ For each phrase, the regions of its image are ordered by similarity:
 
     recall_at_1, recall_at_5   part of the phrases whose region is the first, or among the first five
     chance_at_1                the same for a region chosen at random
-    miou_region                mean IoU of the first region with the one of the phrase; 1 if it is described
+    miou_region                mean IoU of the first region with that of the phrase; 1 for equal phrases
     miou_mask                  mean IoU of the mask that the model predicts for the phrase, without regions
 
-A region is described by a phrase if its own phrase is the same.
+Any region with the same phrase counts as a region of the phrase.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class GroundingScore:
 
     Attributes:
         sums: int64 [len(MEANS) + 1]: a sum for each of MEANS in units of 1 / UNIT, and the number of phrases.
-        empty_masks: int64, number of masks without a pixel, which are left out.
+        empty_masks: int64, number of masks without a pixel, which are not scored.
     """
 
     sums: Tensor
@@ -45,7 +45,6 @@ class GroundingScore:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> "GroundingScore":
-        """A score of no phrases."""
         return cls(
             torch.zeros(len(MEANS) + 1, dtype=torch.int64, device=device),
             torch.zeros((), dtype=torch.int64, device=device),
@@ -99,23 +98,27 @@ class GroundingScore:
         phrases = [texts[row] if isinstance(texts[row], str) else "(an embedding)" for row in rows]
         image = batch.masks.image.cpu().numpy()[rows]
         points, mask_ids = batch.points.cpu().double().numpy(), batch.mask_ids.cpu().numpy()
-        made = []
+        lines = []
         for number, (image_id, position) in enumerate(
             zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)
         ):
-            own = np.flatnonzero(image == number)
-            if not len(own):
+            of_image = np.flatnonzero(image == number)
+            if not len(of_image):
                 continue
             height, width = batch.source_sizes[number].tolist()
-            taken = batch.framed_sizes[number].tolist()
-            scale = np.array([width, height]) / taken[::-1]
-            regions = _regions(batch, first[own], height, width)
-            some = Predicted(
-                mask_ids[rows[own]], points[rows[own]] * scale, iou[own], chance[own], regions,
-                tuple(phrases[row] for row in own),
-            )  # fmt: skip
-            made.append((position, some.line(image_id)))
-        return made
+            framed = batch.framed_sizes[number].tolist()
+            scale = np.array([width, height]) / framed[::-1]
+            regions = _regions(batch, first[of_image], height, width)
+            predicted = Predicted(
+                mask_ids[rows[of_image]],
+                points[rows[of_image]] * scale,
+                iou[of_image],
+                chance[of_image],
+                regions,
+                phrases=tuple(phrases[row] for row in of_image),
+            )
+            lines.append((position, predicted.line(image_id)))
+        return lines
 
     def all_reduce(self) -> None:
         """Add the sums of all ranks; collective."""
@@ -126,10 +129,10 @@ class GroundingScore:
     def result(self) -> dict[str, float]:
         """The means by name, from 0 to 1; "phrases", the number of phrases; and "empty"."""
         *sums, count = self.sums.tolist()
-        found: dict[str, float] = {"phrases": count}
+        means: dict[str, float] = {"phrases": count}
         if count:
-            found |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
-        return found | {"empty": int(self.empty_masks)}
+            means |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
+        return means | {"empty": int(self.empty_masks)}
 
 
 def _regions(

@@ -40,13 +40,7 @@ class TextConfig:
 
 
 class TextEncoder(nn.Module):
-    """A transformer whose output is the mean over the tokens of a text.
-
-    Args:
-        config: sizes.
-        vocabulary: number of different tokens.
-        length: largest number of tokens.
-    """
+    """A transformer whose output is the mean over the tokens of a text, at most `length` of `vocabulary`."""
 
     def __init__(self, config: TextConfig, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -64,14 +58,14 @@ class TextEncoder(nn.Module):
         """
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         belongs = belongs | first
-        own = belongs[..., None]
-        embedded = self.embed(tokens) * own
+        weights = belongs[..., None]
+        embedded = self.embed(tokens) * weights
         x = embedded + self.position[: tokens.shape[1]]
         x = x + functional.gelu(self.join(embedded.transpose(1, 2)).transpose(1, 2))
         for block in self.blocks:
             x = block(x, belongs)
-        x = self.norm(x) * own
-        mean: Tensor = x.sum(dim=1) / own.sum(dim=1)
+        x = self.norm(x) * weights
+        mean: Tensor = x.sum(dim=1) / weights.sum(dim=1)
         return mean
 
 
@@ -88,7 +82,7 @@ class TextBlock(nn.Module):
     def forward(self, x: Tensor, belongs: Tensor) -> Tensor:
         """Tokens [N, L, width] -> the same shape; belongs: bool [N, L], the tokens that are attended to."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=belongs[:, None, None])
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=belongs[:, None, None])
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         fed: Tensor = self.mlp(self.norm2(x))
         return x + fed
