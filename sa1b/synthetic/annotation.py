@@ -43,17 +43,7 @@ class AnnotationFile(TypedDict):
 def annotate(
     rng: np.random.Generator, image_id: int, height: int, width: int, shapes: list[Shape]
 ) -> tuple[AnnotationFile, int, list[Shape]]:
-    """The annotation file of a scene, with its objects in random order.
-
-    Args:
-        rng: source of all random values.
-        image_id: id of the image, at least 0.
-        height, width: size of the image in pixels.
-        shapes: the objects; every mask has at least one pixel.
-
-    Returns:
-        The file as `json.loads` returns it, the number of runs of all its masks, and its objects in order.
-    """
+    """The annotation file of a scene, the number of runs of its masks, and its objects in random order."""
     shapes = [shapes[i] for i in rng.permutation(len(shapes))]
     pieces = [mask_runs(shape.mask, shape.x, shape.y, height, width) for shape in shapes]
     offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
@@ -87,13 +77,7 @@ def annotate(
 
 
 def mask_runs(mask: Mask, x: int, y: int, height: int, width: int) -> npt.NDArray[np.uint32]:
-    """Runs of one mask: uint32 [R], column-major, background first, adding up to height * width.
-
-    Args:
-        mask: uint8 [h, w] of 0 and 1.
-        x, y: position of the top left pixel of the mask in the image, in pixels.
-        height, width: size of the image in pixels.
-    """
+    """Runs uint32 [R] of one mask, uint8 [h, w] of 0 and 1, whose top left pixel is at x, y of the image."""
     columns = np.zeros((mask.shape[1], mask.shape[0] + 2), np.int8)
     columns[:, 1:-1] = mask.T
     column, row = np.nonzero(np.diff(columns, axis=1))

@@ -36,7 +36,6 @@ class Look:
         colour: R, G and B of the surface, grey levels from 0 to 255.
         tile: number of the texture's tile.
         contrast: standard deviation of the texture, grey levels.
-        striped: whether there are stripes.
         power: exponent of the superellipse of the outline.
         aspect: length divided by width.
         hollow: whether there is a hole.
@@ -74,11 +73,7 @@ class Words:
 
 
 def words_of(look: Look, area: float) -> Words:
-    """The words of an object.
-
-    Args:
-        area: visible part of the image that it covers, from 0 to 1.
-    """
+    """The words of an object that visibly covers `area` (0 to 1) of the image."""
     size = "large" if area >= LARGE else "medium" if area >= MEDIUM else "small" if area >= SMALL else "tiny"
     shape = STRIP if look.thin else RING if look.hollow else _OUTLINES[look.power]
     if look.aspect >= LONG and not look.thin:
@@ -89,7 +84,7 @@ def words_of(look: Look, area: float) -> Words:
 
 def colour_name(colour: Sequence[float]) -> str:
     """Name of a colour, such as "dark green": R, G and B in grey levels from 0 to 255."""
-    red, green, blue = (one / 255 for one in colour)
+    red, green, blue = (level / 255 for level in colour)
     value, least = max(red, green, blue), min(red, green, blue)
     chroma = value - least
     tone = "dark " if value <= DARK else "bright " if value >= BRIGHT else ""
@@ -119,7 +114,6 @@ class Phrases:
             self.rows.append((image_id, mask_id, words_of(look, area)))
 
     def extend(self, other: "Phrases") -> None:
-        """Add the objects of other images."""
         self.rows.extend(other.rows)
 
     def table(self) -> "pa.Table":
@@ -129,6 +123,6 @@ class Phrases:
         rows = sorted(self.rows, key=lambda row: row[:2])
         words = [words for *_, words in rows]
         ids = {"image_id": [row[0] for row in rows], "mask_id": [row[1] for row in rows]}
-        texts = [one.texts() for one in words]
-        single = {name: [getattr(one, name) for one in words] for name in Words.__slots__}
+        texts = [described.texts() for described in words]
+        single = {name: [getattr(described, name) for described in words] for name in Words.__slots__}
         return pa.table({**ids, "text": [some[0] for some in texts], "texts": texts, **single})

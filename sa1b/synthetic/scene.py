@@ -50,7 +50,6 @@ class Plan:
     """Size, JPEG quality and object areas of an image, sampled before the image is drawn.
 
     Attributes:
-        width, height: pixels.
         quality: JPEG quality, 95 or 75.
         areas: float64 [N], area fractions of the objects, descending.
         simple: whether outlines are smooth and surfaces plain; see `plan`.
@@ -102,7 +101,6 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
     """Sample size, quality and object areas from SA-1B's distributions.
 
     Args:
-        rng: source of all random values.
         long_side: pixels of the longer side; None for full size. Smaller images have fewer masks
             (about 40 at 640 pixels), with the same distribution of area fractions.
         simple: sample a few large objects with smooth outlines and plain surfaces instead, so that a small
@@ -136,16 +134,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
 
 
 def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
-    """Draw the image of a plan.
-
-    Args:
-        rng: source of all random values.
-        scene: the plan.
-
-    Returns:
-        The image, uint8 [height, width, 3] RGB, and its objects in drawing order, without objects that are
-        completely hidden.
-    """
+    """Draw the image of a plan, uint8 [height, width, 3] RGB, and its visible objects in drawing order."""
     height, width = scene.height, scene.width
     contrast, grain = DETAIL[scene.quality]
     contrast *= float(rng.lognormal(0, 0.25)) * (SIMPLE_CONTRAST if scene.simple else 1)
@@ -339,10 +328,7 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> tuple[Floats,
 
 @lru_cache(maxsize=1)
 def _tiles() -> tuple[Floats, ...]:
-    """Periodic textures, each float32 [TILE, TILE]; the same in every process.
-
-    The textures are noise over all octaves as in photographs, fibres along each axis, and grains.
-    """
+    """Periodic textures float32 [TILE, TILE], the same in every process: noise, fibres, grains."""
     rng = np.random.default_rng(20230405)
     fy, fx = np.fft.fftfreq(TILE)[:, None], np.fft.rfftfreq(TILE)[None, :]
     tiles = []

@@ -44,8 +44,6 @@ _SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
 
 @dataclass(slots=True)
 class SyntheticSummary:
-    """Counts and bytes of synthetic tars."""
-
     tars: int = 0
     images: int = 0
     masks: int = 0
@@ -62,7 +60,6 @@ class SyntheticSummary:
         return asdict(self)
 
     def table(self) -> str:
-        """Totals, and means per image and per mask, as a table of text."""
         images, masks = max(self.images, 1), max(self.masks, 1)
         return "\n".join(
             f"{name:<11}{total:>15,}{each}"
@@ -81,17 +78,15 @@ class SyntheticSummary:
 def scene(
     image_id: int, seed: int = 0, long_side: int | None = None, *, simple: bool = False
 ) -> tuple[bytes, AnnotationFile]:
-    """One image and its annotation file.
+    """One image and its annotation file, as `json.loads` returns it.
+
+    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF.
 
     Args:
         image_id: SA-1B image id, at least 0.
         seed: seed of the whole dataset.
         long_side: pixels of the longer side; None for full size (mostly 2250x1500).
         simple: few large objects with plain surfaces; see `sa1b.synthetic.scene.plan`.
-
-    Returns:
-        The JPEG (baseline, 4:2:0, quality 95 or 75, no EXIF) and the annotation file as `json.loads`
-        returns it.
     """
     jpeg, annotations, *_ = _scene(image_id, seed, long_side, simple)
     return jpeg, annotations
@@ -129,18 +124,12 @@ def write_tar(
     Args:
         path: path of the tar; an existing file is replaced.
         images: number of pairs; the ids start at `first_id`.
-        first_id: id of the first image.
-        seed: seed of the whole dataset.
-        long_side: pixels of the longer side; None for full size.
-        simple: see `scene`.
+        seed, long_side, simple: see `scene`.
         compress: write gzip, as in the download; False for a plain tar.
         directory: write an entry for `./` first.
         temporary: path of the incomplete tar, in the same folder; by default one that no other process uses.
-        phrases: phrases of the objects are added here.
+        phrases: receives the phrases of the objects.
         progress: called with 1 for every image drawn.
-
-    Returns:
-        Counts and bytes.
     """
     path = Path(path)
     temporary = temporary or temporary_path(path)
@@ -184,9 +173,9 @@ def write_tar(
 
 def _describe(phrases: Phrases, annotations: AnnotationFile, shapes: list[Shape]) -> None:
     pixels = annotations["image"]["width"] * annotations["image"]["height"]
-    areas = [one["area"] / pixels for one in annotations["annotations"]]
+    areas = [annotation["area"] / pixels for annotation in annotations["annotations"]]
     looks = [shape.look for shape in shapes if shape.look is not None]
-    ids = [one["id"] for one in annotations["annotations"]]
+    ids = [annotation["id"] for annotation in annotations["annotations"]]
     phrases.add(annotations["image"]["image_id"], ids, looks, areas)
 
 
@@ -214,15 +203,11 @@ def write_tars(
     """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
 
     Args:
-        out: the folder; created if it is missing.
-        tars: number of tars.
-        images_per_tar: pairs in each tar.
         first_tar: number of the first tar; the ids of tar t start at 1 + t * 11187.
-        seed, long_side, simple, compress: see `write_tar`.
+        seed, long_side, simple, compress, progress: see `write_tar`.
         workers: worker processes; each writes one tar at a time.
         overwrite: replace existing tars.
         phrases: also write phrases.parquet, a row for each mask; see `sa1b.synthetic.phrases`.
-        progress: called with 1 for every image drawn.
 
     Raises:
         FileExistsError: one of the files exists; nothing was written.
@@ -290,7 +275,6 @@ def _work(
     describe: bool,
     report: Callable[[int], None],
 ) -> tuple[SyntheticSummary, Phrases]:
-    """Write one tar in a worker process."""
     cv2.setNumThreads(1)
     phrases = Phrases()
     summary = write_tar(
