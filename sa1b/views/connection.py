@@ -1,4 +1,4 @@
-"""A connection of DuckDB that Ctrl-C ends at any moment."""
+"""A connection of DuckDB that Ctrl-C interrupts at any time."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _RETRY_SECONDS = 0.05
 
 @contextmanager
 def connected() -> Iterator[Any]:
-    """A connection of DuckDB. At the end, its call in another thread is interrupted."""
+    """A connection of DuckDB; at the end, a call of it in another thread is interrupted."""
     import duckdb
 
     connection = duckdb.connect()
@@ -31,7 +31,7 @@ def connected() -> Iterator[Any]:
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt after Ctrl-C in a call of DuckDB, which raises RuntimeError itself."""
+    """Raise KeyboardInterrupt after Ctrl-C in a call of DuckDB, which itself raises RuntimeError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The index files of a dataset directory at a URL as a file system of fsspec, which DuckDB reads."""
+"""The index files of a dataset directory at a URL as a file system of fsspec for DuckDB."""
 
 from datetime import UTC, datetime
 from typing import Any

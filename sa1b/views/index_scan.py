@@ -2,8 +2,8 @@
 
 Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Only the
 columns that a condition names are read, and no tar is opened. One thread takes 3 to 5 ms for a shard of 1024
-images and 100,000 masks with two conditions on scores and area, and a minute for the 11,000 shards of SA-1B
-if their indexes are in memory. If they are on disk, more threads keep more reads in flight.
+images and 100,000 masks, a minute for the 11,000 shards of SA-1B with their indexes in memory. If they are on
+disk, more threads keep more reads in flight.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,7 @@ _IN_FLIGHT = 4  # index files waiting for each thread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPart:
-    """Results for the n images of a shard: id, whether the image passes, number of masks, and of those that
-    pass.
-    """
+    """Results for the n images of a shard; `left` is the number of masks that pass."""
 
     ids: npt.NDArray[np.uint64]
     passes: npt.NDArray[np.bool_]
@@ -48,12 +46,11 @@ def scan(
     shards: list[int],
     masks_where: Predicate | None,
     images_where: Predicate | None,
+    *,
     workers: int,
     quiet: bool,
 ) -> Iterator[ShardPart]:
-    """Evaluate conditions over the index files of shards; returns the results by shard number, in any order.
-
-    `workers` threads read the named columns and prefetch a few files.
+    """Evaluate conditions over the index files of shards, in threads; the results are in any order.
 
     Raises:
         ShardError: an index file is missing or damaged.
@@ -80,7 +77,6 @@ def scan(
 def _part(
     reader: Reader, name: str, masks_where: Predicate | None, images_where: Predicate | None
 ) -> ShardPart:
-    """Evaluate the conditions over one index file."""
     images = images_where.fields - {"masks"} if images_where is not None else frozenset()
     fields = masks_where.fields if masks_where is not None else frozenset()
     per_image = {"image_id", *images} | (fields & {"width", "height"})

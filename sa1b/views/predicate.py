@@ -1,9 +1,9 @@
 """Conditions on masks and images, such as `stability_score >= 0.96 and area_fraction < 0.9`.
 
 The text is parsed, never run: comparisons (`<` `<=` `>` `>=` `==` `!=`, also chained), `and`, `or`, `not`, `+
-- * /`, parentheses, numbers and the names of fields. Other syntax raises an error that names it and its
-column. Values are float64, exact for integers up to 2**53. All comparisons with a missing score (NaN) are
-false, also `!=`, and `not` inverts them. Division by zero gives infinity or NaN.
+- * /`, parentheses, numbers and the names of fields. Values are float64, exact for integers up to 2**53. All
+comparisons with a missing score (NaN) are false, also `!=`, and `not` inverts them. Division by zero gives
+infinity or NaN.
 """
 
 import ast
@@ -86,7 +86,7 @@ class Predicate:
     tree: ast.expr = field(compare=False, repr=False)
 
     def __call__(self, values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Whether each of n entries passes, bool [n]; `columns` is field -> numbers [n]."""
+        """Whether each of n entries passes, bool [n], from the numbers or texts [n] of each field."""
         numbers = {
             name: np.asarray(values[name], np.str_ if name in _TEXTS else np.float64) for name in self.fields
         }
@@ -126,20 +126,12 @@ def mask_values(
 
 
 def mask_predicate(text: str) -> Predicate:
-    """Parse a condition on masks; the fields are `MASK_FIELDS` and `ORIGIN_FIELDS`.
-
-    Raises:
-        PredicateError: the text is not a condition, or a field is unknown.
-    """
+    """Parse a condition on masks; fields: `MASK_FIELDS` and `ORIGIN_FIELDS`. Errors: PredicateError."""
     return _parse(text, (*MASK_FIELDS, *ORIGIN_FIELDS), "mask")
 
 
 def image_predicate(text: str) -> Predicate:
-    """Parse a condition on images; the fields are `IMAGE_FIELDS`.
-
-    Raises:
-        PredicateError: the text is not a condition, or a field is unknown.
-    """
+    """Parse a condition on images; fields: `IMAGE_FIELDS`. Errors: PredicateError."""
     return _parse(text, IMAGE_FIELDS, "image")
 
 
@@ -174,8 +166,8 @@ def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
         case ast.Compare(left, operators, others):
             values = [_evaluate(part, columns) for part in (left, *others)]
             result = True
-            for operator, one, other in zip(operators, values[:-1], values[1:], strict=True):
-                result = np.logical_and(result, _COMPARISONS[type(operator)](one, other))
+            for operator, first, second in zip(operators, values[:-1], values[1:], strict=True):
+                result = np.logical_and(result, _COMPARISONS[type(operator)](first, second))
             return result
         case ast.BinOp(left, operation, right):
             return _ARITHMETIC[type(operation)](_evaluate(left, columns), _evaluate(right, columns))
@@ -223,14 +215,14 @@ def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
 
 
 class _Check:
-    """Checks a parsed text, refuses unsupported syntax and collects the fields."""
+    """Refuses unsupported syntax in a parsed text and collects the fields."""
 
     def __init__(self, text: str, known: tuple[str, ...], kind: str) -> None:
         self.text, self.known, self.kind = text, known, kind
         self.found: set[str] = set()
 
     def visit(self, node: ast.expr, depth: int) -> bool:
-        """Whether the node is a condition (True) or a number (False)."""
+        """Whether the node is a condition; else it is a number."""
         if depth > MAX_DEPTH:
             raise self.refused(node, f"is nested more than {MAX_DEPTH} deep", "simplify it")
         match node:
@@ -279,10 +271,10 @@ class _Check:
                 return False
         raise self.refused(node, f"is {_NOUNS.get(type(node).__name__, type(node).__name__)}")
 
-    def _need(self, node: ast.expr, depth: int, condition: bool, who: str) -> None:
+    def _need(self, node: ast.expr, depth: int, condition: bool, subject: str) -> None:
         if self.visit(node, depth + 1) != condition:
-            wanted, found = ("conditions", "a number") if condition else ("numbers", "a condition")
-            raise self.refused(node, f"is {found}", f"{who} {wanted}")
+            expected, actual = ("conditions", "a number") if condition else ("numbers", "a condition")
+            raise self.refused(node, f"is {actual}", f"{subject} {expected}")
 
     def _texts(self, node: ast.Compare) -> None:
         """Check a comparison of texts: fields and constants, with == and !=."""

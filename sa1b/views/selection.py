@@ -1,8 +1,8 @@
-"""Choosing the images of a view: conditions over the index files, in threads, and parts by hash of the id.
+"""Choosing the images of a view: conditions over the index files, and parts by hash of the id.
 
-Each image id has a fixed 64-bit hash, h = random_word(0, Purpose.SUBSET, id) / 2**64 in [0, 1).
-A subset of 1 % contains the ids with h < 0.01. It is part of every larger subset and does not depend on the
-shards. The held-out part of 2 % contains the ids with h >= 0.98; the training part has h < 0.98.
+Each image id has a fixed 64-bit hash, h = random_word(0, Purpose.SUBSET, id) / 2**64 in [0, 1). A subset of
+1 % contains the ids with h < 0.01. It is part of every larger subset and does not depend on the shards. The
+held-out part of 2 % contains the ids with h >= 0.98; the training part has h < 0.98.
 """
 
 import errno
@@ -42,10 +42,10 @@ class Selection:
     Attributes:
         masks_where, images_where: conditions, see sa1b.views.predicate.
         subset, held_out: parts as text: "1%", "0.5 %" or "0.01".
-        split: whether to take the training or the held-out images; `subset` reduces the training images only.
+        split: the training or the held-out images; `subset` reduces the training images only.
         ids: file of image ids, see sa1b.shards.image_ids.
-        missing: treatment of ids of that file that the dataset lacks: "refuse" them, "skip" them and count
-            them, or skip them and "list" them all.
+        missing: ids of that file that the dataset lacks are refused, skipped and counted, or skipped and
+            listed.
     """
 
     masks_where: str | None = None
@@ -71,7 +71,6 @@ class Selected:
     """Result of a selection.
 
     Attributes:
-        view: the images and their masks.
         path: path or URL of the view's document.
         of_images: images in the dataset directory.
         masks, of_masks: masks of the view's images that pass the mask condition, and all their masks. None if
@@ -95,7 +94,6 @@ class Selected:
     opens: str = ""
 
     def document(self) -> dict[str, Any]:
-        """JSON document for --json."""
         return {
             "images": len(self.view),
             "of_images": self.of_images,
@@ -109,7 +107,6 @@ class Selected:
         }
 
     def table(self) -> str:
-        """Text for the terminal."""
         lines = [f"  images  {len(self.view):,} of {self.of_images:,}"]
         if self.masks is not None:
             lines.append(f"  masks   {self.masks:,} of {self.of_masks:,} in these images")
@@ -141,17 +138,14 @@ def select(
 ) -> Selected:
     """Select images of a dataset directory and write the view; the directory itself is only read.
 
-    Conditions read only their columns of the index files. Without conditions only the sample table is read.
-
     Args:
         name: readable alias of the view.
         out: folder or .json file to write to, see write_view; None: ROOT/views.
         overwrite: move `name` from another view to this view; replace a file `out`.
         workers: threads.
-        quiet: no progress bar.
 
     Raises:
-        UsageError: a condition, part, file of ids or name cannot be used, or no image is left.
+        UsageError: a condition, part, file of ids or name cannot be used, or no image remains.
         ManifestError: `root` contains no dataset, or its files do not belong together.
         ShardError: an index file is missing or damaged.
     """
@@ -176,31 +170,31 @@ def select(
     if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
         views = view_target(store, out).views()
         again = selection.flags(), dataset.table.ids_digest  # the view of an earlier, equal selection
-        others = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
-        check_free(others, out, name, None, overwrite=overwrite)
-    wanted = _by_hash(dataset.table.image_id, low, high)
+        other_views = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
+        check_free(other_views, out, name, None, overwrite=overwrite)
+    chosen = _by_hash(dataset.table.image_id, low, high)
     missing = np.empty(0, np.uint64)
     if selection.ids is not None:
         listed, missing = _listed(dataset, selection)
-        wanted &= listed
+        chosen &= listed
     counts: Counter[str] = Counter()
     if scanned:
-        seen = np.zeros(len(dataset), np.bool_)
-        shards = np.unique(dataset.table.shard[wanted]).tolist()
-        for part in scan(dataset, shards, masks_where, images_where, workers, quiet):
+        indexed = np.zeros(len(dataset), np.bool_)
+        shards = np.unique(dataset.table.shard[chosen]).tolist()
+        for part in scan(dataset, shards, masks_where, images_where, workers=workers, quiet=quiet):
             rows = _rows(dataset, part.ids)
-            seen[rows] = True
-            wanted[rows] &= part.passes
-            kept = wanted[rows]
+            indexed[rows] = True
+            chosen[rows] &= part.passes
+            kept = chosen[rows]
             counts["masks"] += int(part.left[kept].sum())
             counts["of_masks"] += int(part.masks[kept].sum())
             counts["without_masks"] += int((part.left[kept] == 0).sum())
-        _check_seen(dataset, wanted & ~seen)
+        _check_seen(dataset, chosen & ~indexed)
     try:
         view = write_view(
             store,
             dataset.table,
-            np.flatnonzero(wanted).astype(np.uint32),
+            np.flatnonzero(chosen).astype(np.uint32),
             masks_where=masks_where,
             name=name,
             chosen_by=selection.flags(),
@@ -236,11 +230,7 @@ def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
 
 
 def fraction(text: str, flag: str) -> Fraction:
-    """A part of all images, exactly: "1%", "2.5 %", "0.01".
-
-    Raises:
-        UsageError: the text is not a number above 0 and up to 1 (100 %); the message names the flag.
-    """
+    """A part of all images, above 0 and up to 1: "1%", "2.5 %", "0.01"; UsageError names the flag."""
     try:
         part = Fraction(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
@@ -295,9 +285,9 @@ def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool
             f"{selection.ids}: {listing(missing)}: not in {dataset.root}; leave them out with --missing "
             "skip, or list all of them with --missing list"
         )
-    wanted = np.zeros(len(known), np.bool_)
-    wanted[np.searchsorted(known, np.setdiff1d(ids, missing, assume_unique=True))] = True
-    return wanted, missing
+    is_listed = np.zeros(len(known), np.bool_)
+    is_listed[np.searchsorted(known, np.setdiff1d(ids, missing, assume_unique=True))] = True
+    return is_listed, missing
 
 
 def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:

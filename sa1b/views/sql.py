@@ -1,14 +1,13 @@
 """SQL over the index files of a dataset directory, with DuckDB.
 
 There are two views, `images` and `masks`. DuckDB reads only the columns of the index files that a query uses,
-several files at a time, and no tar. Its memory is limited, and what exceeds the limit is written to a folder
-for temporary files. The index files of a URL are read by ranges. Like those of `sa1b view`, these reads are
-not compared with digests.
+several files at a time, and no tar. Its memory is limited; the rest is written to a temporary folder. The
+index files of a URL are read by ranges, and as in `sa1b view` these reads are not compared with digests.
 
 With 11,000 indexes of 1,024 images and 100 masks each (links to four files, in the page cache; four threads
 on four cores that other processes used too), the number of images and the mean of `masks` took 10 s. The mean
-of area_fraction under a condition on stability_score, over 1.1 billion masks, took 37 s. The largest memory
-of the process was 0.53 GB.
+of area_fraction under a condition on stability_score, over 1.1 billion masks, took 37 s, and the process at
+most 0.53 GB.
 """
 
 import tempfile
@@ -63,11 +62,8 @@ class Query:
     """A SELECT statement over the indexes of a dataset directory; made by `open_query`.
 
     Attributes:
-        dataset: the dataset directory.
         text: the statement.
         columns: names of the columns of the result -> DuckDB's types, as text.
-        connection: DuckDB's connection.
-        quiet: no progress bar.
         storage_errors: errors of the store during reads.
     """
 
@@ -79,10 +75,7 @@ class Query:
     storage_errors: list[StorageError]
 
     def rows(self, limit: int | None = None) -> Iterator[list[tuple[Any, ...]]]:
-        """Execute the query; yields the rows of the result, some thousands at a time.
-
-        Args:
-            limit: at most this number of rows.
+        """Execute the query; yields at most `limit` rows of the result, some thousands at a time.
 
         Raises:
             UsageError: DuckDB cannot execute the query.
@@ -91,13 +84,13 @@ class Query:
         """
         with self._executed() as run:
             run(lambda: self.connection.execute(self._readable()))
-            left = limit
-            while left is None or left > 0:
-                count = _ROWS if left is None else min(left, _ROWS)
+            remaining = limit
+            while remaining is None or remaining > 0:
+                count = _ROWS if remaining is None else min(remaining, _ROWS)
                 if not (rows := run(partial(self.connection.fetchmany, count))):
                     return
                 yield rows
-                left = None if left is None else left - len(rows)
+                remaining = None if remaining is None else remaining - len(rows)
 
     def _readable(self) -> str:
         """The statement with timestamps of a time zone as text, because DuckDB needs pytz to return them."""
@@ -107,7 +100,7 @@ class Query:
         return f"SELECT * REPLACE ({casts}) FROM query({_literal(self.text)})" if casts else self.text
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Execute the query; yields the result as Arrow's batches, at least one. Errors as `rows`."""
+        """Execute the query; yields the result as Arrow's batches, at least one. Errors as for `rows`."""
         with self._executed() as run:
             reader = run(lambda: pa.RecordBatchReader.from_stream(self.connection.sql(self.text)))
             yield pa.RecordBatch.from_pylist([], reader.schema)
@@ -207,16 +200,11 @@ class Query:
 def open_query(
     root: Path | str, text: str, *, workers: int = 1, memory: str = "2GB", quiet: bool = False
 ) -> Iterator[Query]:
-    """Check a SELECT statement over the views `images` and `masks` of a dataset directory.
-
-    Nothing is executed until the result is requested.
+    """Check a SELECT statement over the views `images` and `masks`; `Query.rows` executes it.
 
     Args:
-        root: folder or URL.
-        text: one SELECT statement.
         workers: DuckDB's threads.
         memory: limit of DuckDB's memory, such as "2GB".
-        quiet: no progress bar.
 
     Raises:
         UsageError: the text is not one SELECT statement, or names what does not exist.
@@ -251,27 +239,22 @@ def open_query(
                     f"--memory {memory}: {_reason(error)[:200]}; write a size such as 2GB"
                 ) from None
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
-        query = Query(dataset, text, {}, connection, quiet, errors)
+        query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
         try:
             for statement in _views(dataset):
                 connection.execute(statement)
-            found = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description
-            query.columns.update((str(column[0]), str(column[1])) for column in found)
+            described = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description
+            query.columns.update((str(column[0]), str(column[1])) for column in described)
         except Exception as error:
             raise query.translated(error) from None
         yield query
 
 
 def _check_select(text: str) -> None:
-    """Check that the text is one SELECT statement.
-
-    Raises:
-        UsageError: the text is not one SELECT statement.
-    """
     import duckdb
 
     try:
-        kinds = [one.type.name for one in duckdb.extract_statements(text)]
+        kinds = [statement.type.name for statement in duckdb.extract_statements(text)]
     except duckdb.Error as error:
         raise UsageError(f"SQL: {_reason(error)[:1000]}") from None
     if kinds != ["SELECT"]:
@@ -289,13 +272,7 @@ def write_query_view(
     masks_where: str | None = None,
     overwrite: bool = False,
 ) -> Selected:
-    """Write the view of the images in the column image_id of the result.
-
-    Args:
-        name: readable alias.
-        out: folder or .json file to write to; None: ROOT/views.
-        masks_where: the view's condition on masks, see sa1b.views.predicate; None: all masks.
-        overwrite: move `name` from another view to this view; replace a file `out`.
+    """Write the view of the images in the column image_id of the result; arguments as for `write_view`.
 
     Raises:
         UsageError: see `Query.image_ids`, or the name or condition cannot be used.
@@ -325,7 +302,18 @@ def write_query_view(
     path = document_path(store, out, view.digest)
     none = np.empty(0, np.uint64)
     opens = (name or view.digest) if out is None else path
-    return Selected(view, path, len(dataset), None, None, None, none, False, name, opens)
+    return Selected(
+        view,
+        path,
+        len(dataset),
+        masks=None,
+        of_masks=None,
+        without_masks=None,
+        missing=none,
+        list_missing=False,
+        name=name,
+        opens=opens,
+    )
 
 
 def _views(dataset: Dataset) -> Iterator[str]:

@@ -87,9 +87,9 @@ class View:
     def by_location(self, table: SampleTable) -> "View":
         """The same images sorted by shard and offset, for an `Order` with block_size > 1.
 
-        `ids_digest` is the digest of the ids in this order. The order does not depend on the number of images
-        per shard. If the images are stored in another order, training has another order, and a resume is
-        refused. The call takes 4 bytes of memory per image, and 1.2 s for 11.2 million images.
+        `ids_digest` is the digest of the ids in this order, which does not depend on the number of images per
+        shard. If the images are stored in another order, a resume is refused. The call takes 4 bytes of
+        memory per image, and 1.2 s for 11.2 million images.
         """
         rows = np.arange(self.count, dtype=np.uint32) if self.rows is None else self.rows
         placed = rows[np.lexsort((table.offset[rows], table.shard[rows]))]
@@ -111,7 +111,7 @@ def view_digest(ids_sha256: str, masks_where: Predicate | None) -> str:
 def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
     """The view of all images of a dataset directory; opening it takes no time."""
     digest = view_digest(table.ids_digest, masks_where)
-    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where)
+    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where=masks_where)
 
 
 def open_view(
@@ -144,10 +144,10 @@ def open_view(
     if which is None or which == table.ids_digest:
         return whole(table)
     reader = root if isinstance(root, Reader) else Reader(root)
-    found = find_view(reader, table, which)
-    if found is None:
+    located = find_view(reader, table, which)
+    if located is None:
         return whole(table)
-    source, document = found
+    source, document = located
     again = f"rebuild it: {document.again(reader.root)}"
     path = source.url(f"{document.stem}.json")
     try:
@@ -160,7 +160,7 @@ def open_view(
     if document.ids_sha256 == table.ids_digest:
         return whole(table, condition)
     if made_for == table.ids_digest:
-        data = _map(source, document, ".rows", document.rows_sha256, 4, check, again)
+        data = _map(source, document, ".rows", document.rows_sha256, width=4, check=check, again=again)
         rows = np.frombuffer(data, "<u4")
     elif document.format == ROWS_ONLY:
         raise ManifestError(
@@ -168,15 +168,22 @@ def open_view(
             f"has other images since. Open it with the directory it was made for, or {again}"
         )
     else:
-        data = _map(source, document, ".ids", document.ids_sha256, 8, check, again)
+        data = _map(source, document, ".ids", document.ids_sha256, width=8, check=check, again=again)
         rows = _look_up(table, np.frombuffer(data, "<u8"), source.url(f"{document.stem}.ids"), reader.root)
-    return View(rows, document.images, document.digest, document.ids_sha256, table.digest, condition)
+    return View(
+        rows,
+        document.images,
+        document.digest,
+        document.ids_sha256,
+        table.digest,
+        masks_where=condition,
+    )
 
 
 def find_view(
     reader: Reader, table: SampleTable, which: str | Path | None
 ) -> tuple[Reader, ViewDocument] | None:
-    """The document of a view and the reader of its files; None: all images. The arguments of `open_view`."""
+    """The document of a view and the reader of its files; None: all images. Arguments as for `open_view`."""
     if which is None or which == table.ids_digest:
         return None
     if isinstance(which, Path) or is_path(which):
@@ -184,7 +191,7 @@ def find_view(
     documents = read_documents(reader)
     prefix = len(which) >= PREFIX and table.ids_digest.startswith(which)
     known = {document.digest for document in documents if document.digest.startswith(which)}
-    if prefix and known <= {table.ids_digest} and not any(which in one.names for one in documents):
+    if prefix and known <= {table.ids_digest} and not any(which in document.names for document in documents):
         return None
     return reader, find(documents, which, reader.root)
 
@@ -206,7 +213,6 @@ def write_view(
     If the view already exists, it keeps its names.
 
     Args:
-        root: the dataset directory.
         rows: rows of the sample table, ascending, uint32 [n], at least one.
         name: readable alias.
         chosen_by: flags of the selection -> values; stored in the document, so that it can be repeated.
@@ -230,7 +236,7 @@ def write_view(
     store, final = target.store, target.document(digest)
     with exclusive(store, target.claim, store.url(final)):  # writers only; readers take no claim
         others = target.views()
-        names = {one for other in others if other.digest == digest for one in other.names}
+        names = {alias for other in others if other.digest == digest for alias in other.names}
         check_free(others, out, name, digest, overwrite=overwrite)
         if name is not None:
             names.add(name)
@@ -250,14 +256,14 @@ def write_view(
         store.put(final, document.encode())
         for other in others:
             if name in other.names and other.digest != digest and target.file is None:
-                left = replace(other, names=tuple(one for one in other.names if one != name))
-                store.put(target.document(other.digest), left.encode())
+                renamed = replace(other, names=tuple(alias for alias in other.names if alias != name))
+                store.put(target.document(other.digest), renamed.encode())
     which = digest if out is None else Path(store.url(final))
     return open_view(store.reader, table, which, check=False)
 
 
 def _map(
-    reader: Reader, document: ViewDocument, ending: str, sha256: str, width: int, check: bool, again: str
+    reader: Reader, document: ViewDocument, ending: str, sha256: str, *, width: int, check: bool, again: str
 ) -> mmap.mmap:
     """A file of a view (image ids or row numbers), memory-mapped."""
     name = f"{document.stem}{ending}"
@@ -282,9 +288,9 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
         piece = ids[start : start + _PIECE]
         first, last = np.searchsorted(known, piece[[0, -1]])
         rows[start : start + _PIECE] = first + np.searchsorted(known[first : last + 1], piece)
-    found = known[np.minimum(rows, max(len(known) - 1, 0))] == ids
-    if not found.all():
-        missing = ids[~found]
+    present = known[np.minimum(rows, max(len(known) - 1, 0))] == ids
+    if not present.all():
+        missing = ids[~present]
         listed = ", ".join(map(str, missing[:_SHOWN].tolist())) + (" ..." if len(missing) > _SHOWN else "")
         raise ManifestError(
             f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}); add their "

@@ -9,11 +9,7 @@ from sa1b.views.view import find_view, open_view, write_view
 
 
 def images_of(root: str, which: str) -> npt.NDArray[np.uint64]:
-    """The image ids of a view of a dataset directory, uint64 [n], ascending.
-
-    Raises:
-        ManifestError: no dataset or no such view there.
-    """
+    """The image ids of a view of a dataset directory, uint64 [n], ascending; none: ManifestError."""
     dataset = Dataset(root)
     return open_view(dataset.reader, dataset.table, which).image_ids(dataset.table)
 
@@ -21,17 +17,15 @@ def images_of(root: str, which: str) -> npt.NDArray[np.uint64]:
 def copy_view(root: str, dest: str, which: str) -> str:
     """Write a view of `root` to `dest` and return its digest, which is the same there.
 
-    The row numbers are those of the sample table of `dest`. Names of the view move to it.
-
-    Raises:
-        ManifestError: `dest` lacks an image of the view.
+    The row numbers are those of the sample table of `dest`. Names of the view move to it. ManifestError:
+    `dest` lacks an image of the view.
     """
     dataset = Dataset(root)
-    found = find_view(dataset.reader, dataset.table, which)
+    located = find_view(dataset.reader, dataset.table, which)
     view = open_view(dataset.reader, dataset.table, which)
-    if found is None:
+    if located is None:
         return view.digest  # all images, which need no document
-    _, document = found
+    _, document = located
     table = Dataset(dest).table
     rows = np.flatnonzero(np.isin(table.image_id, view.image_ids(dataset.table), assume_unique=True))
     for name in document.names or (None,):

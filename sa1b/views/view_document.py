@@ -36,7 +36,6 @@ class ViewDocument:
     """The contents of a view's document.
 
     Attributes:
-        digest: the view's identity.
         names: readable aliases, sorted.
         images: number of images in the view.
         ids_sha256, rows_sha256: of the two files beside it.
@@ -45,7 +44,7 @@ class ViewDocument:
         dataset: images and ids_sha256 of the dataset directory that it was selected from.
         counts: further counts to print.
         format: FORMAT or ROWS_ONLY.
-        stem: path of the three files without their endings, relative to the reader that found it.
+        stem: path of the three files without their endings, relative to their reader.
     """
 
     digest: str
@@ -77,11 +76,7 @@ class ViewDocument:
         return json_bytes({**document, VIEW_SEAL: view_seal(document)})
 
     def condition(self) -> Predicate | None:
-        """The parsed condition on masks.
-
-        Raises:
-            PredicateError: the condition cannot be used.
-        """
+        """The parsed condition on masks, or PredicateError."""
         return None if self.masks_where is None else mask_predicate(self.masks_where)
 
     def flags(self) -> str:
@@ -102,11 +97,7 @@ class ViewDocument:
 
 
 def check_name(name: str, flag: str = "--name") -> None:
-    """Check that a view can have this name; `flag` is the flag that sets it.
-
-    Raises:
-        UsageError: the name has other characters than a plain word, or resembles a digest or a path.
-    """
+    """Refuse a name that is no plain word, or resembles a digest or a path: UsageError with `flag`."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{flag} {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
     if name.endswith(".json"):
@@ -119,26 +110,26 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
     """Read one document, by its path relative to the reader.
 
     Raises:
-        ManifestError: the document is damaged or of another format. sa1b.storage.errors.StorageError: it
-            cannot be read.
+        ManifestError: the document is damaged or of another format.
+        sa1b.storage.errors.StorageError: it cannot be read.
     """
     path = reader.url(name)
     try:
-        found = json.loads(reader.read_whole(name, _CAP))
-        if found["format"] not in (FORMAT, ROWS_ONLY):
+        document = json.loads(reader.read_whole(name, _CAP))
+        if document["format"] not in (FORMAT, ROWS_ONLY):
             raise ManifestError(
-                f"{path}: format {found['format']!r}; this package reads {FORMAT!r} and {ROWS_ONLY!r}"
+                f"{path}: format {document['format']!r}; this package reads {FORMAT!r} and {ROWS_ONLY!r}"
             )
-        check_view(found)
-        fields = {what: found[what] for what in _FIELDS}
-        digest = str(found["key" if found["format"] == ROWS_ONLY else "digest"])
+        check_view(document)
+        fields = {what: document[what] for what in _FIELDS}
+        digest = str(document["key" if document["format"] == ROWS_ONLY else "digest"])
         stem = PurePath(name).stem
         if _SHA256.fullmatch(stem) and stem != digest:
             raise ValueError(f"digest {digest!r}")
         fields |= {"names": tuple(fields["names"])}
-        counts = {what: n for what, n in found.items() if what not in fields and type(n) is int}
+        counts = {what: n for what, n in document.items() if what not in fields and type(n) is int}
         return ViewDocument(
-            **fields, digest=digest, counts=counts, format=found["format"], stem=name.removesuffix(".json")
+            **fields, digest=digest, counts=counts, format=document["format"], stem=name.removesuffix(".json")
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
@@ -149,31 +140,25 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
 def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:
     """The documents of all views of a folder, sorted by digest; files of other names are ignored.
 
-    Raises:
-        ManifestError: a document is damaged or of another format.
-        sa1b.storage.errors.StorageError: a document cannot be read.
+    Errors as for `read_document`.
     """
     names = [name for name in reader.names(folder) if _SHA256.fullmatch(name.removesuffix(".json"))]
     return [read_document(reader, f"{folder}/{name}") for name in names if name.endswith(".json")]
 
 
 def find(documents: list[ViewDocument], which: str, where: str) -> ViewDocument:
-    """The view of this name, or whose digest is `which` or begins with it.
-
-    Raises:
-        ManifestError: there is no such view, or more than one.
-    """
-    found = [document for document in documents if which in document.names]
-    if not found and len(which) >= PREFIX:
-        found = [document for document in documents if document.digest.startswith(which)]
-    if len(found) == 1:
-        return found[0]
+    """The view of this name, or whose digest begins with `which`; none or several: ManifestError."""
+    matches = [document for document in documents if which in document.names]
+    if not matches and len(which) >= PREFIX:
+        matches = [document for document in documents if document.digest.startswith(which)]
+    if len(matches) == 1:
+        return matches[0]
     if not documents:
         raise ManifestError(f"no view {which!r} in {where}: it has none; `{command('view')}` makes them")
-    problem = "stands for more than one view" if found else "is no view"
-    if not found and len(which) < PREFIX and re.fullmatch("[0-9a-f]+", which):
+    problem = "stands for more than one view" if matches else "is no view"
+    if not matches and len(which) < PREFIX and re.fullmatch("[0-9a-f]+", which):
         problem += f" (a digest may be shortened to {PREFIX} characters, not fewer)"
-    known = "; ".join(map(str, found or documents))
+    known = "; ".join(map(str, matches or documents))
     raise ManifestError(f"{which!r} {problem} of {where}. Known: {known}")
 
 
@@ -198,7 +183,7 @@ class ViewTarget:
 
     @property
     def claim(self) -> str:
-        """Name of the claim of the process that writes here."""
+        """Name of the claim of a process that writes here."""
         return f"{self.folder}/.views.claim" if self.folder else ".views.claim"
 
     def document(self, digest: str) -> str:
@@ -206,19 +191,14 @@ class ViewTarget:
         return self.file or f"{self.folder}/{digest}.json"
 
     def views(self) -> list[ViewDocument]:
-        """The views that are there: those of the folder, or the one in the file."""
+        """The existing views: those of the folder, or the one in the file."""
         if self.file is None:
             return read_documents(self.store.reader, self.folder)
         return [read_document(self.store.reader, self.file)] if self.store.exists(self.file) else []
 
 
 def view_target(root: Root, out: Path | None) -> ViewTarget:
-    """Where a view is written.
-
-    Args:
-        root: the dataset directory.
-        out: a folder, or a path that ends with .json, on this machine; None: ROOT/views.
-    """
+    """Where a view is written; `out` is as for `write_view`."""
     if out is None:
         return ViewTarget(open_store(root), VIEWS)
     path = _absolute(out)
@@ -250,7 +230,7 @@ def check_free(
     """Check that a view may be written: its name and its file `out` are free or belong to the same view.
 
     Args:
-        views: the existing views at the target, see views_at.
+        views: the existing views at the target, see `ViewTarget.views`.
         digest: digest of the new view; None if it is not known yet, so that no existing view equals it.
         flag: the flag that sets the name.
 
@@ -273,8 +253,7 @@ def check_free(
 
 
 def document_at(which: str) -> tuple[Reader, ViewDocument]:
-    """The view at a path (its .json file, the only view of a folder, or FOLDER/NAME), and a reader of the
-    folder.
+    """The view at a path (its .json file, the only view of a folder, FOLDER/NAME) and its reader.
 
     Raises:
         ManifestError: there is no view at the path, or the folder contains several.
