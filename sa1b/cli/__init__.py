@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if first in COMPLETION:
         from sa1b.cli import completion
 
-        run_directly(lambda: completion.main(words, VERBS))
+        mains = {verb: None if verb == "train" else module_of(verb).main for verb in VERBS}
+        run_directly(lambda: completion.main(words, mains))
     near = difflib.get_close_matches(first, VERBS, 1)
     advice = f"did you mean `{command(near[0])}`?" if near else f"`{command('--help')}` lists the verbs"
     end(2, f"error: {first}: no such verb of sa1b; {advice}\n", sys.stderr)

@@ -4,19 +4,21 @@ The script contains all verbs and flags, so that completion imports neither this
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from sa1b.cli import module_of
 from sa1b.console import loading, usage_errors
 from sa1b.errors import UsageError
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
+def main(arguments: Sequence[str], mains: Mapping[str, Callable[..., object] | None]) -> int:
     """Print or write the completion script, according to tyro's two flags.
+
+    Args:
+        mains: verb -> the function whose arguments are its flags; None: the settings of training are.
 
     Raises:
         UsageError: the shell is unknown, or the path is missing.
@@ -30,9 +32,8 @@ def main(arguments: Sequence[str], verbs: Sequence[str]) -> int:
         raise UsageError(f"{flag} {values[0]}: the path is missing; add the path of the file to write")
     with loading():
         from sa1b.engine.presets import PRESETS
-    callables = {verb: module_of(verb).main for verb in verbs if verb != "train"}
-    if "train" in verbs:
-        callables["train"] = type(next(iter(PRESETS.values())))  # the fields of the settings are the flags
+    settings = type(next(iter(PRESETS.values())))
+    callables = {verb: function or settings for verb, function in mains.items()}
     only = (tyro.conf.FlagCreatePairsOff,)
     printing = [flag.replace("-write-", "-print-"), values[0]]
     script = io.StringIO()

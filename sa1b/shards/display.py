@@ -8,24 +8,31 @@ import base64
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from html import escape
 from importlib import import_module
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sa1b.errors import Sa1bError, UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from sa1b.shards.sample import Sample
-
 SHEET_IMAGES = 6  # images in a contact sheet
 SHEET_DEADLINE = 10.0  # seconds that a contact sheet waits for a remote read
 SAMPLE_SIDE = 640  # pixels of the longer side of a sample in a notebook
 _CELL_SIDE, _COLUMNS, _GAP, _LINE = 240, 3, 8, 18  # pixels; the columns of the sheet are fixed
 _UNREADABLE = (Sa1bError, OSError, ValueError, IndexError, MemoryError)
+
+
+class Pictured(Protocol):
+    """What a picture is made of: a sample."""
+
+    @property
+    def annotations(self) -> Sized: ...
+
+    def overlay(self, *, max_side: int = ...) -> "Image": ...
 
 
 class Displayed:
@@ -69,7 +76,7 @@ def _html(image: "Image", caption: str) -> str:
     )
 
 
-def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
+def preview(read: Callable[[], Pictured], side: int) -> tuple["Image", str]:
     """An image with its masks and a line of text; its longer side has at most `side` pixels.
 
     Args:
@@ -84,7 +91,7 @@ def preview(read: Callable[[], "Sample"], side: int) -> tuple["Image", str]:
         return _notice(str(error) or type(error).__name__, side), words or "unreadable"
 
 
-def contact_sheet(reads: Sequence[tuple[int, Callable[[], "Sample"]]], images: int) -> "Image":
+def contact_sheet(reads: Sequence[tuple[int, Callable[[], Pictured]]], images: int) -> "Image":
     """Some images of a dataset with their masks, in rows of three.
 
     Args:

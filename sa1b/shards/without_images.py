@@ -1,20 +1,27 @@
 """Dataset directories without images, which `sa1b reshard --annotations-only` makes."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, Protocol
 
 from sa1b.console import command
 from sa1b.errors import UsageError
 
-if TYPE_CHECKING:
-    from sa1b.shards.dataset import Dataset
+
+class _Dataset(Protocol):
+    """What this module needs of `sa1b.shards.dataset.Dataset`, which imports it."""
+
+    manifest: dict[str, Any]
+
+    @property
+    def root(self) -> Path | str: ...
 
 
-def annotations_only(dataset: "Dataset") -> bool:
+def annotations_only(dataset: _Dataset) -> bool:
     """Whether the shards contain no images."""
     return bool(dataset.manifest.get("options", {}).get("annotations_only", False))
 
 
-def check_images(dataset: "Dataset", use: str, instead: str = "") -> None:
+def check_images(dataset: _Dataset, use: str, instead: str = "") -> None:
     """Refuse a use that needs images if there are none.
 
     Args:
