@@ -244,7 +244,10 @@ def parse(
 
 def with_steps(config: Config, images: int) -> Config:
     """The settings with --optim.steps from --optim.epochs, if that is set; `images`: of an epoch."""
-    return replace(config, optim=config.optim.with_steps(images, config.data.global_batch))
+    optim, notes = config.optim.with_steps(images, config.data.global_batch)
+    if int(os.environ.get("RANK", "0")) == 0:
+        sys.stderr.writelines(f"{note}\n" for note in notes)
+    return replace(config, optim=optim)
 
 
 def _check(config: Config) -> None:

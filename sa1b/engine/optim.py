@@ -8,7 +8,7 @@ specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +60,7 @@ class OptimConfig:
             running mean can resume with it; the mean then starts from the weights of the checkpoint.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
+        fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
     """
 
     lr: float = 8e-4
@@ -81,6 +82,7 @@ class OptimConfig:
     grad_clip: float = 1.0
     ema: float = 0.0
     freeze: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
+    fitting: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         """Refuse invalid settings.
@@ -125,8 +127,8 @@ class OptimConfig:
                 f"--optim.warmup {self.warmup}"
             )
 
-    def with_steps(self, images: int, global_batch: int) -> "OptimConfig":
-        """These settings with the steps of `epochs`, if it is set, rounded up to complete steps.
+    def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
+        """These settings with the steps of `epochs`, if it is set, rounded up to complete steps; see `fitted`.
 
         Args:
             images: images of an epoch.
@@ -136,14 +138,34 @@ class OptimConfig:
             UsageError: these steps do not fit the schedule.
         """
         if self.epochs is None:
-            return self
+            return self, []
         steps = max(math.ceil(self.epochs * images / global_batch), 1)
         try:
-            return replace(self, steps=steps)
+            return replace(self, fitting=()).fitted(steps, self.fitting)
         except UsageError as error:
             raise UsageError(
                 f"--optim.epochs {self.epochs:g}: is {counted(steps, 'step')}; {error}"
             ) from None
+
+    def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
+        """These settings with another number of steps, and lines that describe what changed.
+
+        Args:
+            fitting: of warmup and cooldown those that may be shortened in proportion, if they do not fit.
+
+        Raises:
+            UsageError: the steps do not fit the schedule.
+        """
+        changed: dict[str, Any] = {"steps": steps}
+        notes = list[str]()
+        for name in fitting if steps <= self.warmup + self.cooldown else ():
+            if before := getattr(self, name):
+                changed[name] = before * steps // self.steps
+                notes.append(
+                    f"--optim.{name} {changed[name]}: the preset's {before} of {self.steps:,} steps, in "
+                    f"proportion to --optim.steps {steps}"
+                )
+        return replace(self, **changed), notes
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from sa1b.engine.optim import OptimConfig
 from sa1b.errors import UsageError
@@ -103,27 +102,22 @@ def passed(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:
-    """The preset's schedule for the passed number of steps, and lines that describe what changed.
+    """The preset's schedule for the passed steps or epochs, and lines that describe what changed.
 
-    Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps.
+    Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps, with
+    --optim.epochs once the number of images is known.
 
     Args:
         flags: see `passed`.
     """
-    steps, notes = flags.get("optim.steps", ""), list[str]()
+    steps = flags.get("optim.steps", "")
+    fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in flags)
+    if "optim.epochs" in flags:
+        return replace(optim, fitting=fitting), []
     if not steps.isdecimal() or int(steps) > optim.warmup + optim.cooldown:
-        return optim, notes
-    changed: dict[str, Any] = {"steps": int(steps)}
-    for name in ("warmup", "cooldown"):
-        before = getattr(optim, name)
-        if before and f"optim.{name}" not in flags:
-            changed[name] = before * int(steps) // optim.steps
-            notes.append(
-                f"--optim.{name} {changed[name]}: the preset's {before} of {optim.steps:,} steps, in "
-                f"proportion to --optim.steps {steps}"
-            )
+        return optim, []
     with contextlib.suppress(UsageError):  # a passed flag does not fit, and its own message follows
-        return replace(optim, **changed), notes
+        return optim.fitted(int(steps), fitting)
     return optim, []
 
 

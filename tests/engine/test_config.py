@@ -90,6 +90,9 @@ def test_help_shows_every_field_with_its_text(
             flag = f"{prefix}{'json' if name == 'json_output' else name}".replace("_", "-")
             off = re.sub(r"^(.*\.)?", r"\1no-", flag)  # the help of a flag that is on by default
             text = re.escape(" ".join(texts[name].split())[:24])
+            if text.startswith("no\\ flag"):
+                assert f"--{flag}" not in shown
+                continue
             assert re.search(rf"--({flag}|{off}) .{{0,120}}?{text}", shown), f"--{flag} has no help"
 
 

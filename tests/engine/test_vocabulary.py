@@ -155,8 +155,14 @@ def test_epochs_are_rounded_up_to_complete_steps(epochs: float, steps: int) -> N
     assert settings.with_steps(settings.parse(given, None, PRESETS), 22).optim.steps == 200
 
 
-def test_epochs_that_do_not_fit_the_schedule_are_named() -> None:
-    config = settings.parse(["--data.root", "r", "--preset", "tiny", "--optim.epochs", "1"], None, PRESETS)
+def test_epochs_shorten_a_warm_up_that_is_not_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--data.root", "r", "--preset", "tiny", "--optim.epochs", "1"]
+    optim = settings.with_steps(settings.parse(given, None, PRESETS), 22).optim
+    assert (optim.steps, optim.warmup, optim.fitting) == (3, 0, ())
+    assert capsys.readouterr().err == (
+        "--optim.warmup 0: the preset's 20 of 200 steps, in proportion to --optim.steps 3\n"
+    )
+    config = settings.parse([*given, "--optim.warmup", "20"], None, PRESETS)
     with pytest.raises(UsageError, match=r"^--optim.epochs 1: is 3 steps; --optim.warmup 20: must be less"):
         settings.with_steps(config, 22)
 

@@ -4,7 +4,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
 
     stop    the rank is sent SIGTERM, "times" times; with "agent" torchrun is, which sends it to all ranks
     clock   the rank's clock is set a year forward, beyond any deadline
-    kill    the rank is killed, if the file "once" is not there yet
+    kill    the rank is killed, if the file "once" is not there yet; with "after", so many seconds later
     raise   the rank raises RuntimeError("no more"), or OSError with "error": "OSError"
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
@@ -222,6 +222,9 @@ def _signal(mishap: dict[str, Any]) -> None:
         if what == "stop":
             for _ in range(mishap.get("times", 1)):
                 os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if "after" in mishap:
+            threading.Timer(mishap["after"], os.kill, (os.getpid(), signal.SIGKILL)).start()
             return
         with contextlib.suppress(FileExistsError):
             Path(mishap["once"]).touch(exist_ok=False)

@@ -44,17 +44,6 @@ def test_zero1_that_is_killed_resumes_bit_for_bit(root: Path, whole: Whole, tmp_
     assert_same_state(out, whole("zero1", 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("modes", [("zero1", 2, "fsdp", 3), ("fsdp", 3, "zero1", 2), ("zero1", 3, "none", 1)])
-def test_zero1_resumes_from_other_modes_and_they_from_it(
-    root: Path, whole: Whole, tmp_path: Path, modes: tuple[str, int, str, int]
-) -> None:
-    out = tmp_path / "run"
-    train_to_end(root, out, ranks=modes[1], mode=modes[0], mishap={"what": "stop", "rank": 0, "step": 2})
-    train_to_end(root, out, ranks=modes[3], mode=modes[2])
-    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
-
-
 @pytest.fixture(scope="module")
 def compressed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with PowerSGD on two ranks."""
@@ -154,18 +143,6 @@ def test_stages_that_read_other_images_stop_together(root: Path, tmp_path: Path)
     assert {line["rank"] for line in lines} == {1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("modes", [("pipeline", 2, "fsdp", 3), ("zero1", 3, "pipeline", 2)])
-def test_a_pipeline_resumes_from_other_modes_and_they_from_it(
-    root: Path, whole: Whole, tmp_path: Path, modes: tuple[str, int, str, int]
-) -> None:
-    out = tmp_path / "run"
-    mishap = {"what": "stop", "rank": 0, "step": 2}
-    train_to_end(root, out, *ONE_IMAGE, ranks=modes[1], mode=modes[0], mishap=mishap)
-    train_to_end(root, out, *ONE_IMAGE, ranks=modes[3], mode=modes[2])
-    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -215,29 +192,6 @@ def test_a_run_resumes_with_another_precision(
         train_to_end(root, out, *ema, "--parallel.precision", precision, mishap=mishap)
     assert losses(out)[:3] == pytest.approx(losses(whole("none", 1))[:3], rel=0.05)
     assert len(losses(out)) == 6 or "fp16" in (before, after)
-
-
-KINDS = {
-    "none": ("none", 1, ()),
-    "ddp": ("ddp", 2, ()),
-    "zero1": ("zero1", 2, ()),
-    "fsdp": ("fsdp", 3, ()),
-    "grad_op": ("fsdp", 2, ("--parallel.shard", "grad_op")),
-    "pipeline": ("pipeline", 2, ONE_IMAGE),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ema", [(), ("--optim.ema", "0.5")])
-@pytest.mark.parametrize(("before", "after"), list(permutations(KINDS, 2)))
-def test_a_run_resumes_in_every_other_mode(
-    root: Path, whole: Whole, tmp_path: Path, before: str, after: str, ema: tuple[str, ...]
-) -> None:
-    out = tmp_path / "run"
-    for name, mishap in ((before, {"what": "stop", "rank": 0, "step": 2}), (after, None)):
-        mode, ranks, flags = KINDS[name]
-        train_to_end(root, out, *ema, *flags, ranks=ranks, mode=mode, mishap=mishap)
-    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
 
 
 def test_a_pipeline_chooses_micro_batches_that_fit(root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Cells of the matrix of `tests.train.matrix`: ten quick ones, and 200 in the slow suite."""
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.train.command import train_to_end
+from tests.train.matrix import MODES, Cell, cells, check
+
+SMALL = [one for one in islice(cells(1), 2000) if one.before[1] + one.after[1] <= 3 and not one.compiled]
+EXACT = [one for one in SMALL if {one.before[2], one.after[2]} == {"fp32"}]
+# One for each mode, and three of other precisions. Four ranks, of hybrid shards, are slow.
+QUICK = list({one.modes[one.before[0] == "none"]: one for one in EXACT}.values())
+QUICK += [one for one in SMALL if one not in EXACT][: 10 - len(QUICK)]
+
+
+def test_the_cells_have_every_ordered_pair_of_modes_and_of_precisions() -> None:
+    found = list(islice(cells(1), 200))
+    assert len({one.modes for one in found}) == 9 * 8
+    assert len({(one.before[2], one.after[2]) for one in found}) == 9
+    assert all(one.before[1] != one.after[1] for one in found)
+    assert len(QUICK) == 10
+    assert {mode for one in QUICK for mode in one.modes} == {*MODES} - {"hybrid"}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(one, id=f"quick-{number}") for number, one in enumerate(QUICK)),
+        *(
+            pytest.param(one, id=str(number), marks=pytest.mark.slow)
+            for number, one in enumerate(islice(cells(1), 200))
+        ),
+    ],
+)
+def test_a_killed_run_resumes_in_another_mode_and_equals_one_process(
+    root: Path, shared: Callable[[str, Callable[[Path], object]], Path], tmp_path: Path, cell: Cell
+) -> None:
+    def whole(flags: tuple[str, ...]) -> Path:
+        def make(folder: Path) -> None:
+            train_to_end(root, folder / "run", *flags, mishap={"what": "record", "compile": True})
+
+        return shared("".join(flags).replace("/", ""), make) / "run"
+
+    check(cell, root, tmp_path / "run", whole)
