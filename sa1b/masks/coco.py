@@ -153,19 +153,12 @@ def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str
 
 def encode(runs: Runs) -> list[bytes]:
     """The compressed string of every mask: the bytes that pycocotools writes for the same runs."""
-    text, lengths = encode_joined(runs)
-    joined = text.tobytes()
-    stops = np.cumsum(lengths).tolist()
-    return [joined[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)] if stops else []
+    return strings.encode(runs.runs, runs.offsets)
 
 
 def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
     """`encode` with all strings joined: uint8 [bytes], and the bytes of each mask's string, int64 [N]."""
-    lengths = np.empty(len(runs), np.int64)
-    strings.count_characters(runs.runs, runs.offsets, lengths)
-    text = np.empty(int(lengths.sum()), np.uint8)
-    strings.write(runs.runs, runs.offsets, text)
-    return text, lengths
+    return strings.encode_joined(runs.runs, runs.offsets)
 
 
 def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], int | None]:

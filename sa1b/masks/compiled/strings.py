@@ -151,3 +151,22 @@ def write(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], text: np
                 value >>= 5
             text[position] = (value & 0x1F) + 48
             position += 1
+
+
+def encode_joined(
+    runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """See `sa1b.masks.coco.encode_joined`."""
+    lengths = np.empty(len(offsets) - 1, np.int64)
+    count_characters(runs, offsets, lengths)
+    text = np.empty(int(lengths.sum()), np.uint8)
+    write(runs, offsets, text)
+    return text, lengths
+
+
+def encode(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+    """See `sa1b.masks.coco.encode`."""
+    text, lengths = encode_joined(runs, offsets)
+    joined = text.tobytes()
+    stops = np.cumsum(lengths).tolist()
+    return [joined[start:stop] for start, stop in zip([0, *stops[:-1]], stops, strict=True)] if stops else []
