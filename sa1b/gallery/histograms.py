@@ -29,7 +29,6 @@ class Distribution:
         log: whether the bins are bins of the decimal logarithm.
         outside: number of values outside the bins.
         missing: number of NaN values, from annotations that lack the number.
-        total, smallest, largest: sum and range of the values that are not missing.
     """
 
     title: str
@@ -91,22 +90,33 @@ class Survey:
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height) of annotated images
     masks_per_image: Distribution = field(
         default_factory=lambda: Distribution(
-            "Masks per image", "masks in an image", "images", -0.5, 1, np.zeros(_MOST_MASKS, np.int64)
+            "Masks per image",
+            "masks in an image",
+            "images",
+            low=-0.5,
+            step=1,
+            counts=np.zeros(_MOST_MASKS, np.int64),
         )
     )
     area: Distribution = field(
         default_factory=lambda: Distribution(
-            "Area of masks", "part of the image", "masks", -9, 0.05, np.zeros(190, np.int64), log=True
+            "Area of masks",
+            "part of the image",
+            "masks",
+            low=-9,
+            step=0.05,
+            counts=np.zeros(190, np.int64),
+            log=True,
         )
     )
     predicted_iou: Distribution = field(
         default_factory=lambda: Distribution(
-            "Predicted IoU", "predicted_iou", "masks", 0, 0.001, np.zeros(1500, np.int64)
+            "Predicted IoU", "predicted_iou", "masks", low=0, step=0.001, counts=np.zeros(1500, np.int64)
         )
     )
     stability_score: Distribution = field(
         default_factory=lambda: Distribution(
-            "Stability score", "stability_score", "masks", 0, 0.001, np.zeros(1500, np.int64)
+            "Stability score", "stability_score", "masks", low=0, step=0.001, counts=np.zeros(1500, np.int64)
         )
     )
 

@@ -41,11 +41,9 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
 
 def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
-    """Read an input.
+    """Read an input: a dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
 
     Args:
-        path: dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
-        choice: the images to show.
         progress: bar of bytes; this function sets its total.
         survey_all: read the indexes of all shards of a dataset directory.
 
@@ -64,10 +62,10 @@ def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool 
     elif path.is_file() and index_path(path).exists():
         gathered = _indexed_shard(path, choice, progress)
     else:
-        found = sources(path)
-        progress.total = sum(source.size for source in found)
+        tars = sources(path)
+        progress.total = sum(source.size for source in tars)
         gathered = Gathered("Source tar" if path.is_file() else "Folder", path.resolve().name)
-        if read_members(found, choice, gathered, _advance(progress)) and path.is_file():
+        if read_members(tars, choice, gathered, _advance(progress)) and path.is_file():
             gathered.kind = "Shard without index"
     missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
     if missing:
@@ -80,7 +78,7 @@ def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool 
 
 
 def is_dataset(path: Path | str) -> bool:
-    """Whether a path is a dataset directory, complete or not. A URL is always taken for one."""
+    """Whether a path is a dataset directory, complete or not. Every URL counts as one."""
     if "://" in str(path):
         return True
     path = Path(path)
@@ -168,17 +166,7 @@ def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) 
 
 
 def _survey(reader: Reader, shard: str, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
-    """Count the images of a shard from its index.
-
-    Args:
-        reader: reads the folder of the shard.
-        shard: name of the shard.
-        survey: receives the counts.
-        keep: ids of the images to count, uint64 [N]; None: all.
-
-    Raises:
-        ShardError: the index is missing or damaged.
-    """
+    """Count the images of a shard from its index; `keep`: ids of the images to count, None: all."""
     for batch in _batches(reader, shard, ("image_id", "width", "height", *_NUMBERS)):
         if keep is not None:
             rows = batch.filter(pa.array(np.isin(batch["image_id"].to_numpy(), keep)))

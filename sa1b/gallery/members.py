@@ -34,7 +34,7 @@ class _Half:
         ending: ending of the member: "jpg", "json" or "masks".
         rank: see Choice.
         frame: height and width of the JPEG in pixels.
-        annotations: the annotations; the masks are removed if the image can no longer be chosen.
+        annotations: without masks if the image can no longer be chosen.
         data: the JPEG, or None if the image can no longer be chosen.
         kept_bytes: bytes in memory.
     """
@@ -157,11 +157,6 @@ class _Pass:
 
 
 def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
-    """Decode one member.
-
-    Raises:
-        BadSample: the member cannot be decoded.
-    """
     if ending == "jpg":
         frame = jpeg.frame(data)
         return _Half(ending, rank, frame=(frame.height, frame.width), data=data, kept_bytes=len(data))
@@ -188,11 +183,7 @@ def _strip(half: _Half) -> None:
 def read_members(
     parts: Sequence[Source], choice: Choice, gathered: Gathered, progress: Callable[[int], None]
 ) -> bool:
-    """Read all sources once.
-
-    Returns:
-        Whether a source has mask records, so that it is a shard.
-    """
+    """Read all sources once; whether one has mask records, so that it is a shard."""
     read = _Pass(choice, gathered)
     sharded = False
     for source in parts:

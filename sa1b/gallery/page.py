@@ -70,7 +70,6 @@ def write_gallery(
         survey_all: compute distributions over all shards of a dataset directory.
         overwrite: replace any existing file.
         facts: labels and texts of additional facts about the input.
-        quiet: show no progress bar.
 
     Raises:
         UsageError: an option is out of range, the input does not contain a requested image, or `out` exists
@@ -107,7 +106,9 @@ def write_gallery(
     if choice.ids and not pictures:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise UsageError(f"{path}: none of the --id images can be shown; choose other ids ({examples})")
-    side, quality, shown, page = _fit(gathered, pictures, sort, max_side, max_bytes, mark)
+    side, quality, shown, page = _fit(
+        gathered, pictures, sort, max_side=max_side, max_bytes=max_bytes, mark=mark
+    )
     if not gathered.images:
         examples = "; ".join(message for some in gathered.skipped.examples.values() for message in some)
         raise SourceError(
@@ -130,7 +131,7 @@ def write_gallery(
 
 
 def check_options(choice: Choice, sort: str, max_side: int) -> None:
-    """Raise UsageError if an option is out of range; called before any input is read."""
+    """Raise UsageError for an option out of range, before any input is read."""
     if sort not in SORTS:
         raise UsageError(f"--sort {sort}: must be one of {', '.join(SORTS)}")
     if not 1 <= choice.count <= MAX_COUNT:
@@ -146,37 +147,46 @@ def _prepare(
 ) -> list[Picture]:
     """The images to show, highest priority first; an image that cannot be decoded is counted and replaced."""
     pictures: list[Picture] = []
-    wanted = len(choice.ids) or choice.count
+    count = len(choice.ids) or choice.count
     for exhibit in gathered.exhibits:
         try:
-            drawn = predicted.get(exhibit.annotations.image_id)
-            pictures.append(prepare(exhibit, max_side, drawn))
+            masks = predicted.get(exhibit.annotations.image_id)
+            pictures.append(prepare(exhibit, max_side, masks))
         except BadSample as error:
             where = f"{image_name(exhibit.annotations.image_id)} in {exhibit.place}"
             gathered.skipped.add(error.reason, f"{where}: {error}")
-        if len(pictures) == wanted:
+        if len(pictures) == count:
             break
     return pictures
 
 
 def _fit(
-    gathered: Gathered, pictures: list[Picture], sort: str, max_side: int, max_bytes: int, mark: str
+    gathered: Gathered, pictures: list[Picture], sort: str, *, max_side: int, max_bytes: int, mark: str
 ) -> tuple[int, int, list[Picture], bytes]:
     """Longer side, JPEG quality, images and bytes of the best page that fits `max_bytes`."""
     for part, quality in _STEPS:
         side = round(max_side * part)
         figures = {picture.image_id: figure(picture, side, quality) for picture in pictures}
-        page = _page(gathered, pictures, figures, sort, side, quality, mark)
+        page = _page(gathered, pictures, figures, sort, side=side, quality=quality, mark=mark)
         if len(page) <= max_bytes:
             return side, quality, _sorted(pictures, sort), page
-    room = max_bytes - len(_page(gathered, [], {}, sort, side, quality, mark)) - 1000
+    room = max_bytes - len(_page(gathered, [], {}, sort, side=side, quality=quality, mark=mark)) - 1000
     shown = []
     for picture in pictures:
         room -= len(figures[picture.image_id].encode()) + 1
         if room < 0:
             break
         shown.append(picture)
-    page = _page(gathered, shown, figures, sort, side, quality, mark, left_out=len(pictures) - len(shown))
+    page = _page(
+        gathered,
+        shown,
+        figures,
+        sort,
+        side=side,
+        quality=quality,
+        mark=mark,
+        left_out=len(pictures) - len(shown),
+    )
     return side, quality, _sorted(shown, sort), page
 
 
@@ -189,6 +199,7 @@ def _page(
     pictures: Sequence[Picture],
     figures: dict[int, str],
     sort: str,
+    *,
     side: int,
     quality: int,
     mark: str,

@@ -20,11 +20,10 @@ def origin_mark(source: Path | str, out: Path) -> str:
 
 
 def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file that is not a gallery page of the same input.
+    """Refuse to replace a file that is not a gallery page of the same input, unless `overwrite`.
 
     Raises:
-        UsageError: `out` is a folder or the input; or without `overwrite` another file, or a page of another
-            input.
+        UsageError: the file is of another kind, or `out` is a folder or the input.
     """
     if out.is_dir():
         raise UsageError(f"--out {out}: is a folder; pass the path of a file")

@@ -2,8 +2,7 @@
 
 Masks are resized as runs (`sa1b.masks.geometry.resize`) and stored as COCO strings. The page's script decodes
 the strings and traces the outlines, so that an outline is the exact boundary of `raster.rasterize` at display
-size, neither smoothed nor simplified. The strings take a tenth of the bytes of the same outlines as vector
-paths.
+size. The strings take a tenth of the bytes of the same outlines as vector paths.
 """
 
 import base64
@@ -46,7 +45,6 @@ class Picture:
     """One decoded image, ready to be drawn at its size or a smaller one.
 
     Attributes:
-        annotations: annotations of the image.
         place: name of the shard, tar or folder of the image.
         pixels: RGB uint8 [height, width, 3].
         runs: masks at source resolution, in the order of `order`.
@@ -81,16 +79,13 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 
 
 def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
-    """Decode an image and its masks, and scale the image to at most `longer_side` pixels.
+    """Decode an image and its masks, and scale the image to at most `longer_side` pixels; or BadSample.
 
     With predictions, the masks without a prediction are in `filtered`.
-
-    Raises:
-        BadSample: the JPEG or the masks cannot be decoded.
     """
-    found = jpeg.frame(exhibit.jpeg)
+    header = jpeg.frame(exhibit.jpeg)
     pixels = jpeg.decode(exhibit.jpeg)
-    assert pixels.shape[:2] == (found.height, found.width)
+    assert pixels.shape[:2] == (header.height, header.width)
     try:
         runs = exhibit.annotations.runs()
     except MaskError as error:
@@ -107,19 +102,15 @@ def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = No
         scaled(pixels, longer_side),
         runs.select(order),
         order,
-        predicted,
-        filtered,
+        predicted=predicted,
+        filtered=filtered,
     )
 
 
 def _paired(
     annotations: Annotations, order: npt.NDArray[np.int64], predicted: Predicted
 ) -> tuple[npt.NDArray[np.int64], Predicted]:
-    """The masks that have a prediction, and the predicted masks in the same order.
-
-    Raises:
-        BadSample: the predicted masks have another size than the image.
-    """
+    """The masks with a prediction, and the predicted masks in the same order; other sizes: BadSample."""
     if (predicted.runs.height, predicted.runs.width) != (annotations.height, annotations.width):
         raise BadSample("predictions_differ", "the predicted masks have another size than the image")
     at = {mask_id: i for i, mask_id in enumerate(predicted.mask_id.tolist())}
@@ -144,10 +135,7 @@ def display_masks(picture: Picture, longer_side: int) -> Runs:
 def figure(picture: Picture, longer_side: int, quality: int) -> str:
     """The HTML of one image: pixels, an empty SVG for the masks, and the data of the masks.
 
-    Args:
-        picture: the image.
-        longer_side: largest longer side in pixels; a smaller image keeps its size.
-        quality: JPEG quality, 1 to 100.
+    An image smaller than `longer_side` keeps its size.
     """
     annotations = picture.annotations
     height, width = _display_size(picture, longer_side)
@@ -233,10 +221,10 @@ def _masks(picture: Picture, longer_side: int) -> dict[str, Any]:
     strings = [string.decode("ascii") for string in coco.encode(masks)]
     predicted = {}
     if picture.predicted is not None:
-        drawn = geometry.resize(picture.predicted.runs, masks.height, masks.width)
+        resized = geometry.resize(picture.predicted.runs, masks.height, masks.width)
         columns["point_coords"] = _plain(picture.predicted.points)
         predicted = {
-            "predicted": [string.decode("ascii") for string in coco.encode(drawn)],
+            "predicted": [string.decode("ascii") for string in coco.encode(resized)],
             "iou": _plain(picture.predicted.iou),
             "model_iou": _plain(picture.predicted.predicted_iou),
             **({"phrases": list(picture.predicted.phrases)} if picture.predicted.phrases else {}),

@@ -4,7 +4,7 @@ The file has one line of JSON per image: {"image_id": 7, "masks": [{"mask_id": .
 "iou": ..., "predicted_iou": ..., "segmentation": {"size": [height, width], "counts": "..."}}, ...]}.
 Masks are COCO strings at source resolution. `point` is the prompt, in source pixels. If the prompt is
 a phrase, it is in "phrase", the point is in the true mask, and "predicted_iou" is the probability of the
-region found.
+region.
 """
 
 import json
@@ -72,7 +72,7 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
         UsageError: the file has another format; the message names the line.
         OSError: the file cannot be read.
     """
-    found: dict[int, Predicted] = {}
+    predictions: dict[int, Predicted] = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -80,18 +80,18 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
                 image_id = int(document["image_id"])
                 if not 0 <= image_id < 1 << 63:
                     raise ValueError("image_id must be from 0 to 2**63 - 1")
-                found[image_id] = _parse(document["masks"])
+                predictions[image_id] = _parse(document["masks"])
             except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(
                     f"{path}: line {number} is no prediction ({error!r}); pass the predictions.jsonl that "
                     "`sa1b train` writes to its --out folder"
                 ) from None
-    if not found:
+    if not predictions:
         raise UsageError(
             f"{path}: has no predictions; pass the predictions.jsonl that `sa1b train` writes to its --out "
             "folder"
         )
-    return found
+    return predictions
 
 
 def _parse(masks: list[dict[str, Any]]) -> Predicted:

@@ -22,11 +22,9 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The images to show: `ids`, or if `ids` is empty a random sample.
+    """The images to show: `ids`, or if `ids` is empty a random sample of size `count`.
 
     Attributes:
-        ids: ids of the images to show.
-        count: size of the random sample.
         seed: seed of the random sample.
         images: uint64 [N], ids to choose from, such as those of a view; None: all images.
     """
@@ -45,20 +43,17 @@ class Choice:
         """Rank of each image, uint64: the images with the smallest ranks are chosen, NEVER excludes one."""
         ids = np.asarray(image_ids, np.uint64)
         if self.ids:
-            wanted = np.array(self.ids, np.uint64)
-            order = np.argsort(wanted, kind="stable")
-            at = np.minimum(np.searchsorted(wanted, ids, sorter=order), len(wanted) - 1)
+            requested = np.array(self.ids, np.uint64)
+            order = np.argsort(requested, kind="stable")
+            at = np.minimum(np.searchsorted(requested, ids, sorter=order), len(requested) - 1)
             ranks = order[at].astype(np.uint64)
-            ranks[wanted[order[at]] != ids] = NEVER
+            ranks[requested[order[at]] != ids] = NEVER
             return ranks
         words = random_words(self.seed, Purpose.GALLERY, ids)
         return words >> np.uint64(1)  # below 2^63: every image can be chosen
 
     def best(self, image_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Indices of the chosen images, int64, smallest rank first, at most `limit`.
-
-        Takes 1 s for 11 million ids.
-        """
+        """Indices of the chosen images, smallest rank first, at most `limit`; 1 s for 11 million ids."""
         ranks = self.ranks(image_ids)
         limit = min(self.limit, len(ranks))
         best = np.argpartition(ranks, limit - 1)[:limit] if limit else np.empty(0, np.int64)
@@ -83,13 +78,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exhibit:
-    """One chosen image.
-
-    Attributes:
-        jpeg: the stored JPEG.
-        annotations: annotations of the image.
-        place: name of the shard, tar or folder of the image.
-    """
+    """One chosen image; `place` is the name of its shard, tar or folder."""
 
     jpeg: bytes
     annotations: Annotations
@@ -107,7 +96,6 @@ class Gathered:
         parts: name, images, masks and bytes of each file; None where unknown.
         part_noun: what a file is.
         rule: how the images were chosen.
-        survey: counts and distributions.
         surveyed: names of the surveyed shards and the number of all shards; None: all were surveyed.
         skipped: members that cannot be used.
         exhibits: chosen images, smallest rank first, with spare ones at the end.
@@ -130,7 +118,6 @@ class Gathered:
 
     @property
     def images(self) -> int:
-        """Number of images of the input."""
         return self.survey.images if self.known_images is None else self.known_images
 
     @property

@@ -10,12 +10,10 @@ class GallerySummary:
     """The result of writing a gallery.
 
     Attributes:
-        page: path of the page.
         bytes: size of the page.
         images, masks: totals of the input; masks is None if they were not counted.
         shown: ids of the images, in the order of the page.
         longer_side: largest longer side of the images in pixels.
-        quality: JPEG quality of the images.
         left_out: number of chosen images that did not fit.
         skipped: reason -> number of members that cannot be used.
         surveyed: number of surveyed shards and of all shards; None: the whole input.
@@ -33,7 +31,6 @@ class GallerySummary:
     surveyed: tuple[int, int] | None
 
     def document(self) -> dict[str, Any]:
-        """The summary as a JSON document, for --json."""
         names = (
             "bytes",
             "images",
@@ -48,7 +45,6 @@ class GallerySummary:
         return {"page": str(self.page)} | {name: getattr(self, name) for name in names}
 
     def table(self) -> str:
-        """The summary as lines of text."""
         masks = f", {self.masks:,} masks in total" if self.masks is not None else ""
         lines = [
             f"  shown      {len(self.shown):,} of {self.images:,} images{masks}",

@@ -8,15 +8,10 @@ Warnings = dict[int, list[tuple[str, str]]]  # image id -> reasons with their me
 
 
 def read_warnings(root: Root) -> Warnings:
-    """All warnings of a dataset directory, by image.
-
-    Raises:
-        UsageError: there are no warnings.
-        ManifestError: a file is damaged; the message names the line.
-    """
-    found: Warnings = {}
+    """All warnings of a dataset directory, by image; without warnings, UsageError."""
+    warnings: Warnings = {}
     for _, entry in warning_list.read_warnings(root):
-        found.setdefault(entry["image_id"], []).append((entry["reason"], str(entry.get("message"))))
-    if not found:
+        warnings.setdefault(entry["image_id"], []).append((entry["reason"], str(entry.get("message"))))
+    if not warnings:
         raise UsageError(f"{root}: no image has a warning; omit --warnings")
-    return found
+    return warnings
