@@ -62,10 +62,10 @@ def main(
         largest_message=largest_message,
     )
     with loading():
-        from sa1b.doctor.check import Subject
-        from sa1b.doctor.examination import ON_DEMAND, Interrupted, examine
+        from sa1b.doctor.all_checks import ON_DEMAND, Interrupted, run_checks
+        from sa1b.doctor.check import RankProcess
     try:
-        subject = Subject.of_this_process(
+        process = RankProcess.of_this_process(
             root=root,
             out=out,
             seconds=seconds,
@@ -82,9 +82,9 @@ def main(
         return plain(name) not in left_out and (wanted or (ring and plain(name) == "ring"))
 
     try:
-        report = examine(subject, runs, quiet=json_output)
+        report = run_checks(process, runs, quiet=json_output)
     except Interrupted as interrupted:
-        if not json_output and subject.rank == 0:
+        if not json_output and process.rank == 0:
             print(interrupted.report.table(), flush=True)
         raise
     if report is not None:  # otherwise rank 0 prints the findings of this rank
@@ -121,7 +121,7 @@ def check(
     if not 1 <= largest_message <= 65536:
         raise UsageError(f"--largest-message {largest_message}: must be from 1 to 65,536 MiB")
     with loading():
-        from sa1b.doctor.examination import names
+        from sa1b.doctor.all_checks import names
     for flag, given in (("--only", only), ("--skip", skip)):
         for name in given:
             if plain(name) not in map(plain, names()):

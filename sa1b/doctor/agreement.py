@@ -11,13 +11,9 @@ _ALIKE_VERSIONS = ("python", "driver")
 
 
 def agreement(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Findings on values that should be the same, or different, on all ranks.
-
-    Args:
-        findings: of all ranks, each with its rank.
-    """
+    """Findings on values that should be the same, or different, on all ranks."""
     for name in _SAME_VERSIONS:
-        remedy = f"Install the same {name} on all machines, best the same environment or container image"
+        remedy = f"Install the same {name} on all machines, preferably the same environment or image"
         yield from _same(findings, "versions", name, "failed", remedy)
     for name in _ALIKE_VERSIONS:
         yield from _same(findings, "versions", name, "warning", f"Use the same {name} on all machines")
@@ -36,11 +32,14 @@ def agreement(findings: Sequence[Finding]) -> Iterator[Finding]:
 def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy: str) -> Iterator[Finding]:
     """A finding for each group of ranks whose value differs from that of the largest group."""
     values = {
-        rank: one for one in findings if one.check == check and name in one.values for rank in one.ranks
+        rank: finding
+        for finding in findings
+        if finding.check == check and name in finding.values
+        for rank in finding.ranks
     }
     groups: dict[str, list[int]] = {}
-    for rank, one in sorted(values.items()):
-        groups.setdefault(str(one.values[name]), []).append(rank)
+    for rank, finding in sorted(values.items()):
+        groups.setdefault(str(finding.values[name]), []).append(rank)
     if len(groups) < 2:
         return
     most = max(groups, key=lambda value: len(groups[value]))
@@ -63,11 +62,13 @@ def _short(value: str) -> str:
 
 
 def _own_names(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Machines with one host name, which every table, claim and message would take for one."""
+    """Machines with the same host name, which tables, claims and messages could not distinguish."""
     machines: dict[str, dict[str, list[int]]] = {}
-    for one in findings:
-        if one.check == "versions" and one.values.get("machine"):
-            machines.setdefault(one.host, {}).setdefault(one.values["machine"], []).extend(one.ranks)
+    for finding in findings:
+        if finding.check == "versions" and finding.values.get("machine"):
+            machines.setdefault(finding.host, {}).setdefault(finding.values["machine"], []).extend(
+                finding.ranks
+            )
     for host, ranks in machines.items():
         if len(ranks) > 1:
             yield Finding(
@@ -83,9 +84,9 @@ def _own_names(findings: Sequence[Finding]) -> Iterator[Finding]:
 def _own_gpus(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Ranks that have the same GPU: NCCL would hang or fail."""
     users: dict[tuple[str, str], list[int]] = {}
-    for one in findings:
-        if one.check == "device" and "uuid" in one.values:
-            users.setdefault((one.host, one.values["uuid"]), []).extend(one.ranks)
+    for finding in findings:
+        if finding.check == "device" and "uuid" in finding.values:
+            users.setdefault((finding.host, finding.values["uuid"]), []).extend(finding.ranks)
     for (host, uuid), ranks in users.items():
         if len(ranks) > 1:
             yield Finding(
@@ -102,11 +103,11 @@ def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Variables of NCCL, gloo and torch that are not set to the same value on all ranks."""
     by_rank: dict[int, dict[str, str]] = {}
     hosts: dict[int, str] = {}
-    for one in findings:
-        if one.check == "environment":
-            for rank in one.ranks:
-                by_rank.setdefault(rank, {}).update(one.values)
-                hosts[rank] = one.host
+    for finding in findings:
+        if finding.check == "environment":
+            for rank in finding.ranks:
+                by_rank.setdefault(rank, {}).update(finding.values)
+                hosts[rank] = finding.host
     for name in sorted({name for values in by_rank.values() for name in values}):
         groups: dict[str, list[int]] = {}
         for rank, values in sorted(by_rank.items()):

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
 from sa1b.doctor.links import Link, link_of
@@ -27,18 +27,12 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "all-gather", "reduce-scatter")
 _SMALLEST, _GROWTH = 4096, 4
 _MOST = 50  # calls for one size
-_JUDGED = 16 << 20  # bytes; smaller messages are limited by latency
+_LEAST_CHECKED = 16 << 20  # bytes; smaller messages are limited by latency
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One collective of one size.
-
-    Attributes:
-        size: bytes of the complete tensor.
-        seconds: mean of a call, on the slowest rank.
-        ranks: number of ranks.
-    """
+    """One collective of one size: bytes of the complete tensor, and mean seconds on the slowest rank."""
 
     collective: Collective
     size: int
@@ -56,20 +50,20 @@ class Measurement:
         return self.algorithm * (2 if self.collective == "all-reduce" else 1) * (self.ranks - 1) / self.ranks
 
 
-def bandwidth(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
+def bandwidth(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
     """Measure all sizes up to the largest that fits the time, and compare them with the rate of the link."""
-    rank_info = joined(subject)
-    found = [
+    rank_info = joined(process)
+    measurements = [
         measurement
         for collective in COLLECTIVES
         for measurement in sweep(
-            collective, rank_info.device, subject.world_size, subject.largest_message, subject.seconds
+            collective, rank_info.device, process.world_size, process.largest_message, process.seconds
         )
     ]
-    exchange.send("bandwidth/host", subject.host)
-    if subject.rank == 0:
+    exchange.send("bandwidth/host", process.host)
+    if process.rank == 0:
         hosts = len({*exchange.receive("bandwidth/host").values()})
-        yield judged(found, link_of(subject, hosts))
+        yield bandwidth_finding(measurements, link_of(process, hosts))
 
 
 def sweep(
@@ -77,27 +71,24 @@ def sweep(
 ) -> list[Measurement]:
     """Measure a collective for sizes of 4 kB, 16 kB, ... Collective.
 
-    Args:
-        largest: bytes of the largest message.
-        seconds: limit for all sizes together. A size is left out if, by the time of the size before, it would
-            exceed the limit.
+    A size is skipped if, by the time of the size before, all sizes together would take more than `seconds`.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     size, end = _SMALLEST, time.monotonic() + seconds
     while size <= largest:
         # A multiple of the number of ranks and of the bytes of an element.
         exact = -(-size // (4 * ranks)) * 4 * ranks
-        expected = found[-1].seconds * _GROWTH if found else 0.0
-        left = _largest_of_ranks(expected - (end - time.monotonic()), device)  # the same on all ranks
-        if left > 0 and found:
+        expected = measurements[-1].seconds * _GROWTH if measurements else 0.0
+        excess = _largest_of_ranks(expected - (end - time.monotonic()), device)  # the same on all ranks
+        if excess > 0 and measurements:
             break
         call = _call(collective, exact // 4, ranks, device)
         first = _timed(call, 1, device)
-        share = min(-left, seconds) / 4
+        share = min(-excess, seconds) / 4
         count = max(1, min(_MOST, int(share / max(first, 1e-6))))
-        found.append(Measurement(collective, exact, _timed(call, count, device), ranks))
+        measurements.append(Measurement(collective, exact, _timed(call, count, device), ranks))
         size *= _GROWTH
-    return found
+    return measurements
 
 
 def _call(collective: Collective, length: int, ranks: int, device: torch.device) -> Callable[[], object]:
@@ -131,57 +122,55 @@ def _largest_of_ranks(number: float, device: torch.device) -> float:
     return float(of_all)
 
 
-def judged(found: Sequence[Measurement], link: Link) -> Finding:
-    """The finding about all measurements, on rank 0.
-
-    Args:
-        found: by collective, ascending in size.
-    """
-    ranks = found[0].ranks
+def bandwidth_finding(measurements: Sequence[Measurement], link: Link) -> Finding:
+    """The finding about all measurements, which are by collective, ascending in size."""
+    ranks = measurements[0].ranks
     best = {
-        name: max(one.bus for one in found if one.collective == name)
+        name: max(measurement.bus for measurement in measurements if measurement.collective == name)
         for name in COLLECTIVES
-        if any(one.collective == name for one in found)
+        if any(measurement.collective == name for measurement in measurements)
     }
     rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in best.items())
     values = {
         "measurements": [
             {
-                "collective": one.collective,
-                "size_bytes": one.size,
-                "seconds": one.seconds,
-                "algorithm_bytes_per_second": one.algorithm,
-                "bus_bytes_per_second": one.bus,
+                "collective": measurement.collective,
+                "size_bytes": measurement.size,
+                "seconds": measurement.seconds,
+                "algorithm_bytes_per_second": measurement.algorithm,
+                "bus_bytes_per_second": measurement.bus,
             }
-            for one in found
+            for measurement in measurements
         ],
         "link": link.kind,
         "nominal_bytes_per_second": link.nominal or None,
-        LINES: _table(found),
+        LINES: _table(measurements),
     }
     of_all = tuple(range(ranks))
-    reached = max(one.size for one in found)
+    reached = max(measurement.size for measurement in measurements)
     if link.kind == "memory":
         figure = f"{rates}; informative, processors of one machine"
         return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
     if not link.nominal:
-        figure = f"{rates}; not judged, the rate of {link.kind} is not known"
+        figure = f"{rates}; not checked, the rate of {link.kind} is not known"
         return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
     low, high = link.expected()
     figure = f"{rates}; {low / 1e9:.1f} to {high / 1e9:.1f} expected for {link.kind}"
     if best["all-reduce"] >= low:
         return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
-    if reached < _JUDGED:
-        figure += f", and messages over {reached:,} bytes did not fit --seconds"
+    if reached < _LEAST_CHECKED:
+        figure += f", and messages over {reached:,} bytes did not fit into --seconds"
     return Finding(BANDWIDTH, "warning", figure, link.remedy, of_all, "", values)
 
 
-def _table(found: Sequence[Measurement]) -> list[str]:
+def _table(measurements: Sequence[Measurement]) -> list[str]:
     """One line for each size: time, algorithm and bus bandwidth of each collective."""
-    names = [name for name in COLLECTIVES if any(one.collective == name for one in found)]
+    names = [
+        name for name in COLLECTIVES if any(measurement.collective == name for measurement in measurements)
+    ]
     by_size: dict[int, dict[str, Measurement]] = {}
-    for one in found:
-        by_size.setdefault(one.size, {})[one.collective] = one
+    for measurement in measurements:
+        by_size.setdefault(measurement.size, {})[measurement.collective] = measurement
     lines = [
         f"{'':>11}" + "".join(f"   {name:^29}" for name in names),
         f"{'bytes':>11}" + f"   {'ms':>9} {'alg GB/s':>9} {'bus GB/s':>9}" * len(names),
@@ -190,9 +179,9 @@ def _table(found: Sequence[Measurement]) -> list[str]:
         line = f"{size:>11,}"
         for name in names:
             if name in of_size:
-                one = of_size[name]
-                rates = f"{one.algorithm / 1e9:>9.3f} {one.bus / 1e9:>9.3f}"
-                line += f"   {one.seconds * 1000:>9.3f} {rates}"
+                measurement = of_size[name]
+                rates = f"{measurement.algorithm / 1e9:>9.3f} {measurement.bus / 1e9:>9.3f}"
+                line += f"   {measurement.seconds * 1000:>9.3f} {rates}"
             else:
                 line += f"   {'-':>9} {'-':>9} {'-':>9}"
         lines.append(line)

@@ -1,4 +1,4 @@
-"""A check, and the process that it examines."""
+"""A check, and the process that runs it."""
 
 import os
 import socket
@@ -18,20 +18,17 @@ ABORTED = "aborted"  # in the values of a finding: the check did not end, or end
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class RankProcess:
     """This process, its rank, and the settings of the user.
 
     Attributes:
         root: dataset directory, a folder or a URL; None: not given.
         out: folder in which a run would write; None: not given.
         seconds: duration of each measurement of a rate.
-        rate: images per second that a rank trains; None: estimated from its device.
         timeout: seconds that a rank waits for the others.
         largest_message: bytes of the largest message of the bandwidth sweep.
-        local_rank, local_world_size: rank on this machine, and number of ranks on it.
+        rate: images per second that a rank trains; None: estimated from its device.
         device: of this rank; a GPU has an index.
-        host: name of this machine.
-        environment: variables of this process.
         system: folder in which /sys, /proc, /etc and /dev are mounted.
     """
 
@@ -66,12 +63,8 @@ class Subject:
         return max(self.timeout, 1.2 * self.limit)
 
     @classmethod
-    def of_this_process(cls, **given: Any) -> "Subject":
-        """This process, as the variables of torchrun describe it, with all other attributes from `given`.
-
-        Raises:
-            ValueError: the variables contradict each other.
-        """
+    def of_this_process(cls, **settings: Any) -> "RankProcess":
+        """This process, by the variables of torchrun; ValueError if they contradict each other."""
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             value = os.environ.get(name, "0")
             if not value.isdecimal():
@@ -86,7 +79,7 @@ class Subject:
         index = 0 if visible == 1 else local_rank
         device = torch.device("cuda", index) if index < visible else torch.device("cpu")
         return cls(
-            **given,
+            **settings,
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -101,64 +94,54 @@ class Check:
 
     Attributes:
         name: as in the table and in the documentation.
-        work: examines a process; a finding without ranks and host gets those of the process.
+        work: checks a process; a finding without ranks and host gets those of the process.
         needs: names of checks; if one of them failed, this check is skipped.
         measures: takes several seconds, which is announced.
     """
 
     name: str
-    work: Callable[[Subject], Iterable[Finding]]
+    work: Callable[[RankProcess], Iterable[Finding]]
     needs: tuple[str, ...] = ()
     measures: bool = False
 
-    def run(self, subject: Subject, before: Iterable[Finding] = ()) -> list[Finding]:
+    def run(self, process: RankProcess, before: Iterable[Finding] = ()) -> list[Finding]:
         """The findings of this rank. An error of the check itself is a finding too.
 
         The check runs in a separate thread, because a read of a dead file server or a call of a broken
         driver may never return. Such a check is a finding as well, and its thread keeps running.
-
-        Args:
-            before: the findings of earlier checks.
         """
-        if skipped := unmet(self.name, self.needs, before):
+        if skipped := missing_need(self.name, self.needs, before):
             return [skipped]
-        return in_thread(self.name, lambda: self.work(subject), subject.limit)
+        return in_thread(self.name, lambda: self.work(process), process.limit)
 
 
 def in_thread(check: str, work: Callable[[], Iterable[Finding]], limit: float) -> list[Finding]:
-    """The findings of a check. If it hangs or raises an error, this is a finding too.
-
-    Args:
-        limit: seconds after which it counts as hanging; its thread keeps running.
-    """
-    found: list[Finding] = []
+    """The findings of a check; an error or more than `limit` seconds is a finding too."""
+    findings: list[Finding] = []
 
     def run() -> None:
         try:
-            found.extend(work())
+            findings.extend(work())
         except Exception as error:
-            found.append(crashed(check, error))
+            findings.append(crashed(check, error))
 
     thread = threading.Thread(target=run, name=check, daemon=True)
     thread.start()
     thread.join(limit)
-    return [*found, *([hung(check, limit)] if thread.is_alive() else [])]
+    return [*findings, *([hung(check, limit)] if thread.is_alive() else [])]
 
 
-def unmet(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Finding | None:
-    """The finding that a check is skipped because one that it needs has failed; None if none has.
-
-    Args:
-        before: the findings of earlier checks.
-    """
-    failed = next((one.check for one in before if one.check in needs and one.state == "failed"), None)
+def missing_need(check: str, needs: tuple[str, ...], before: Iterable[Finding]) -> Finding | None:
+    """The finding that a check is skipped because one that it needs has failed; None if none has."""
+    failed = next(
+        (finding.check for finding in before if finding.check in needs and finding.state == "failed"), None
+    )
     if failed is None:
         return None
     return Finding(check, "skipped", f"the check {failed!r} failed", "Fix that first")
 
 
 def hung(check: str, seconds: float) -> Finding:
-    """The finding that a check did not end."""
     return Finding(
         check,
         "failed",
@@ -169,7 +152,6 @@ def hung(check: str, seconds: float) -> Finding:
 
 
 def crashed(check: str, error: Exception) -> Finding:
-    """The finding that a check ended by an unexpected error, so that the other checks continue."""
     return Finding(
         check,
         "failed",

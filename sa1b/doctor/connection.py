@@ -1,4 +1,4 @@
-"""The reason for which a TCP connection fails, as text."""
+"""Why a TCP connection fails, as text."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The device of this rank: visible, healthy, fed by a fast link; model and batch on it."""
+"""The device of this rank: visible, healthy, with a fast link; model and batch on it."""
 
 import csv
 import re
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.console import counted
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding
 from sa1b.doctor.small_step import small_step
 from sa1b.doctor.software import driver
@@ -42,7 +42,7 @@ class Gpus:
         driver: version of the kernel driver; None: no driver is visible.
         nodes: GPUs of this machine, by their files in /dev.
         visible: GPUs that torch sees.
-        error: the reason of torch for not seeing a GPU; empty if it gives none.
+        error: torch's reason for not seeing a GPU; empty if it gives none.
     """
 
     build: str | None
@@ -52,10 +52,10 @@ class Gpus:
     error: str = ""
 
     @classmethod
-    def of_this_process(cls, subject: Subject) -> "Gpus":
+    def of_this_process(cls, process: RankProcess) -> "Gpus":
         nodes = sum(
             re.fullmatch(r"nvidia\d+", path.name) is not None
-            for path in (subject.system / "dev").glob("nvidia*")
+            for path in (process.system / "dev").glob("nvidia*")
         )
         error, visible = "", 0
         if torch.version.cuda is not None:
@@ -65,21 +65,21 @@ class Gpus:
                 visible = torch.cuda.device_count()
             except (RuntimeError, AssertionError) as raised:
                 error = str(raised).splitlines()[0]
-        return cls(torch.version.cuda, driver(subject), nodes, visible, error)
+        return cls(torch.version.cuda, driver(process), nodes, visible, error)
 
 
-def visible_device(subject: Subject, gpus: Gpus | None = None) -> Iterator[Finding]:
+def visible_device(process: RankProcess, gpus: Gpus | None = None) -> Iterator[Finding]:
     """Whether this rank has a device, and the reason if it should have a GPU and has none."""
-    gpus = gpus or Gpus.of_this_process(subject)
-    wrong = hidden(gpus, subject.environment)
-    needed = subject.local_rank + 1
+    gpus = gpus or Gpus.of_this_process(process)
+    wrong = hidden(gpus, process.environment)
+    needed = process.local_rank + 1
     if not wrong and 1 < gpus.visible < needed:
         wrong = (
-            f"local rank {subject.local_rank} has no GPU: this process sees {gpus.visible}",
+            f"local rank {process.local_rank} has no GPU: this process sees {gpus.visible}",
             f"Start {gpus.visible} ranks on this machine, or ask for {needed} GPUs",
         )
     values = {
-        "cuda_visible_devices": subject.environment.get("CUDA_VISIBLE_DEVICES"),
+        "cuda_visible_devices": process.environment.get("CUDA_VISIBLE_DEVICES"),
         "visible": gpus.visible,
     }
     if wrong:
@@ -95,7 +95,7 @@ def visible_device(subject: Subject, gpus: Gpus | None = None) -> Iterator[Findi
             "device", "warning", f"{figure}, torch is built for CUDA {gpus.build}", remedy, values=values
         )
         return
-    yield from _usable(subject, gpus, values)
+    yield from _usable(process, gpus, values)
 
 
 def hidden(gpus: Gpus, environment: Mapping[str, str]) -> tuple[str, str] | None:
@@ -139,9 +139,9 @@ def hidden(gpus: Gpus, environment: Mapping[str, str]) -> tuple[str, str] | None
     return None
 
 
-def _usable(subject: Subject, gpus: Gpus, values: dict[str, Any]) -> Iterator[Finding]:
+def _usable(process: RankProcess, gpus: Gpus, values: dict[str, Any]) -> Iterator[Finding]:
     """A finding after a computation on the GPU of this rank, compared with the CPU."""
-    device = subject.device
+    device = process.device
     try:
         properties = torch.cuda.get_device_properties(device)
         a = torch.arange(64 * 64, dtype=torch.float64).reshape(64, 64)
@@ -161,14 +161,14 @@ def _usable(subject: Subject, gpus: Gpus, values: dict[str, Any]) -> Iterator[Fi
         )
 
 
-def gpu_state(subject: Subject) -> Iterator[Finding]:
+def gpu_state(process: RankProcess) -> Iterator[Finding]:
     """Errors, modes and use of the GPUs of this machine; one rank of each machine runs nvidia-smi."""
-    program = shutil.which("nvidia-smi", path=subject.environment.get("PATH"))
+    program = shutil.which("nvidia-smi", path=process.environment.get("PATH"))
     if program is None:
-        why = "no GPU" if subject.device.type == "cpu" else "nvidia-smi is not in PATH"
+        why = "no GPU" if process.device.type == "cpu" else "nvidia-smi is not in PATH"
         yield Finding("GPU state", "skipped", why, "Add the folder of nvidia-smi to PATH if there are GPUs")
         return
-    if subject.local_rank > 0:
+    if process.local_rank > 0:
         return
     failed, done = "", None
     for reasons in _REASONS:
@@ -187,10 +187,12 @@ def gpu_state(subject: Subject) -> Iterator[Finding]:
         yield Finding("GPU state", "failed", figure, remedy)
         return
     rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
-    chosen = subject.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    chosen = process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if chosen != [""]:
         rows = [
-            row for row in rows if row[0] in chosen or any(row[1].startswith(one) for one in chosen if one)
+            row
+            for row in rows
+            if row[0] in chosen or any(row[1].startswith(prefix) for prefix in chosen if prefix)
         ]
     problems = [problem for row in rows for problem in _problems(row)]
     for state, figure, remedy in problems:
@@ -225,25 +227,24 @@ def _problems(row: list[str]) -> Iterator[tuple[bool, str, str]]:
         yield False, f"{gpu}: {used} MiB are in use", "End the other processes that `nvidia-smi` lists"
 
 
-def pinned_copy(subject: Subject) -> Iterator[Finding]:
+def pinned_copy(process: RankProcess) -> Iterator[Finding]:
     """Rate of copies from pinned memory to the GPU, as the loader makes them."""
-    if subject.device.type != "cuda":
+    if process.device.type != "cuda":
         yield Finding("host-to-device copy", "skipped", "no GPU", "Run this on a machine with a GPU")
         return
     source = torch.empty(_COPIED, dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(source, device=subject.device)
+    target = torch.empty_like(source, device=process.device)
     target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize(subject.device)
+    torch.cuda.synchronize(process.device)
     began, copies = time.perf_counter(), 0
-    while time.perf_counter() - began < min(subject.seconds, 1.0):
+    while time.perf_counter() - began < min(process.seconds, 1.0):
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(subject.device)
+        torch.cuda.synchronize(process.device)
         copies += 1
-    yield judged_copy(copies * _COPIED / (time.perf_counter() - began))
+    yield copy_finding(copies * _COPIED / (time.perf_counter() - began))
 
 
-def judged_copy(rate: float) -> Finding:
-    """The finding for a rate in bytes per second."""
+def copy_finding(rate: float) -> Finding:
     values = {"bytes_per_second": rate}
     figure = f"{rate / 1e9:.1f} GB/s from pinned memory"
     if rate >= LINK:
@@ -258,18 +259,16 @@ def judged_copy(rate: float) -> Finding:
     )
 
 
-def placement(subject: Subject) -> Iterator[Finding]:
+def placement(process: RankProcess) -> Iterator[Finding]:
     """Train one step of the small model on the device; parameters, gradients and results must be on it."""
-    module, others = small_step(subject.device)
-    yield placed(subject.device, {"model": module, **others})
+    module, others = small_step(process.device)
+    yield placed(process.device, {"model": module, **others})
 
 
 def placed(device: torch.device, things: Mapping[str, Any]) -> Finding:
     """The finding that all tensors in `things` are on a device, or the names of those that are not.
 
-    Args:
-        device: of a rank; a GPU has an index.
-        things: name -> module, tensor, dataclass, or mapping or sequence of these.
+    `things`: name -> module, tensor, dataclass, or mapping or sequence of these.
     """
     tensors = [pair for name, thing in things.items() for pair in tensors_of(name, thing)]
     wrong = [f"{name} is on {tensor.device}" for name, tensor in tensors if tensor.device != device]

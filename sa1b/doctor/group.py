@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.network import choose
@@ -30,52 +30,52 @@ _DTYPES = {
 }
 
 
-def joined(subject: Subject, mode: Literal["ddp", "fsdp"] = "ddp") -> RankInfo:
+def joined(process: RankProcess, mode: Literal["ddp", "fsdp"] = "ddp") -> RankInfo:
     """This rank in the process group, which starts with the first call.
 
     Raises:
-        RuntimeError: another rank did not answer within the deadline of the subject, or cannot be reached.
+        RuntimeError: another rank did not answer within the deadline, or cannot be reached.
         UsageError: two ranks have the same GPU.
     """
-    cuda = subject.device.type == "cuda"
+    cuda = process.device.type == "cuda"
     if not dist.is_initialized():
         choose("auto", gpus=cuda, out=Path(tempfile.gettempdir())).apply()
     return start(
         ParallelConfig(
             mode=mode,
             device="cuda" if cuda else "cpu",
-            timeout_first=subject.deadline,
-            timeout=subject.deadline,
+            timeout_first=process.deadline,
+            timeout=process.deadline,
         )
     )
 
 
-def process_group(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
+def process_group(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
     """Start the group, and wait for all ranks with a barrier that names those that do not reach it."""
     try:
-        joined(subject)
+        joined(process)
         # Gloo only: with NCCL, a rank that is missing would hang all others.
-        group = dist.new_group(backend="gloo") if subject.device.type == "cuda" else None
-        dist.monitored_barrier(group, dist.default_pg_timeout.__class__(seconds=subject.deadline), True)
+        group = dist.new_group(backend="gloo") if process.device.type == "cuda" else None
+        dist.monitored_barrier(group, dist.default_pg_timeout.__class__(seconds=process.deadline), True)
     except (RuntimeError, dist.DistError) as error:
-        yield _absent(subject, error)
+        yield _absent(process, error)
         return
-    backend = "gloo and NCCL" if subject.device.type == "cuda" else "gloo"
-    yield Finding(GROUP, "ok", f"{subject.world_size} ranks passed the barrier, {backend}")
+    backend = "gloo and NCCL" if process.device.type == "cuda" else "gloo"
+    yield Finding(GROUP, "ok", f"{process.world_size} ranks passed the barrier, {backend}")
 
 
-def _absent(subject: Subject, error: Exception) -> Finding:
+def _absent(process: RankProcess, error: Exception) -> Finding:
     text = " ".join(str(error).split())
     named = _RANKS.findall(text)
     missing = tuple(int(rank) for rank in named[-1].split(",")) if named else ()
-    missing = tuple(rank for rank in missing if rank != subject.rank)
-    if subject.rank > 0 and ("successfully reached" in text or "prefix/" in text):
+    missing = tuple(rank for rank in missing if rank != process.rank)
+    if process.rank > 0 and ("successfully reached" in text or "prefix/" in text):
         return Finding(GROUP, "skipped", "rank 0 waits for other ranks", "Fix that first")
-    if missing and subject.rank == 0:
+    if missing and process.rank == 0:
         return Finding(
             GROUP,
             "failed",
-            f"no answer within {subject.deadline:g} s, though they had reached the store",
+            f"no answer within {process.deadline:g} s, though they had reached the store",
             "Look at these ranks: `py-spy dump --pid` shows where one hangs, `kill -CONT` continues one that "
             "is stopped; if they wait for rank 0, look at the check 'reachability'",
             ranks=missing,
@@ -91,31 +91,32 @@ def _absent(subject: Subject, error: Exception) -> Finding:
     )
 
 
-def rank_sum(subject: Subject, exchange: RankExchange, contribution: int | None = None) -> Iterator[Finding]:
+def rank_sum(
+    process: RankProcess, exchange: RankExchange, contribution: int | None = None
+) -> Iterator[Finding]:
     """Sum of the rank numbers by all-reduce on the device of the ranks, in each number format.
 
-    Args:
-        contribution: the value that this rank adds, by default its number.
+    `contribution`: the value that this rank adds; by default its number.
     """
-    rank_info = joined(subject)
-    expected = subject.world_size * (subject.world_size - 1) // 2
-    own = subject.rank if contribution is None else contribution
+    rank_info = joined(process)
+    expected = process.world_size * (process.world_size - 1) // 2
+    contributed = process.rank if contribution is None else contribution
     dtypes = [dtype for dtype, largest in _DTYPES.items() if expected <= largest]
     wrong = []
     for dtype in dtypes:
-        values = torch.full((_ELEMENTS,), own, dtype=dtype, device=rank_info.device)
+        values = torch.full((_ELEMENTS,), contributed, dtype=dtype, device=rank_info.device)
         dist.all_reduce(values)
-        found = values.cpu()
-        bad = (found != expected).nonzero().flatten()
+        sums = values.cpu()
+        bad = (sums != expected).nonzero().flatten()
         if len(bad):
             name = str(dtype).removeprefix("torch.")
             where = "" if len(bad) == _ELEMENTS else f" in {len(bad)} of {_ELEMENTS} elements"
-            wrong.append(f"{found[bad[0]].item():g} in {name}{where}")
-    gathered = [torch.empty(1, device=rank_info.device) for _ in range(subject.world_size)]
-    dist.all_gather(gathered, torch.full((1,), float(own), device=rank_info.device))
-    sent = [int(one.item()) for one in gathered]
-    others = [f"rank {rank} sent {value}" for rank, value in enumerate(sent) if value != rank]
-    name, values_ = "rank sum", {"expected": expected, "received": sent}
+            wrong.append(f"{sums[bad[0]].item():g} in {name}{where}")
+    gathered = [torch.empty(1, device=rank_info.device) for _ in range(process.world_size)]
+    dist.all_gather(gathered, torch.full((1,), float(contributed), device=rank_info.device))
+    contributions = [int(element.item()) for element in gathered]
+    others = [f"rank {rank} sent {value}" for rank, value in enumerate(contributions) if value != rank]
+    name, values_ = "rank sum", {"expected": expected, "received": contributions}
     if wrong or others:
         figure = f"{', '.join(wrong) or 'right'}, expected {expected}"
         figure += f"; {', '.join(others[:4])}" if others else "; each rank sent its number"

@@ -8,7 +8,7 @@ NVLink: 50 to 110 % of the links of a GPU (`nvidia-smi nvlink --status`; data sh
 PCIe: 25 to 95 % of the GPU's lanes (PCI-SIG: 3.0, 4.0 and 5.0 x16 have 15.8, 31.5 and 63.0 GB/s).
 InfiniBand: 50 to 100 % of the active ports of a host together (IBTA: HDR 25, NDR 50 GB/s a port).
 Ethernet: 40 to 100 % of the interface (100 Gbit/s are 12.5 GB/s).
-memory: not judged; processors of one machine exchange by its loopback interface.
+memory: not checked; processors of one machine exchange by its loopback interface.
 """
 
 import re
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.reachability import gloo_interface
 from sa1b.engine.network import active_ports
 
@@ -33,9 +33,9 @@ class Link:
 
     Attributes:
         kind: NVLink, PCIe, InfiniBand, Ethernet or memory.
-        nominal: bytes per second in one direction; 0: not known, so that rates are not judged.
+        nominal: bytes per second in one direction; 0: not known, so that rates are not checked.
         low, high: the expected range, as fractions of `nominal`.
-        remedy: what to look at if the rate is lower.
+        remedy: what to check if the rate is lower.
     """
 
     kind: str
@@ -49,19 +49,17 @@ class Link:
         return self.low * self.nominal, self.high * self.nominal
 
 
-def link_of(subject: Subject, hosts: int, nvlink: str | None = None) -> Link:
-    """The slowest kind of link between the ranks.
+def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link:
+    """The slowest kind of link between the ranks, which are on `hosts` hosts.
 
-    Args:
-        hosts: number of hosts with ranks.
-        nvlink: output of `nvidia-smi nvlink --status` for the GPU of this rank; by default, it is called.
+    `nvlink`: output of `nvidia-smi nvlink --status` for the GPU of this rank; by default, it is called.
     """
     if hosts > 1:
-        ports = active_ports(subject.system)
-        if ports and subject.device.type == "cuda":
+        ports = active_ports(process.system)
+        if ports and process.device.type == "cuda":
             return Link(
                 "InfiniBand",
-                sum(_port_rate(subject.system, port) for port in ports),
+                sum(_port_rate(process.system, port) for port in ports),
                 0.5,
                 1.0,
                 "Look at rate and errors of the ports (ibstat, perfquery), at the variables of the check "
@@ -69,15 +67,15 @@ def link_of(subject: Subject, hosts: int, nvlink: str | None = None) -> Link:
             )
         return Link(
             "Ethernet",
-            _interface_rate(subject),
+            _interface_rate(process),
             0.4,
             1.0,
             "Look at the rate that the interface has negotiated (ethtool), and at other traffic; with "
             "InfiniBand ports, look at why they are not active (ibstat)",
         )
-    if subject.device.type != "cuda":
+    if process.device.type != "cuda":
         return Link("memory", 0.0, 0.0, 0.0, "")
-    links = sum(float(rate) for rate in _LINK.findall(_status(subject) if nvlink is None else nvlink))
+    links = sum(float(rate) for rate in _LINK.findall(_status(process) if nvlink is None else nvlink))
     if links:
         return Link(
             "NVLink",
@@ -89,7 +87,7 @@ def link_of(subject: Subject, hosts: int, nvlink: str | None = None) -> Link:
         )
     return Link(
         "PCIe",
-        _pcie_rate(subject),
+        _pcie_rate(process),
         0.25,
         0.95,
         "Look at lanes and generation of the GPU (nvidia-smi -q -d PCI), at nvidia-smi topo -m, and at "
@@ -98,21 +96,21 @@ def link_of(subject: Subject, hosts: int, nvlink: str | None = None) -> Link:
     )
 
 
-def _status(subject: Subject) -> str:
+def _status(process: RankProcess) -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
-        command = ["nvidia-smi", "nvlink", "--status", "-i", _bus(subject)]
+        command = ["nvidia-smi", "nvlink", "--status", "-i", _bus(process)]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
     return ""
 
 
-def _bus(subject: Subject) -> str:
-    found: Any = torch.cuda.get_device_properties(subject.device)  # its stub lacks these attributes
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+def _bus(process: RankProcess) -> str:
+    properties: Any = torch.cuda.get_device_properties(process.device)  # its stub lacks these attributes
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def _pcie_rate(subject: Subject) -> float:
+def _pcie_rate(process: RankProcess) -> float:
     """Bytes per second of the lanes: 8 GT/s or more have 128 data bits in 130."""
-    folder = subject.system / "sys/bus/pci/devices" / _bus(subject)
+    folder = process.system / "sys/bus/pci/devices" / _bus(process)
     speed = _first(folder / "max_link_speed")  # GPUs lower the current speed while they are idle
     return speed * 1e9 / 8 * 128 / 130 * _first(folder / "current_link_width")
 
@@ -122,12 +120,12 @@ def _port_rate(system: Path, port: str) -> float:
     return _first(system / "sys/class/infiniband" / adapter / "ports" / number / "rate") * 1e9 / 8
 
 
-def _interface_rate(subject: Subject) -> float:
+def _interface_rate(process: RankProcess) -> float:
     """Bytes per second of the interface that gloo or NCCL is set to use."""
-    name = subject.environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=").partition(",")[0]
-    if not name or "^" in name or subject.device.type != "cuda":
-        name = gloo_interface(subject)
-    return max(_first(subject.system / "sys/class/net" / name / "speed"), 0.0) * 1e6 / 8 if name else 0.0
+    name = process.environment.get("NCCL_SOCKET_IFNAME", "").lstrip("=").partition(",")[0]
+    if not name or "^" in name or process.device.type != "cuda":
+        name = gloo_interface(process)
+    return max(_first(process.system / "sys/class/net" / name / "speed"), 0.0) * 1e6 / 8 if name else 0.0
 
 
 def _first(path: Path) -> float:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 import sa1b
-from sa1b.doctor.check import Subject
+from sa1b.console import counted
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding, State
 from sa1b.engine.network import active_ports
 from sa1b.report import memory_text
@@ -32,9 +33,9 @@ MEMORY_LEAST = 1 * GIB
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "pit")
 
 
-def shared_memory(subject: Subject) -> Iterator[Finding]:
+def shared_memory(process: RankProcess) -> Iterator[Finding]:
     """Size of /dev/shm, through which ranks of a machine (NCCL) and DataLoader workers exchange data."""
-    folder = subject.system / "dev/shm"
+    folder = process.system / "dev/shm"
     name = "shared memory"
     grow = (
         "Give the container more: docker run --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of "
@@ -62,10 +63,10 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
         yield Finding(name, "ok", figure, values=values)
 
 
-def open_files(subject: Subject) -> Iterator[Finding]:
+def open_files(process: RankProcess) -> Iterator[Finding]:
     """`ulimit -n`: shards, connections to a store, and sockets to the other ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = FILES + FILES_PER_RANK * subject.world_size
+    need = FILES + FILES_PER_RANK * process.world_size
     values = {"soft": soft, "hard": hard, "needed": need}
     figure = f"limit {_limit(soft)}, {need} needed"
     if soft == resource.RLIM_INFINITY or soft >= need:
@@ -81,10 +82,10 @@ def open_files(subject: Subject) -> Iterator[Finding]:
     yield Finding("open files", "failed", figure, remedy, values=values)
 
 
-def locked_memory(subject: Subject) -> Iterator[Finding]:
+def locked_memory(process: RankProcess) -> Iterator[Finding]:
     """`ulimit -l`: InfiniBand adapters read and write memory that is locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    ports = sorted(active_ports(subject.system))
+    ports = sorted(active_ports(process.system))
     values = {"soft_bytes": soft, "rdma_ports": ports}
     figure = f"limit {'unlimited' if soft == resource.RLIM_INFINITY else memory_text(soft)}"
     if soft == resource.RLIM_INFINITY or not ports:
@@ -101,17 +102,17 @@ def locked_memory(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def cpus(subject: Subject) -> Iterator[Finding]:
+def cpus(process: RankProcess) -> Iterator[Finding]:
     """The CPUs of a rank, compared with its threads."""
-    ranks = max(subject.local_world_size, 1)
-    own, quota = available_cpus(subject.system), cpu_quota(subject.system)
+    ranks = max(process.local_world_size, 1)
+    usable_cpus, quota = available_cpus(process.system), cpu_quota(process.system)
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    figure = f"{own} for this rank, {bound} bound, {os.cpu_count()} in the machine"
+    figure = f"{usable_cpus} for this rank, {bound} bound, {os.cpu_count()} in the machine"
     figure += f", quota {quota:.1f}" if quota < float("inf") else ""
     figure += f"; torch uses {threads} thread{'' if threads == 1 else 's'}"
     values = {
-        "available": own,
+        "available": usable_cpus,
         "bound": bound,
         "quota": quota if quota < float("inf") else None,
         "torch_threads": threads,
@@ -126,17 +127,17 @@ def cpus(subject: Subject) -> Iterator[Finding]:
                 "Ask for more CPUs (--cpus-per-task, --cpus), or start fewer ranks on this machine",
             )
         )
-    elif threads > own:
+    elif threads > usable_cpus:
         problems.append(
             (
                 f"{ranks} x {threads} threads compete for {usable:g} CPU{'' if usable == 1 else 's'}",
-                f"Set OMP_NUM_THREADS={own} for each rank",
+                f"Set OMP_NUM_THREADS={usable_cpus} for each rank",
             )
         )
-    if subject.device.type == "cuda" and own < CPUS_PER_GPU:
+    if process.device.type == "cuda" and usable_cpus < CPUS_PER_GPU:
         problems.append(
             (
-                f"a GPU is fed by {own}, {CPUS_PER_GPU} or more are advised",
+                f"{counted(usable_cpus, 'CPU')} for a GPU, {CPUS_PER_GPU} or more are advised",
                 "Ask for more CPUs for each GPU (--cpus-per-gpu), or store smaller images: reshard "
                 "--image-size 1024",
             )
@@ -147,27 +148,27 @@ def cpus(subject: Subject) -> Iterator[Finding]:
         yield Finding("CPUs", "warning", f"{figure}: {problem}", remedy, values=values)
 
 
-def memory(subject: Subject) -> Iterator[Finding]:
+def memory(process: RankProcess) -> Iterator[Finding]:
     """Free memory of the machine and the limit of the cgroup, for each rank of this machine."""
-    found = {}
+    meminfo = {}
     with suppress(OSError, ValueError):
-        for line in (subject.system / "proc/meminfo").read_text().splitlines():
+        for line in (process.system / "proc/meminfo").read_text().splitlines():
             name, _, rest = line.partition(":")
-            found[name] = int(rest.split()[0]) * 1024
-    limit = memory_limit(subject.system)
-    if "MemAvailable" not in found:
+            meminfo[name] = int(rest.split()[0]) * 1024
+    limit = memory_limit(process.system)
+    if "MemAvailable" not in meminfo:
         yield Finding(
             "memory", "skipped", "/proc/meminfo has no MemAvailable", "Ignore this outside of Linux"
         )
         return
-    available = min(found["MemAvailable"], limit)
-    each = available / max(subject.local_world_size, 1)
+    available = min(meminfo["MemAvailable"], limit)
+    each = available / max(process.local_world_size, 1)
     figure = (
-        f"{memory_text(each)} for each rank of this machine: {memory_text(found['MemAvailable'])} available"
+        f"{memory_text(each)} for each rank of this machine: {memory_text(meminfo['MemAvailable'])} available"
     )
     figure += f", limit of the cgroup {memory_text(limit)}" if limit < float("inf") else ""
     values = {
-        "available_bytes": found["MemAvailable"],
+        "available_bytes": meminfo["MemAvailable"],
         "limit_bytes": limit if limit < float("inf") else None,
         "per_rank_bytes": each,
     }
@@ -177,17 +178,16 @@ def memory(subject: Subject) -> Iterator[Finding]:
     yield Finding("memory", state, figure, "" if state == "ok" else remedy, values=values)
 
 
-def clock(subject: Subject, now: float | None = None) -> Iterator[Finding]:
+def clock(process: RankProcess, now: float | None = None) -> Iterator[Finding]:
     """The date, and the source of the clock. S3 rejects requests whose time is 15 minutes off.
 
-    Args:
-        now: seconds since 1970; by default those of this machine.
+    `now`: seconds since 1970; by default those of this machine.
     """
     now = time.time() if now is None else now
     source = ""
     with suppress(OSError):
         source = (
-            (subject.system / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+            (process.system / "sys/devices/system/clocksource/clocksource0/current_clocksource")
             .read_text()
             .strip()
         )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from sa1b.console import counted
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.connection import connect_reason
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
@@ -29,49 +29,49 @@ _REMEDIES = {
 }
 
 
-def reachability(subject: Subject, exchange: RankExchange, address: str | None = None) -> Iterator[Finding]:
+def reachability(
+    process: RankProcess, exchange: RankExchange, address: str | None = None
+) -> Iterator[Finding]:
     """Connect each host to every other host, from the address that gloo would use.
 
-    One rank of each host takes part. It listens on a port that the system chooses, as gloo and NCCL do.
-
-    Args:
-        address: at which this host listens; by default that of the interface of gloo.
+    One rank of each host takes part. It listens at `address` on a port that the system chooses, as gloo and
+    NCCL do; by default at the address of gloo's interface.
     """
-    own = own_address(subject) if address is None else address
-    exchange.send("reachability/host", (subject.host, boot_id(subject)))  # two machines may have one name
+    listening = own_address(process) if address is None else address
+    exchange.send("reachability/host", (process.host, boot_id(process)))  # two machines may have one name
     machines = exchange.receive("reachability/host")
     hosts = {rank: host for rank, (host, _) in machines.items()}
-    first = {one: rank for rank, one in sorted(machines.items(), reverse=True)}
+    first = {machine: rank for rank, machine in sorted(machines.items(), reverse=True)}
     if len(first) < 2:
-        if subject.rank == 0:
+        if process.rank == 0:
             yield Finding(REACHABILITY, "ok", "one host", "", tuple(hosts))
         return
-    if first[machines[subject.rank]] != subject.rank:
+    if first[machines[process.rank]] != process.rank:
         return
     members = sorted(first.values())
-    if own.startswith("127.") and address is None:
+    if listening.startswith("127.") and address is None:
         yield Finding(
             REACHABILITY,
             "failed",
-            f"{subject.host}: its own name leads to {own}, which no other host reaches",
+            f"{process.host}: its own name leads to {listening}, which no other host reaches",
             "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface to the other machines, or "
             "correct /etc/hosts",
         )
-    with socket.create_server((own, 0), backlog=len(members)) as server:
+    with socket.create_server((listening, 0), backlog=len(members)) as server:
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
-        exchange.send("reachability/address", (own, server.getsockname()[1]))
+        exchange.send("reachability/address", (listening, server.getsockname()[1]))
         addresses = exchange.receive("reachability/address", members)
-        targets = {rank: at for rank, at in addresses.items() if rank != subject.rank}
-        targets[-1] = _rendezvous(subject)
+        targets = {rank: at for rank, at in addresses.items() if rank != process.rank}
+        targets[-1] = _rendezvous(process)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             reasons = dict(zip(targets, pool.map(_reason, targets.values()), strict=True))
         # Others may still connect to this server.
         exchange.send("reachability/done", True)
         exchange.receive("reachability/done", members)
-    yield from judged(subject.host, hosts, targets, reasons)
+    yield from connection_findings(process.host, hosts, targets, reasons)
 
 
-def judged(
+def connection_findings(
     host: str, hosts: Mapping[int, str], targets: Mapping[int, tuple[str, int]], reasons: Mapping[int, str]
 ) -> Iterator[Finding]:
     """The findings of a host: one for each reason why it cannot reach some of the others.
@@ -103,8 +103,8 @@ def _reason(target: tuple[str, int]) -> str:
     return connect_reason(*target)
 
 
-def _rendezvous(subject: Subject) -> tuple[str, int]:
-    return subject.environment["MASTER_ADDR"], int(subject.environment["MASTER_PORT"])
+def _rendezvous(process: RankProcess) -> tuple[str, int]:
+    return process.environment["MASTER_ADDR"], int(process.environment["MASTER_PORT"])
 
 
 def _accept(server: socket.socket) -> None:
@@ -114,27 +114,27 @@ def _accept(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
-def own_address(subject: Subject) -> str:
+def own_address(process: RankProcess) -> str:
     """The IPv4 address that gloo would give the other ranks.
 
     It is the address of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to
     the first machine; otherwise it is the address of the host name. If the name is not known, gloo takes the
     loopback address.
     """
-    name = gloo_interface(subject)
-    if name and (found := _address_of_interface(name)):
-        return found
+    name = gloo_interface(process)
+    if name and (address := _address_of_interface(name)):
+        return address
     try:
-        return socket.gethostbyname(subject.host)
+        return socket.gethostbyname(process.host)
     except OSError:
         return "127.0.0.1"
 
 
-def gloo_interface(subject: Subject) -> str:
+def gloo_interface(process: RankProcess) -> str:
     """The interface in GLOO_SOCKET_IFNAME, as it is set or as training would set it; empty: none."""
-    environment = {**subject.environment}
-    out = subject.out or subject.system
-    choose("auto", gpus=False, out=out, environment=environment, root=subject.system).apply(environment)
+    environment = {**process.environment}
+    out = process.out or process.system
+    choose("auto", gpus=False, out=out, environment=environment, root=process.system).apply(environment)
     return environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 

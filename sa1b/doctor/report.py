@@ -47,12 +47,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings of all ranks, in the order of the checks.
+    """The findings of all ranks, in the order of the checks; equal ones need not be merged.
 
-    Attributes:
-        findings: of each rank; equal ones need not be merged.
-        title: one line about the examined ranks.
-        hosts: host of each rank.
+    `title` is one line about the checked ranks, `hosts` the host of each rank.
     """
 
     findings: Sequence[Finding]
@@ -61,14 +58,14 @@ class Report:
 
     def exit_code(self) -> int:
         """0: no check failed. 1: a check failed."""
-        return int(any(one.state == "failed" for one in self.findings))
+        return int(any(finding.state == "failed" for finding in self.findings))
 
     def document(self) -> dict[str, Any]:
         """JSON document for --json, with every finding of every rank."""
         return {
             "title": self.title,
             "hosts": list(self.hosts),
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "counts": self._counts(merged(self.findings, len(self.hosts))),
             "exit_code": self.exit_code(),
         }
@@ -76,19 +73,23 @@ class Report:
     def table(self) -> str:
         """Text for the terminal: one line for each check, then what to do, the worst last."""
         rows = merged(self.findings, len(self.hosts))
-        width = max((len(one.check) for one in rows), default=0)
+        width = max((len(finding.check) for finding in rows), default=0)
         lines = [self.title]
-        for _, same in groupby(rows, key=lambda one: one.check):
+        for _, same in groupby(rows, key=lambda finding: finding.check):
             of_check = list(same)
-            lines += [_row(one, width) for one in of_check[:SHOWN]]
+            lines += [_row(finding, width) for finding in of_check[:SHOWN]]
             if len(of_check) > SHOWN:
                 more = f"and {len(of_check) - SHOWN:,} more; --json lists all"
                 lines.append(f"  {'':<7}  {'':<{width}}  {more}")
-        for one in rows:
-            if LINES in one.values:
-                lines += ["", f"{one.check.capitalize()}:", *(f"  {line}" for line in one.values[LINES])]
+        for finding in rows:
+            if LINES in finding.values:
+                lines += [
+                    "",
+                    f"{finding.check.capitalize()}:",
+                    *(f"  {line}" for line in finding.values[LINES]),
+                ]
         for state in ("warning", "failed"):
-            if advice := _advice([one for one in rows if one.state == state]):
+            if advice := _advice([finding for finding in rows if finding.state == state]):
                 lines += ["", "Failed:" if state == "failed" else "Warnings:", *advice]
         counts = self._counts(rows)
         summary = [
@@ -99,14 +100,14 @@ class Report:
         return "\n".join([*lines, "", ", ".join(summary) or "no check was run"])
 
     def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:
-        return {state: sum(one.state == state for one in rows) for state in STATES}
+        return {state: sum(finding.state == state for finding in rows) for state in STATES}
 
 
 def _advice(rows: Sequence[Finding]) -> list[str]:
     """The remedies of findings, each once for a check, with all ranks and hosts."""
     groups: dict[tuple[str, str], list[Finding]] = {}
-    for one in rows:
-        groups.setdefault((one.check, one.remedy), []).append(one)
+    for finding in rows:
+        groups.setdefault((finding.check, finding.remedy), []).append(finding)
     lines = []
     for (check, remedy), same in groups.items():
         where = _together(same).where()
@@ -116,40 +117,37 @@ def _advice(rows: Sequence[Finding]) -> list[str]:
 
 def _together(same: Sequence[Finding]) -> Finding:
     """The first of these findings, with the ranks and hosts of all of them."""
-    ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
-    hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
+    ranks = tuple(sorted({rank for finding in same for rank in finding.ranks}))
+    hosts = dict.fromkeys(host for finding in same for host in finding.host.split(", ") if host)
     return replace(same[0], ranks=ranks, host=", ".join(hosts))
 
 
-def _row(one: Finding, width: int) -> str:
-    where = f"  [{one.where()}]" if one.where() else ""
-    state = one.state.upper() if one.state == "failed" else one.state
-    return f"  {state:<7}  {one.check:<{width}}  {one.figure}{where}"
+def _row(finding: Finding, width: int) -> str:
+    where = f"  [{finding.where()}]" if finding.where() else ""
+    state = finding.state.upper() if finding.state == "failed" else finding.state
+    return f"  {state:<7}  {finding.check:<{width}}  {finding.figure}{where}"
 
 
 def merged(findings: Iterable[Finding], world_size: int) -> list[Finding]:
     """Findings with equal texts merged into one, sorted by check in order of appearance.
 
-    They may differ in numbers, which then become a range: "790 to 812 MB/s".
-
-    Args:
-        findings: of all ranks.
-        world_size: number of ranks; a finding that is ok on all of them names no rank.
+    They may differ in numbers, which then become a range: "790 to 812 MB/s". A finding that is ok on all
+    ranks names no rank.
     """
     findings = list(findings)
-    checks = {one.check: number for number, one in reversed(list(enumerate(findings)))}
+    checks = {finding.check: number for number, finding in reversed(list(enumerate(findings)))}
     groups: dict[tuple[str, ...], list[Finding]] = {}
-    for one in sorted(findings, key=lambda one: checks[one.check]):
-        figure = _NUMBER.sub("#", one.figure)
-        groups.setdefault((one.check, one.state, figure, one.remedy), []).append(one)
+    for finding in sorted(findings, key=lambda finding: checks[finding.check]):
+        figure = _NUMBER.sub("#", finding.figure)
+        groups.setdefault((finding.check, finding.state, figure, finding.remedy), []).append(finding)
     rows = []
     for same in groups.values():
-        one = replace(_together(same), figure=_spread([one.figure for one in same]))
+        finding = replace(_together(same), figure=_spread([finding.figure for finding in same]))
         # A fault names its ranks and hosts even if all have it.
-        of_all = 0 < world_size <= len(one.ranks) and one.state in ("ok", "skipped")
-        rows.append(replace(one, ranks=(), host="") if of_all else one)
+        of_all = 0 < world_size <= len(finding.ranks) and finding.state in ("ok", "skipped")
+        rows.append(replace(finding, ranks=(), host="") if of_all else finding)
     # sorted() is stable: rows of one check are together, the worst first.
-    return sorted(rows, key=lambda one: (checks[one.check], STATES.index(one.state)))
+    return sorted(rows, key=lambda finding: (checks[finding.check], STATES.index(finding.state)))
 
 
 def _spread(figures: Sequence[str]) -> str:

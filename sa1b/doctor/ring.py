@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
 from sa1b.doctor.report import LINES, Finding, State
@@ -52,8 +52,7 @@ class Measured:
 class Step:
     """The chunks, by number, that a rank sends and receives in a step.
 
-    Attributes:
-        adds: whether the received chunk is added, as in a reduce-scatter, or replaces the chunk.
+    With `adds` the received chunk is added, as in a reduce-scatter; else it replaces the chunk.
     """
 
     sends: int
@@ -77,22 +76,17 @@ def steps_of(rank: int, world_size: int) -> list[Step]:
 def ring_all_reduce(
     values: Tensor, rank: int, world_size: int, received: Alter = lambda step, chunk: None
 ) -> int:
-    """Sum a tensor over all ranks, in place. Collective.
+    """Sum a tensor of one dimension over all ranks, in place; the bytes that this rank has sent. Collective.
 
-    Args:
-        values: one dimension, contiguous, the same length on all ranks.
-        received: called with the number of the step and each chunk as it was received, which it may change.
-
-    Returns:
-        The bytes that this rank has sent.
+    `received` is called with the number of the step and each chunk as it was received, which it may change.
     """
     chunks = values.tensor_split(world_size)
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    sent = 0
+    sent_bytes = 0
     for number, step in enumerate(steps_of(rank, world_size)):
         target = chunks[step.receives]
         buffer = torch.empty_like(target) if step.adds else target
-        # A chunk is empty if there are fewer elements than ranks. Sender and receiver both leave it out.
+        # A chunk is empty if there are fewer elements than ranks. Sender and receiver both skip it.
         transfers = [
             dist.P2POp(call, chunk, peer)
             for call, chunk, peer in (
@@ -103,11 +97,11 @@ def ring_all_reduce(
         ]
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
-        sent += chunks[step.sends].nbytes
+        sent_bytes += chunks[step.sends].nbytes
         received(number, buffer)
         if step.adds:
             target += buffer
-    return sent
+    return sent_bytes
 
 
 def timeline(world_size: int) -> list[str]:
@@ -116,12 +110,12 @@ def timeline(world_size: int) -> list[str]:
     lines = []
     for number in range(2 * (world_size - 1)):
         phase = "reduce-scatter" if programs[0][number].adds else "all-gather"
-        shown = [
+        messages = [
             f"{rank} -[{steps[number].sends}]-> {(rank + 1) % world_size}"
             for rank, steps in enumerate(programs)
         ]
         more = [f"and {world_size - 8} more"] if world_size > 8 else []
-        lines.append(f"step {number + 1:<2} {phase:<14}  {'   '.join(shown[:8] + more)}")
+        lines.append(f"step {number + 1:<2} {phase:<14}  {'   '.join(messages[:8] + more)}")
     return lines if len(lines) <= 16 else [*lines[:8], "...", *lines[-2:]]
 
 
@@ -200,7 +194,7 @@ def link_seconds(
 
 
 def ring(
-    subject: Subject,
+    process: RankProcess,
     exchange: RankExchange,
     *,
     received: Alter = lambda step, chunk: None,
@@ -214,14 +208,14 @@ def ring(
         delay: called before each message to the next rank when the links are timed.
         lengths: numbers of elements, by default some that the number of ranks does not divide.
     """
-    rank_info = joined(subject)
-    rank, count, device = subject.rank, subject.world_size, rank_info.device
+    rank_info = joined(process)
+    rank, count, device = process.rank, process.world_size, rank_info.device
     small = lengths or (count - 1, count, count + 1, 1000 * count + 1)
     errors = [first_error(rank, count, length, device, received) for length in small]
     values = numbers(rank, _ELEMENTS, device)
     sent: list[int] = []
     measured = Measured(
-        host=subject.host,
+        host=process.host,
         error=min((error for error in errors if error is not None), default=None),
         ring_seconds=_seconds(lambda: sent.append(ring_all_reduce(values, rank, count)), device),
         all_reduce_seconds=_seconds(lambda: dist.all_reduce(values), device),
@@ -231,12 +225,12 @@ def ring(
     exchange.send("ring/measured", measured)
     if rank == 0:
         answers = exchange.receive("ring/measured")
-        if len(answers) == count:  # else, the examination names the missing ones
-            yield judged([answers[one] for one in range(count)])
+        if len(answers) == count:  # otherwise the caller reports the ranks that did not answer
+            yield ring_finding([answers[number] for number in range(count)])
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a collective on this rank, the minimum of several; the first call is left out."""
+    """Seconds of a collective on this rank, the minimum of several; the first call does not count."""
     best = float("inf")
     for number in range(_REPEATS + 1):
         dist.barrier()
@@ -249,20 +243,20 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def judged(ranks: Sequence[Measured]) -> Finding:
+def ring_finding(ranks: Sequence[Measured]) -> Finding:
     """The finding about what all ranks measured: a wrong chunk, the bytes, the slowest link."""
     count, size = len(ranks), 4 * _ELEMENTS
-    total, expected = sum(one.sent_bytes for one in ranks), 2 * (count - 1) * size
-    ring_s = max(one.ring_seconds for one in ranks)
-    torch_s = max(one.all_reduce_seconds for one in ranks)
-    links = [one.link_seconds for one in ranks]
+    total, expected = sum(measured.sent_bytes for measured in ranks), 2 * (count - 1) * size
+    ring_s = max(measured.ring_seconds for measured in ranks)
+    torch_s = max(measured.all_reduce_seconds for measured in ranks)
+    links = [measured.link_seconds for measured in ranks]
     slowest = max(range(count), key=lambda link: links[link])
     others = sorted(links[:slowest] + links[slowest + 1 :])
     median = others[len(others) // 2]
     values = {
         "ring_seconds": ring_s,
         "all_reduce_seconds": torch_s,
-        "sent_bytes": [one.sent_bytes for one in ranks],
+        "sent_bytes": [measured.sent_bytes for measured in ranks],
         "expected_bytes_of_all": expected,
         "link_seconds": links,
         "slowest_link": [slowest, (slowest + 1) % count],
@@ -283,7 +277,7 @@ def judged(ranks: Sequence[Measured]) -> Finding:
         hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in of))
         return Finding(RING, state, figure, remedy, tuple(of), hosts, values)
 
-    wrong = [(*one.error, rank) for rank, one in enumerate(ranks) if one.error is not None]
+    wrong = [(*measured.error, rank) for rank, measured in enumerate(ranks) if measured.error is not None]
     if wrong:
         # A wrong chunk is sent on, so the link of the first step is the one that changed it.
         _, text, rank = min(wrong)

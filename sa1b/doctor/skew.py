@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding, State
 from sa1b.report import duration_text
@@ -23,21 +23,17 @@ FAILED = 900.0  # seconds; S3 rejects a request whose time is 15 minutes off (Re
 
 
 def clock_skew(
-    subject: Subject, exchange: RankExchange, clock: Callable[[], float] = time.time
+    process: RankProcess, exchange: RankExchange, clock: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
-    """Compare the clock of each host with that of rank 0.
-
-    Args:
-        clock: seconds since 1970.
-    """
-    exchange.send("skew/host", subject.host)
+    """Compare the clock of each host, in seconds since 1970, with that of rank 0."""
+    exchange.send("skew/host", process.host)
     hosts = exchange.receive("skew/host")
     first: dict[str, int] = {}
     for rank, host in sorted(hosts.items()):
         first.setdefault(host, rank)
     others = [rank for host, rank in first.items() if rank > 0 and host != hosts.get(0)]
     store = exchange.store
-    if subject.rank == 0:
+    if process.rank == 0:
         for rank in others:
             for number in range(_MESSAGES):
                 key = f"doctor/skew/{rank}/{number}"
@@ -46,29 +42,24 @@ def clock_skew(
                 store.set(f"{key}/answer", pickle.dumps((received, clock())))
         if not others:
             yield Finding(SKEW, "ok", "one host has one clock", "", tuple(hosts))
-    elif subject.rank in others:
+    elif process.rank in others:
         measured = []
         for number in range(_MESSAGES):
-            key = f"doctor/skew/{subject.rank}/{number}"
-            sent = clock()
+            key = f"doctor/skew/{process.rank}/{number}"
+            sent_at = clock()
             store.set(f"{key}/sent", b"")
             received, answered = pickle.loads(store.get(f"{key}/answer"))
             arrived = clock()
-            on_the_way = (arrived - sent) - (answered - received)
-            measured.append((on_the_way / 2, ((sent - received) + (arrived - answered)) / 2))
+            on_the_way = (arrived - sent_at) - (answered - received)
+            measured.append((on_the_way / 2, ((sent_at - received) + (arrived - answered)) / 2))
         bound, offset = min(measured)
-        yield judged(offset, bound, subject.host, hosts[0])
+        yield skew_finding(offset, bound, process.host, hosts[0])
 
 
-def judged(offset: float, bound: float, host: str, reference: str) -> Finding:
-    """The finding about the clock of a host.
-
-    Args:
-        offset: seconds by which it is ahead of the clock of rank 0.
-        bound: the largest error of the offset, seconds.
-    """
+def skew_finding(offset: float, bound: float, host: str, reference: str) -> Finding:
+    """The finding about a clock `offset` seconds ahead of rank 0's, with an error of at most `bound`."""
     state: State = "failed" if abs(offset) > FAILED else "warning" if abs(offset) > WARNED + bound else "ok"
-    direction = "ahead of" if offset >= 0 else "after"
+    direction = "ahead of" if offset >= 0 else "behind"
     text = duration_text(abs(offset))
     values = {"offset_seconds": offset, "error_seconds": bound}
     known = f"known to {duration_text(bound)}"

@@ -32,12 +32,7 @@ def small_model() -> nn.Module:
 
 
 def small_inputs(device: torch.device, number: int = 0) -> tuple[Tensor, Targets, Tensor]:
-    """The arguments of the model's forward pass: 2 images with 4 masks.
-
-    Args:
-        device: of all tensors.
-        number: other numbers give other images, for example the rank.
-    """
+    """The arguments of the model's forward pass: 2 images with 4 masks, other ones for another `number`."""
     key = torch.full((), number, dtype=torch.int64)
     pixels = torch.arange(_IMAGES * 3 * _SIDE**2)
     words = random_words(key, int(Purpose.PROMPT), pixels, torch.zeros_like(pixels))

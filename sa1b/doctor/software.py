@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b import __version__
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding
 from sa1b.storage.protocols import EXTRAS, protocol_of
 
@@ -21,18 +21,18 @@ OPTIONAL = ("gcs", "azure", "text", "ray", "tensorboard", "kernels")  # extras f
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?(?:>=([\d.]+))?.*?(?:extra == ['\"]([\w-]+)['\"])?$")
 
 
-def versions(subject: Subject) -> Iterator[Finding]:
+def versions(process: RankProcess) -> Iterator[Finding]:
     """Versions and builds; the ranks compare them."""
     values = {
         "python": platform.python_version(),
         "sa1b": __version__,
         "code": _code(),
-        "machine": boot_id(subject),
+        "machine": boot_id(process),
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
-        "driver": driver(subject),
+        "driver": driver(process),
     }
     builds = [
         f"CUDA {values['cuda'] or 'none'}",
@@ -64,10 +64,10 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def boot_id(subject: Subject) -> str:
+def boot_id(process: RankProcess) -> str:
     """A random value of the running kernel, which two machines of one name do not share; empty: unknown."""
     try:
-        return (subject.system / "proc/sys/kernel/random/boot_id").read_text().strip()
+        return (process.system / "proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 
@@ -79,18 +79,18 @@ def _nccl() -> str | None:
     return ".".join(map(str, version()))
 
 
-def driver(subject: Subject) -> str | None:
+def driver(process: RankProcess) -> str | None:
     """The version of NVIDIA's kernel driver; None: it is not loaded or not visible in this container."""
     try:
-        text = (subject.system / "proc/driver/nvidia/version").read_text()
+        text = (process.system / "proc/driver/nvidia/version").read_text()
     except OSError:
         return None
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
-    return found[1] if found else None
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)
+    return match[1] if match else None
 
 
 def packages(
-    subject: Subject,
+    process: RankProcess,
     requirements: Sequence[str] | None = None,
     version_of: Callable[[str], str] = metadata.version,
 ) -> Iterator[Finding]:
@@ -111,21 +111,21 @@ def packages(
                 "Install it: pip install --editable .",
             )
             return
-    protocol = protocol_of(subject.root or "")
+    protocol = protocol_of(process.root or "")
     extra_of_root = next((extra for schemes, extra in EXTRAS.items() if protocol in schemes), None)
     wrong: list[str] = []
     good: dict[str, str] = {}
     absent: dict[str, str] = {}
     for text in requirements:
-        found = _REQUIREMENT.match(text)
-        if found is None or found[1].lower() == "sa1b":
+        match = _REQUIREMENT.match(text)
+        if match is None or match[1].lower() == "sa1b":
             continue
-        name, least, extra = found.groups()
+        name, least, extra = match.groups()
         try:
             version = version_of(name)
         except metadata.PackageNotFoundError:
             if extra in (None, extra_of_root):
-                wrong.append(f"{name} is missing" + (f" ({subject.root} needs it)" if extra else ""))
+                wrong.append(f"{name} is missing" + (f" ({process.root} needs it)" if extra else ""))
             else:
                 absent[name] = extra
             continue
@@ -164,5 +164,5 @@ def _slow_parts() -> Iterator[Finding]:
 
 def _release(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

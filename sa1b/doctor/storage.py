@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sa1b.arguments import was_url
 from sa1b.console import counted
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding, State
 from sa1b.engine.hardware import peak_flops
 from sa1b.engine.presets import PRESETS, SamConfig
@@ -39,59 +39,59 @@ _CPU = 1.0
 _MARGIN = 2.0  # below it, a disk that other jobs use at times makes the GPUs wait
 
 
-def dataset(subject: Subject) -> Iterator[Finding]:
+def dataset(process: RankProcess) -> Iterator[Finding]:
     """Open ROOT and read one verified sample; the ranks compare its digest."""
-    if subject.root is None:
+    if process.root is None:
         yield Finding("dataset", *_no_root())
         return
     try:
-        with _opened(subject) as found:
+        with _opened(process) as opened:
             values = {
-                "images": len(found),
-                "shards": len(found.shards),
-                "digest": found.table.digest,
-                "failed_sources": sorted(found.failed),
-                "pending_sources": found.pending,
+                "images": len(opened),
+                "shards": len(opened.shards),
+                "digest": opened.table.digest,
+                "failed_sources": sorted(opened.failed),
+                "pending_sources": opened.pending,
             }
-            if len(found) == 0:
-                yield Finding("dataset", "failed", f"{subject.root} has no images", "Convert sources into it")
+            if len(opened) == 0:
+                yield Finding("dataset", "failed", f"{process.root} has no images", "Convert sources into it")
                 return
-            check_images(found, "training")
-            sample = found[subject.rank * 7919 % len(found)]  # any image, a different one on each rank
+            check_images(opened, "training")
+            sample = opened[process.rank * 7919 % len(opened)]  # any image, a different one on each rank
             figure = (
-                f"{len(found):,} images in {len(found.shards):,} shards, digest {found.table.digest[:12]}"
+                f"{len(opened):,} images in {len(opened.shards):,} shards, digest {opened.table.digest[:12]}"
             )
             values["bytes"] = len(sample.jpeg)
     except (Sa1bError, OSError, ValueError) as error:
-        figure, remedy = split(error, subject)
+        figure, remedy = split(error, process)
         if (
-            subject.world_size > 1
-            and "://" not in subject.root
-            and not (Path(subject.root) / DATASET).exists()
+            process.world_size > 1
+            and "://" not in process.root
+            and not (Path(process.root) / DATASET).exists()
         ):
             remedy = (
-                f"If other machines have this dataset: mount their file system on {subject.host}, copy it "
+                f"If other machines have this dataset: mount their file system on {process.host}, copy it "
                 f"there (sa1b copy), or name a URL. If none has: {remedy[:1].lower()}{remedy[1:]}"
             )
         yield Finding("dataset", "failed", figure, remedy)
         return
     if values["failed_sources"] or values["pending_sources"]:
-        lacks = f"{figure}; failed sources: {len(found.failed)}, pending: {len(found.pending)}"
+        lacks = f"{figure}; failed sources: {len(opened.failed)}, pending: {len(opened.pending)}"
         yield Finding("dataset", "warning", lacks, "Run reshard again, or train without them", values=values)
     else:
         yield Finding("dataset", "ok", figure, values=values)
 
 
-def read_rate(subject: Subject) -> Iterator[Finding]:
+def read_rate(process: RankProcess) -> Iterator[Finding]:
     """Random samples per second and sequential bytes per second of ROOT, while all ranks read."""
-    if subject.root is None:
+    if process.root is None:
         yield Finding("read rate", *_no_root())
         return
     try:
-        with _opened(subject) as found:
-            yield judged(_measured(subject, found), subject.rate or needed_rate(subject))
+        with _opened(process) as opened:
+            yield rate_finding(_measured(process, opened), process.rate or needed_rate(process))
     except (Sa1bError, OSError, ValueError) as error:
-        yield Finding("read rate", "skipped", *split(error, subject))
+        yield Finding("read rate", "skipped", *split(error, process))
 
 
 class Rates(NamedTuple):
@@ -113,12 +113,8 @@ def _rate(rate: float) -> str:
     return f"{rate / 1e6:,.1f} MB/s" if rate >= 1e5 else f"{rate / 1e3:,.1f} kB/s"
 
 
-def judged(rates: Rates, needed: float) -> Finding:
-    """The finding for measured rates.
-
-    Args:
-        needed: samples per second that this rank trains.
-    """
+def rate_finding(rates: Rates, needed: float) -> Finding:
+    """The finding for measured rates, of a rank that trains `needed` samples per second."""
     random = rates.samples * rates.sample_bytes
     figure = (
         f"{rates.samples:,.0f} random samples/s ({random / 1e6:,.1f} MB/s), "
@@ -145,14 +141,11 @@ def judged(rates: Rates, needed: float) -> Finding:
     )
 
 
-def needed_rate(subject: Subject) -> float:
-    """Images per second that a rank trains.
-
-    ViT-B, the smallest published model, at 40 % of the GPU's peak; a larger model needs fewer.
-    """
-    if subject.device.type != "cuda":
+def needed_rate(process: RankProcess) -> float:
+    """Images per second that a rank trains: ViT-B, the smallest model, at 40 % of the GPU's peak."""
+    if process.device.type != "cuda":
         return _CPU
-    peak = peak_flops(subject.device, "bf16")
+    peak = peak_flops(process.device, "bf16")
     return _UNKNOWN_GPU if peak is None else rate_of_peak(peak)
 
 
@@ -163,38 +156,35 @@ def rate_of_peak(peak: float) -> float:
     return MFU * peak / step_flops(vit_b.model, vit_b.recipe, 1, MASKS)
 
 
-def space(subject: Subject) -> Iterator[Finding]:
+def space(process: RankProcess) -> Iterator[Finding]:
     """Free bytes and files of --out, and of the folder for temporary files."""
-    if subject.out is None:
+    if process.out is None:
         yield Finding("space", "skipped", "no --out was named", "Name the folder of the run: --out FOLDER")
-    elif was_url(subject.out):
+    elif was_url(process.out):
         yield Finding(
-            "space", "skipped", f"--out {subject.out}: the free space of a store is unknown", "Nothing to do"
+            "space", "skipped", f"--out {process.out}: the free space of a store is unknown", "Nothing to do"
         )
     else:
-        yield space_of("--out ", subject.out, SPACE_LEAST, SPACE)
+        yield space_of("--out ", process.out, SPACE_LEAST, SPACE)
     yield space_of("temporary files in ", Path(tempfile.gettempdir()), SPACE_TEMPORARY // 10, SPACE_TEMPORARY)
 
 
 def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
     """Free space of a folder, which need not exist yet, and whether it can be written.
 
-    Args:
-        what: for the figure.
-        least: bytes below which the check fails.
-        advised: bytes below which it warns.
+    Below `least` bytes the check fails, below `advised` it warns.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\0" * 4096)
             file.flush()
-        found = os.statvfs(existing)
+        stats = os.statvfs(existing)
     except OSError as error:
         remedy = "Name a folder that this user can write, or free space"
         return Finding("space", "failed", f"{what}{folder}: cannot be written ({error.strerror})", remedy)
-    free, files = found.f_frsize * found.f_bavail, found.f_favail
-    limited = found.f_files > 0  # some file systems count no files
+    free, files = stats.f_frsize * stats.f_bavail, stats.f_favail
+    limited = stats.f_files > 0  # some file systems count no files
     figure = f"{what}{folder}: {memory_text(free)} free" + (f", {files:,} more files" if limited else "")
     values = {"folder": str(folder), "free_bytes": free, "free_files": files if limited else None}
     if free < least or (limited and files < INODES // 10):
@@ -212,14 +202,14 @@ def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
     )
 
 
-def split(error: Exception, subject: Subject) -> tuple[str, str]:
+def split(error: Exception, process: RankProcess) -> tuple[str, str]:
     """Figure and remedy of an error; messages of this package end with the remedy."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or subject.root}: {error.strerror}", "Check the path and its permissions"
+        return f"{error.filename or process.root}: {error.strerror}", "Check the path and its permissions"
     if isinstance(error, UnavailableError):
         return (
-            f"{error.url or subject.root}: unavailable for {subject.deadline:g} s: {error.last_error}",
-            f"Check on {subject.host} that the store runs, its endpoint (AWS_ENDPOINT_URL), proxies and "
+            f"{error.url or process.root}: unavailable for {process.deadline:g} s: {error.last_error}",
+            f"Check on {process.host} that the store runs, its endpoint (AWS_ENDPOINT_URL), proxies and "
             "firewall",
         )
     what, separator, remedy = str(error).replace("\n", " ").partition("; ")
@@ -235,8 +225,8 @@ def _no_root() -> tuple[State, str, str]:
 class _Opened:
     """An open dataset whose connections are closed at the end."""
 
-    def __init__(self, found: Dataset) -> None:
-        self.found = found
+    def __init__(self, dataset: Dataset) -> None:
+        self.found = dataset
 
     def __enter__(self) -> Dataset:
         return self.found
@@ -245,18 +235,18 @@ class _Opened:
         self.found.reader.close()
 
 
-def _opened(subject: Subject) -> _Opened:
-    assert subject.root is not None
-    return _Opened(Dataset(subject.root, deadline=subject.deadline))
+def _opened(process: RankProcess) -> _Opened:
+    assert process.root is not None
+    return _Opened(Dataset(process.root, deadline=process.deadline))
 
 
-def _measured(subject: Subject, found: Dataset) -> Rates:
+def _measured(process: RankProcess, dataset: Dataset) -> Rates:
     threads = available_cpus()
     stream = Stream(
-        found,
-        global_batch=min(8, len(found)),
+        dataset,
+        global_batch=min(8, len(dataset)),
         epochs=None,
-        seed=subject.rank,
+        seed=process.rank,
         rank=0,
         world_size=1,
         damage_log=os.devnull,
@@ -270,23 +260,23 @@ def _measured(subject: Subject, found: Dataset) -> Rates:
         for number in reads:
             samples += number
             passed = time.perf_counter() - began
-            if passed >= subject.seconds / 2:
+            if passed >= process.seconds / 2:
                 break
-    return Rates(samples / passed, sum(sizes) / max(len(sizes), 1), _sequential(subject, found))
+    return Rates(samples / passed, sum(sizes) / max(len(sizes), 1), _sequential(process, dataset))
 
 
-def _sequential(subject: Subject, found: Dataset) -> float:
+def _sequential(process: RankProcess, dataset: Dataset) -> float:
     """Bytes per second of reading one shard, a different one on each rank."""
-    name = found.shards[subject.rank % len(found.shards)]
-    reader: Reader = found.reader
+    name = dataset.shards[process.rank % len(dataset.shards)]
+    reader: Reader = dataset.reader
     length = reader.size(name)
     began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < subject.seconds / 2:
+    while time.perf_counter() - began < process.seconds / 2:
         if reader.is_local:
             _drop_cached(Path(reader.url(name)))
         for piece in reader.read_ranges(pieces_of(name, length)):
             count += len(piece)
-            if time.perf_counter() - began > subject.seconds / 2:
+            if time.perf_counter() - began > process.seconds / 2:
                 break
     return count / (time.perf_counter() - began)
 

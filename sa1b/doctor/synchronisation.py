@@ -1,10 +1,9 @@
 """Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
 
 Comparing parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
-are equal before the first step, whether gradients are synchronised or not. Comparing gradients between ranks
-is not enough either: a sum that is not divided by the number of ranks is wrong and equal everywhere.
-Therefore each rank computes the gradient of the data of all ranks alone, without communication, and compares
-its own with it.
+are equal before the first step in any case. Comparing gradients between ranks is not enough either: a sum
+that is not divided by the number of ranks is wrong and equal everywhere. So each rank computes the gradient
+of the data of all ranks alone, without communication, and compares its own with it.
 """
 
 import zlib
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
 from sa1b.doctor.report import Finding, ranges
@@ -30,34 +29,33 @@ Gradients = Mapping[str, Tensor]
 
 
 def gradients(
-    subject: Subject,
+    process: RankProcess,
     exchange: RankExchange,
     alter: Callable[[nn.Module], None] = lambda module: None,
     modes: Sequence[Literal["ddp", "fsdp"]] = ("ddp", "fsdp"),
 ) -> Iterator[Finding]:
     """Compare the gradients of both modes between ranks and with those of one process.
 
-    Args:
-        alter: called with the wrapped model before the backward pass.
+    `alter` is called with the wrapped model before the backward pass.
     """
-    numbers = [rank % _DATA for rank in range(subject.world_size)]
-    alone = {number: _backward(small_model().to(subject.device), number) for number in sorted(set(numbers))}
-    own = alone[numbers[subject.rank]]
-    mean = {name: torch.stack([alone[number][name] for number in numbers]).mean(0) for name in own}
+    numbers = [rank % _DATA for rank in range(process.world_size)]
+    alone = {number: _backward(small_model().to(process.device), number) for number in sorted(set(numbers))}
+    of_this_rank = alone[numbers[process.rank]]
+    mean = {name: torch.stack([alone[number][name] for number in numbers]).mean(0) for name in of_this_rank}
     for mode in modes:
-        rank_info = joined(subject, mode)
+        rank_info = joined(process, mode)
         module = wrap(small_model(), ParallelConfig(mode=mode), rank_info)
         alter(module)
-        found = _backward(module, numbers[subject.rank])
-        wrong = [name for name in mean if not _equal(found.get(name), mean[name])]
+        computed = _backward(module, numbers[process.rank])
+        wrong = [name for name in mean if not _equal(computed.get(name), mean[name])]
         if mode == "ddp":  # ranks of fsdp have different shards
             exchange.send(
-                "gradients/digests", None if wrong else {name: _digest(found[name]) for name in found}
+                "gradients/digests", None if wrong else {name: _digest(computed[name]) for name in computed}
             )
         if wrong:
             name = wrong[0]
             more = f" and {len(wrong) - 1:,} more of {len(mean):,}" if len(wrong) > 1 else ""
-            what = _difference(found.get(name), mean[name], own[name], subject.world_size)
+            what = _difference(computed.get(name), mean[name], of_this_rank[name], process.world_size)
             yield Finding(
                 GRADIENTS,
                 "failed",
@@ -67,12 +65,12 @@ def gradients(
             )
         else:
             yield Finding(GRADIENTS, "ok", f"{mode}: {len(mean)} gradients are those of one process")
-        if subject.rank == 0 and mode == "ddp":
+        if process.rank == 0 and mode == "ddp":
             yield from differing(
                 {
-                    rank: sent
-                    for rank, sent in exchange.receive("gradients/digests").items()
-                    if sent is not None
+                    rank: digests
+                    for rank, digests in exchange.receive("gradients/digests").items()
+                    if digests is not None
                 }
             )
 
@@ -97,29 +95,29 @@ def _same_shard(whole: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     return part.to_local(), like.to_local()
 
 
-def _equal(found: Tensor | None, expected: Tensor) -> bool:
-    if found is None:
+def _equal(gradient: Tensor | None, expected: Tensor) -> bool:
+    if gradient is None:
         return not expected.any()
     limit = _TOLERANCE * float(expected.abs().max()) + 1e-7
-    part, own = _same_shard(expected, found)
-    return own.shape == part.shape and bool(((own - part).abs() <= limit).all())
+    part, local = _same_shard(expected, gradient)
+    return local.shape == part.shape and bool(((local - part).abs() <= limit).all())
 
 
-def _difference(found: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
+def _difference(gradient: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
     """The fault of a gradient, as text."""
-    if found is None:
+    if gradient is None:
         return "has no gradient"
-    if _equal(found, alone):
+    if _equal(gradient, alone):
         return "not synchronised, it is the gradient of the data of this rank alone"
-    part, own = _same_shard(expected, found)
-    if not own.numel() or own.shape != part.shape:
-        return f"has the shape {list(own.shape)}, expected {list(part.shape)}"
-    if not bool(torch.isfinite(own).all()):
+    part, local = _same_shard(expected, gradient)
+    if not local.numel() or local.shape != part.shape:
+        return f"has the shape {list(local.shape)}, expected {list(part.shape)}"
+    if not bool(torch.isfinite(local).all()):
         return "is not finite"
     at = int(part.abs().argmax())
-    right, wrong = float(part.flatten()[at]), float(own.flatten()[at])
+    right, wrong = float(part.flatten()[at]), float(local.flatten()[at])
     factor = wrong / right if right else 0.0
-    if factor and _equal(found, expected * factor):
+    if factor and _equal(gradient, expected * factor):
         what = f"the mean over the ranks times {factor:.4g}"
         return f"{what}, the sum" if abs(factor - world_size) < 1e-3 * world_size else what
     return f"element {at} is {wrong:.6g}, expected {right:.6g}"
@@ -146,17 +144,16 @@ def _digest(tensor: Tensor) -> int:
 def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
     """The ranks whose gradients differ in a byte from those of most ranks.
 
-    Args:
-        answers: rank -> name of a parameter -> digest of its gradient.
+    `answers`: rank -> name of a parameter -> digest of its gradient.
     """
     for name in next(iter(answers.values()), {}):
-        found = {rank: digests.get(name) for rank, digests in answers.items()}
+        of_rank = {rank: digests.get(name) for rank, digests in answers.items()}
         groups: dict[int | None, list[int]] = {}
-        for rank, digest in sorted(found.items()):
+        for rank, digest in sorted(of_rank.items()):
             groups.setdefault(digest, []).append(rank)
         if len(groups) > 1:
             most = max(groups.values(), key=len)
-            ranks = tuple(rank for rank in found if rank not in most)
+            ranks = tuple(rank for rank in of_rank if rank not in most)
             yield Finding(
                 GRADIENTS,
                 "failed",

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.doctor import group, reachability, ring, skew, synchronisation
 from sa1b.doctor.bandwidth import bandwidth
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import CheckTogether, RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.parallel import stop
@@ -24,9 +24,9 @@ PATIENCE = 120  # seconds
 class Private(RankExchange):
     """The exchange of one case, with keys that no other case uses."""
 
-    def __init__(self, subject: Subject, case: str) -> None:
+    def __init__(self, process: RankProcess, case: str) -> None:
         self.case = case
-        super().__init__(subject)
+        super().__init__(process)
 
     def wrap(self, store: Any) -> Any:
         return dist.PrefixStore(self.case, store)
@@ -94,8 +94,8 @@ def wrong_chunk(step: int, chunk: Tensor) -> None:
 class Closed(Private):
     """The exchange of a host that gives the others a port at which it does not listen."""
 
-    def __init__(self, subject: Subject, case: str) -> None:
-        super().__init__(subject, case)
+    def __init__(self, process: RankProcess, case: str) -> None:
+        super().__init__(process, case)
         self.port = socket.socket()
         self.port.bind(("127.0.0.1", 0))
 
@@ -106,10 +106,10 @@ class Closed(Private):
 
 def found() -> dict[str, list[Finding]]:
     """The findings of this rank, by case."""
-    subject = Subject.of_this_process(timeout=2 * PATIENCE, seconds=0.3, largest_message=1 << 16)
-    rank = subject.rank
+    process = RankProcess.of_this_process(timeout=2 * PATIENCE, seconds=0.3, largest_message=1 << 16)
+    rank = process.rank
     ring.time = watch = Watch()
-    cases: dict[str, Callable[[Subject, RankExchange], Any]] = {
+    cases: dict[str, Callable[[RankProcess, RankExchange], Any]] = {
         "group": group.process_group,
         "sum": group.rank_sum,
         "wrong sum": lambda *given: group.rank_sum(*given, contribution=7 if rank == 1 else None),
@@ -128,19 +128,19 @@ def found() -> dict[str, list[Finding]]:
         ),
         "reachability": lambda *given: reachability.reachability(*given, address="127.0.0.1"),
         "blocked": lambda *given: reachability.reachability(*given, address="127.0.0.1"),
-        "loopback": lambda subject, exchange: reachability.reachability(
-            replace(subject, environment={**subject.environment, "GLOO_SOCKET_IFNAME": "lo"}), exchange
+        "loopback": lambda process, exchange: reachability.reachability(
+            replace(process, environment={**process.environment, "GLOO_SOCKET_IFNAME": "lo"}), exchange
         ),
         # Last, because a barrier that failed leaves the ranks at different collectives.
-        "barrier": lambda subject, exchange: (
-            () if rank == 1 else group.process_group(replace(subject, timeout=8), exchange)
+        "barrier": lambda process, exchange: (
+            () if rank == 1 else group.process_group(replace(process, timeout=8), exchange)
         ),
     }  # fmt: skip
     results = {}
     for name, work in cases.items():
         # Different hosts for the checks that compare hosts.
         several = name in ("clock", "skewed", "reachability", "blocked", "loopback", "slow link")
-        own = replace(subject, host=f"gpu-{rank}") if several else subject
+        own = replace(process, host=f"gpu-{rank}") if several else process
         exchange = (Closed if (name, rank) == ("blocked", 2) else Private)(own, name)
         results[name] = CheckTogether(name, work).run(own, exchange)
     stop()

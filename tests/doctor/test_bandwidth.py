@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.doctor.bandwidth import COLLECTIVES, Measurement, judged
-from sa1b.doctor.check import Subject
+from sa1b.doctor.bandwidth import COLLECTIVES, Measurement, bandwidth_finding
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.links import Link, link_of
 
 GPU = torch.device("cuda", 0)
@@ -30,13 +30,13 @@ def machine(tmp_path: Path) -> Path:
 
 
 def test_the_link_between_the_ranks(machine: Path) -> None:
-    gpus = Subject(device=GPU, system=machine, environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    gpus = RankProcess(device=GPU, system=machine, environment={"GLOO_SOCKET_IFNAME": "eth0"})
     assert (link_of(gpus, 2).kind, link_of(gpus, 2).nominal) == ("InfiniBand", 50e9)
     nvlink = link_of(gpus, 1, NVLINK)
     assert (nvlink.kind, nvlink.nominal) == ("NVLink", pytest.approx(478.116e9))
-    processors = Subject(system=machine, environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    processors = RankProcess(system=machine, environment={"GLOO_SOCKET_IFNAME": "eth0"})
     assert (link_of(processors, 2).kind, link_of(processors, 2).nominal) == ("Ethernet", 12.5e9)
-    assert link_of(Subject(system=machine / "nothing", environment={}), 2).nominal == 0
+    assert link_of(RankProcess(system=machine / "nothing", environment={}), 2).nominal == 0
     assert link_of(processors, 1).kind == "memory"
 
 
@@ -55,13 +55,13 @@ def test_a_rate_is_compared_with_that_of_the_link(kind: str, rate: float, state:
         "NVLink": Link("NVLink", 478e9, 0.5, 1.1, "Look at links"),
         "PCIe": Link("PCIe", 31.5e9, 0.25, 0.95, "Look at lanes"),
     }
-    found = judged(measured(rate), links[kind])
+    found = bandwidth_finding(measured(rate), links[kind])
     assert found.state == state
     assert found.figure.startswith(f"all-reduce {rate / 1e9:.2f} GB/s, all-gather {rate / 2e9:.2f} GB/s")
     assert f"expected for {kind}" in found.figure
     assert found.remedy == ("" if state == "ok" else links[kind].remedy)
 
 
-def test_a_link_of_unknown_rate_is_not_judged() -> None:
-    found = judged(measured(1e9), Link("Ethernet", 0, 0.4, 1, "Look"))
-    assert (found.state, "not judged, the rate of Ethernet is not known" in found.figure) == ("ok", True)
+def test_a_link_of_unknown_rate_is_not_checked() -> None:
+    found = bandwidth_finding(measured(1e9), Link("Ethernet", 0, 0.4, 1, "Look"))
+    assert (found.state, "not checked, the rate of Ethernet is not known" in found.figure) == ("ok", True)

@@ -9,8 +9,8 @@ import torch
 
 from sa1b.doctor import device
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Check, Subject
-from sa1b.doctor.device import Gpus, judged_copy, placed
+from sa1b.doctor.check import Check, RankProcess
+from sa1b.doctor.device import Gpus, copy_finding, placed
 from sa1b.doctor.report import Finding
 from sa1b.doctor.small_step import small_step
 
@@ -39,22 +39,22 @@ def only(findings: Iterator[Finding]) -> Finding:
 )  # fmt: skip
 def test_gpus_that_are_not_visible(gpus: Gpus, listed: str | None, figure: str, remedy: str) -> None:
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    found = only(device.visible_device(Subject(environment=environment), gpus))
+    found = only(device.visible_device(RankProcess(environment=environment), gpus))
     assert found.state == "failed"
     assert figure in found.figure
     assert remedy in found.remedy
 
 
 def test_a_container_without_gpus_and_a_machine_without_any() -> None:
-    found = only(device.visible_device(Subject(environment={}), Gpus("12.8", None, 0, 0)))
+    found = only(device.visible_device(RankProcess(environment={}), Gpus("12.8", None, 0, 0)))
     assert found.state == "warning"
     assert "--gpus all" in found.remedy
-    assert only(device.visible_device(Subject(environment={}), Gpus(None, None, 0, 0))).state == "ok"
+    assert only(device.visible_device(RankProcess(environment={}), Gpus(None, None, 0, 0))).state == "ok"
 
 
 def test_more_ranks_than_gpus() -> None:
-    subject = Subject(environment={}, rank=3, local_rank=3, world_size=4, local_world_size=4)
-    found = only(device.visible_device(subject, Gpus("12.8", "550.54", 2, 2)))
+    process = RankProcess(environment={}, rank=3, local_rank=3, world_size=4, local_world_size=4)
+    found = only(device.visible_device(process, Gpus("12.8", "550.54", 2, 2)))
     assert found.figure == "local rank 3 has no GPU: this process sees 2"
 
 
@@ -81,7 +81,7 @@ def driver_tree(folder: Path) -> Path:
 
 
 def test_driver_and_gpus_are_read_from_the_machine(tmp_path: Path) -> None:
-    found = Gpus.of_this_process(Subject(system=driver_tree(tmp_path)))
+    found = Gpus.of_this_process(RankProcess(system=driver_tree(tmp_path)))
     assert (found.driver, found.nodes) == ("470.57.02", 2)
 
 
@@ -93,7 +93,7 @@ def asked(folder: Path, answer: str, code: int = 0, **more: str) -> list[Finding
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\nexit {code}\n")
     program.chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", **more}
-    return list(device.gpu_state(Subject(environment=environment)))
+    return list(device.gpu_state(RankProcess(environment=environment)))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_older_driver_has_another_name_for_a_field(tmp_path: Path) -> None:
         f"cat <<'END'\n{GOOD}\nEND\n"
     )
     program.chmod(0o755)
-    (found,) = device.gpu_state(Subject(environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}))
+    (found,) = device.gpu_state(RankProcess(environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}))
     assert found.state == "ok", found.figure
 
 
@@ -146,14 +146,14 @@ def test_a_driver_that_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_the_checks_of_gpus_are_skipped() -> None:
-    subject = Subject(environment={"PATH": "/nowhere"})
+    process = RankProcess(environment={"PATH": "/nowhere"})
     for work in (device.gpu_state, device.pinned_copy):
-        assert only(work(subject)).state == "skipped"
+        assert only(work(process)).state == "skipped"
 
 
 @pytest.mark.parametrize(("rate", "state"), [(24e9, "ok"), (3e9, "warning"), (0.4e9, "failed")])
 def test_the_rate_of_copies_to_the_gpu(rate: float, state: str) -> None:
-    found = judged_copy(rate)
+    found = copy_finding(rate)
     assert found.state == state
     assert found.figure.startswith(f"{rate / 1e9:.1f} GB/s from pinned memory")
 
@@ -172,12 +172,12 @@ def test_a_parameter_a_gradient_or_a_target_on_another_device_is_named() -> None
 
 
 def test_an_error_of_a_check_is_a_finding_and_stops_no_other_check() -> None:
-    def broken(subject: Subject) -> Iterator[Finding]:
+    def broken(process: RankProcess) -> Iterator[Finding]:
         raise ValueError("unforeseen")
         yield
 
-    (found,) = Check("broken", broken).run(Subject())
+    (found,) = Check("broken", broken).run(RankProcess())
     assert found.state == "failed"
     assert "ValueError: unforeseen" in found.figure
-    (after,) = Check("later", broken, needs=("broken",)).run(Subject(), [found])
+    (after,) = Check("later", broken, needs=("broken",)).run(RankProcess(), [found])
     assert (after.state, after.figure) == ("skipped", "the check 'broken' failed")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.environment import environment
 from sa1b.doctor.exchange import of_rank
 from sa1b.doctor.report import Finding
@@ -32,7 +32,7 @@ def judged(machine: Path, *, several: bool = False, **variables: str) -> list[Fi
     rendezvous = {"MASTER_ADDR": "gpu-06", "MASTER_PORT": "29500"} if several else {}
     more = TWO_HOSTS if several else {"host": "gpu-07"}
     own = {"HOME": str(machine), **rendezvous, **variables}
-    found = list(environment(Subject(environment=own, system=machine, **more)))
+    found = list(environment(RankProcess(environment=own, system=machine, **more)))
     assert all(bool(one.remedy) == (one.state != "ok") for one in found)
     return [one for one in found if not one.figure.startswith("MASTER_")]
 
@@ -118,8 +118,8 @@ def test_an_address_at_which_the_ranks_cannot_meet(
     tmp_path: Path, address: str, port: str, problem: str
 ) -> None:
     variables = {"HOME": str(tmp_path), "MASTER_ADDR": address, "MASTER_PORT": port}
-    subject = Subject(environment=variables, system=tmp_path, **TWO_HOSTS)
-    found = [one for one in environment(subject) if one.state != "ok"]
+    process = RankProcess(environment=variables, system=tmp_path, **TWO_HOSTS)
+    found = [one for one in environment(process) if one.state != "ok"]
     assert [one.state for one in found] == ["failed"]
     assert problem in found[0].figure
     assert "torchrun" in found[0].remedy
@@ -127,9 +127,11 @@ def test_an_address_at_which_the_ranks_cannot_meet(
 
 def test_variables_that_differ_between_ranks_are_named(machine: Path) -> None:
     def of(rank: int, **variables: str) -> list[Finding]:
-        subject = Subject(environment=variables, system=machine, rank=rank, world_size=1, host=f"gpu-{rank}")
-        found = list(environment(subject))
-        return of_rank(found, Subject(rank=rank, world_size=4, host=f"gpu-{rank}"))
+        process = RankProcess(
+            environment=variables, system=machine, rank=rank, world_size=1, host=f"gpu-{rank}"
+        )
+        found = list(environment(process))
+        return of_rank(found, RankProcess(rank=rank, world_size=4, host=f"gpu-{rank}"))
 
     same = [one for rank in range(4) for one in of(rank, NCCL_DEBUG="WARN", NCCL_SOCKET_IFNAME=f"eth{rank}")]
     assert not list(agreement(same))

@@ -8,7 +8,7 @@ import torch
 
 from sa1b.doctor import skew
 from sa1b.doctor.connection import connect_reason
-from sa1b.doctor.reachability import judged
+from sa1b.doctor.reachability import connection_findings
 from sa1b.doctor.report import Finding, Report
 from sa1b.doctor.ring import steps_of, timeline
 from tests.doctor import ranks
@@ -126,14 +126,16 @@ def test_clocks_that_differ() -> None:
     assert ahead.figure.startswith("the clock of gpu-1 is ")
     assert ahead.values["offset_seconds"] == pytest.approx(5, abs=ahead.values["error_seconds"] + 0.01)
     assert (after.state, after.ranks) == ("failed", (2,))
-    assert "the clock of gpu-2 is 16.7 minutes after that of gpu-0" in after.figure
+    assert "the clock of gpu-2 is 16.7 minutes behind that of gpu-0" in after.figure
     assert "15 minutes" in after.figure
     assert all("chronyc" in one.remedy for one in (ahead, after))
 
 
 def test_a_small_difference_is_no_fault() -> None:
-    assert skew.judged(1.2, 0.5, "b", "a").state == "ok"
-    assert skew.judged(-1.2, 0.001, "b", "a").figure.startswith("the clock of b is 1.2 s after that of a")
+    assert skew.skew_finding(1.2, 0.5, "b", "a").state == "ok"
+    assert skew.skew_finding(-1.2, 0.001, "b", "a").figure.startswith(
+        "the clock of b is 1.2 s behind that of a"
+    )
 
 
 def test_a_port_that_is_blocked_names_the_pairs_of_hosts() -> None:
@@ -171,7 +173,7 @@ def test_hosts_that_cannot_be_reached_are_grouped_by_reason() -> None:
     hosts = {rank: f"gpu-{rank}" for rank in range(0, 80, 8)} | {0: "gpu-0"}
     targets = {rank: ("10.0.0.1", 40000 + rank) for rank in hosts if rank} | {-1: ("gpu-0", 29500)}
     reasons = {rank: "timed out" if rank > 8 else "" for rank in targets} | {-1: "no route"}
-    late, rendezvous = judged("gpu-0", hosts, targets, reasons)
+    late, rendezvous = connection_findings("gpu-0", hosts, targets, reasons)
     assert late.figure.startswith("gpu-0 -> gpu-16 (10.0.0.1:40016), gpu-24 (10.0.0.1:40024)")
     assert late.figure.endswith("and 4 more: timed out")
     assert "firewall" in late.remedy

@@ -8,7 +8,7 @@ import pytest
 
 from sa1b.doctor import software
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding
 
 REQUIREMENTS = (
@@ -27,7 +27,7 @@ def checked(root: str | None = None, **installed: str) -> list[Finding]:
             raise PackageNotFoundError(name)
         return installed[name]
 
-    return list(software.packages(Subject(root=root), REQUIREMENTS, version_of))
+    return list(software.packages(RankProcess(root=root), REQUIREMENTS, version_of))
 
 
 def test_all_required_packages_are_there() -> None:
@@ -53,7 +53,7 @@ def test_what_the_url_needs() -> None:
 
 
 def test_the_requirements_of_this_package_are_met() -> None:
-    (found,) = software.packages(Subject(root="s3://bucket"))
+    (found,) = software.packages(RankProcess(root="s3://bucket"))
     assert found.state == "ok"
     assert {"torch", "numpy", "s3fs"} <= found.values["installed"].keys()
 
@@ -74,13 +74,13 @@ def test_a_build_without_a_back_end() -> None:
 
 
 def test_the_driver_is_part_of_the_versions(tmp_path: Path) -> None:
-    (found,) = software.versions(Subject(system=tmp_path))
+    (found,) = software.versions(RankProcess(system=tmp_path))
     assert (found.state, found.values["driver"]) == ("ok", None)
     assert found.values["torch"] in found.figure
 
 
 def test_ranks_with_other_code_of_the_same_version_are_named(tmp_path: Path) -> None:
-    (own,) = software.versions(Subject(system=tmp_path))
+    (own,) = software.versions(RankProcess(system=tmp_path))
     assert len(own.values["code"]) == 64
 
     def of(rank: int, code: str) -> Finding:
@@ -95,8 +95,8 @@ def test_two_machines_with_one_host_name_are_named(tmp_path: Path) -> None:
     boot = tmp_path / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text("1234-5678\n")
-    assert software.boot_id(Subject(system=tmp_path)) == "1234-5678"
-    assert software.boot_id(Subject(system=tmp_path / "none")) == ""
+    assert software.boot_id(RankProcess(system=tmp_path)) == "1234-5678"
+    assert software.boot_id(RankProcess(system=tmp_path / "none")) == ""
 
     def of(rank: int, machine: str) -> Finding:
         return Finding("versions", "ok", "", "", (rank,), "gpu", {"machine": machine})

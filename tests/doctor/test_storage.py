@@ -12,7 +12,7 @@ import pytest
 from benchmarks import latency_proxy
 from sa1b.doctor import storage
 from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.doctor.report import Finding
 from tests.disks import small_disk
 from tests.shards import tiny_source
@@ -34,10 +34,10 @@ def only(findings: Iterator[Finding]) -> Finding:
 
 
 def test_a_good_directory(root: Path) -> None:
-    found = only(storage.dataset(Subject(root=str(root))))
+    found = only(storage.dataset(RankProcess(root=str(root))))
     assert found.state == "ok"
     assert found.figure.startswith("12 images in 3 shards, digest ")
-    rate = only(storage.read_rate(Subject(root=str(root), seconds=0.1, rate=0.001)))
+    rate = only(storage.read_rate(RankProcess(root=str(root), seconds=0.1, rate=0.001)))
     assert rate.state == "ok"
     assert rate.values["samples_per_second"] > 0
     assert rate.values["sequential_bytes_per_second"] > 0
@@ -60,20 +60,20 @@ def test_the_first_reads_which_load_code_and_open_connections_do_not_count(
 
     monkeypatch.setattr(storage, "storage_reads", reads)
     monkeypatch.setattr(storage, "time", SimpleNamespace(perf_counter=perf_counter))
-    found = only(storage.read_rate(Subject(root=str(root), seconds=0.1, rate=0.001)))
+    found = only(storage.read_rate(RankProcess(root=str(root), seconds=0.1, rate=0.001)))
     assert found.values["samples_per_second"] == pytest.approx(1000 / 0.251)
 
 
 def test_without_root_storage_is_skipped_with_a_hint() -> None:
     for work in (storage.dataset, storage.read_rate):
-        found = only(work(Subject()))
+        found = only(work(RankProcess()))
         assert (found.state, found.figure) == ("skipped", "no ROOT was named")
         assert found.remedy == "Name the dataset directory: sa1b doctor ROOT"
 
 
 def test_a_dataset_that_one_of_several_ranks_lacks(tmp_path: Path) -> None:
-    subject = Subject(root=str(tmp_path / "missing"), rank=1, world_size=2, host="gpu-1")
-    (found,) = storage.dataset(subject)
+    process = RankProcess(root=str(tmp_path / "missing"), rank=1, world_size=2, host="gpu-1")
+    (found,) = storage.dataset(process)
     assert found.figure.endswith("missing: no dataset there")
     assert found.remedy.startswith(
         "If other machines have this dataset: mount their file system on gpu-1, copy it"
@@ -90,14 +90,14 @@ def test_a_dataset_that_one_of_several_ranks_lacks(tmp_path: Path) -> None:
 )
 def test_a_root_that_is_no_dataset(root: Path, name: str, figure: str, remedy: str) -> None:
     at = name if "://" in name else str(root.parent / name)
-    found = only(storage.dataset(Subject(root=at, timeout=2)))
+    found = only(storage.dataset(RankProcess(root=at, timeout=2)))
     assert found.state == "failed"
     assert figure in found.figure
     assert found.remedy.startswith(remedy)
 
 
 def test_a_store_that_does_not_answer() -> None:
-    found = only(storage.dataset(Subject(root="http://127.0.0.1:9/data", timeout=2, host="gpu-07")))
+    found = only(storage.dataset(RankProcess(root="http://127.0.0.1:9/data", timeout=2, host="gpu-07")))
     assert found.state == "failed"
     assert "http://127.0.0.1:9/data/dataset.json: unavailable for 1 s: " in found.figure
     assert "Check on gpu-07 that the store runs" in found.remedy
@@ -108,7 +108,7 @@ def test_a_damaged_sample(root: Path, tmp_path: Path) -> None:
     for shard in copy.glob("*.tar"):
         data = bytearray(shard.read_bytes())
         shard.write_bytes(bytes(byte ^ 1 for byte in data))
-    found = only(storage.dataset(Subject(root=str(copy))))
+    found = only(storage.dataset(RankProcess(root=str(copy))))
     assert found.state == "failed"
     assert "is damaged" in found.figure
     assert "verify" in found.remedy
@@ -119,15 +119,15 @@ def test_sources_that_failed(root: Path, tmp_path: Path) -> None:
     document = json.loads((copy / "dataset.json").read_text())
     document["failed"] = {"sa_000002": "truncated"}
     (copy / "dataset.json").write_text(json.dumps(document))
-    found = only(storage.dataset(Subject(root=str(copy))))
+    found = only(storage.dataset(RankProcess(root=str(copy))))
     assert found.state == "warning"
     assert "; failed sources: 1, pending: 0" in found.figure
 
 
 def test_a_slow_store(root: Path) -> None:
     with Service("range_server", root.parent) as server, latency_proxy.running(server.port, 0.1) as port:
-        subject = Subject(root=f"http://127.0.0.1:{port}/data", seconds=0.6, rate=5000)
-        found = only(storage.read_rate(subject))
+        process = RankProcess(root=f"http://127.0.0.1:{port}/data", seconds=0.6, rate=5000)
+        found = only(storage.read_rate(process))
     assert found.state == "failed"  # at most 16 reads are in flight, 10 times a second
     assert found.values["samples_per_second"] < 1000
     assert "a rank trains 5,000 samples/s" in found.figure
@@ -136,14 +136,14 @@ def test_a_slow_store(root: Path) -> None:
 
 @pytest.mark.parametrize(("samples", "state"), [(30.0, "failed"), (60.0, "warning"), (90.0, "ok")])
 def test_a_rate_near_the_needed_one(samples: float, state: str) -> None:
-    found = storage.judged(storage.Rates(samples, 500e3, 200e6), 40.0)
+    found = storage.rate_finding(storage.Rates(samples, 500e3, 200e6), 40.0)
     assert found.state == state
     assert f"{samples:.0f} random samples/s ({samples / 2:.1f} MB/s), 200 MB/s sequential" in found.figure
     assert "a rank trains 40 samples/s (20.0 MB/s)" in found.figure
 
 
 def test_the_rate_of_a_cpu_is_not_rounded_to_nothing() -> None:
-    found = storage.judged(storage.Rates(3000.0, 38e3, 200e6), 1.0)
+    found = storage.rate_finding(storage.Rates(3000.0, 38e3, 200e6), 1.0)
     assert found.figure.endswith("a rank trains 1 sample/s (38.0 kB/s)")
 
 
@@ -164,7 +164,7 @@ def test_ranks_that_see_another_dataset_are_named() -> None:
 
 
 def of_out(out: Path) -> Finding:
-    first, temporary = storage.space(Subject(out=out))
+    first, temporary = storage.space(RankProcess(out=out))
     assert temporary.figure.startswith("temporary files in ")
     assert bool(first.remedy) == (first.state != "ok")
     return first

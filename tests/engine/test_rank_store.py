@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from sa1b.doctor.check import Subject
-from sa1b.doctor.examination import examine
+from sa1b.doctor.all_checks import run_checks
+from sa1b.doctor.check import RankProcess
 from sa1b.engine import rank_store
 from sa1b.engine.rank_store import fresh_store
 from sa1b.errors import UsageError
@@ -39,8 +39,8 @@ def test_a_foreign_program_at_the_port_ends_training_and_doctor(
     monkeypatch.setenv("RANK", str(rank))
     with pytest.raises(UsageError, match=rf"{reason}.*{remedy}"):
         fresh_store(rank, 2, WAIT)
-    subject = Subject.of_this_process(timeout=1, seconds=0.1)
-    report = examine(subject, lambda name: name == "rendezvous", quiet=True)
+    process = RankProcess.of_this_process(timeout=1, seconds=0.1)
+    report = run_checks(process, lambda name: name == "rendezvous", quiet=True)
     assert report is not None
     (found,) = report.findings
     assert (found.state, found.ranks) == ("failed", (rank,))

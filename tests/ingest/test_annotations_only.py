@@ -13,7 +13,7 @@ import pytest
 import sa1b
 from sa1b.annotate.images import find_images
 from sa1b.doctor import storage
-from sa1b.doctor.check import Subject
+from sa1b.doctor.check import RankProcess
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import Options
 from tests.cli.verb import runner
@@ -113,7 +113,7 @@ def test_a_use_of_pixels_names_the_flag(
 
 
 def test_doctor_fails(folder: Path) -> None:
-    (finding,) = storage.dataset(Subject(root=str(folder / "only")))
+    (finding,) = storage.dataset(RankProcess(root=str(folder / "only")))
     assert (finding.state, "--annotations-only" in finding.figure) == ("failed", True)
     assert finding.remedy.startswith("Convert the sources")
 

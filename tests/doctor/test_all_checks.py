@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sa1b.doctor.check import Subject, crashed
-from sa1b.doctor.examination import LOCAL, TOGETHER, examine, names, out_of_step
+from sa1b.doctor.all_checks import LOCAL, TOGETHER, names, out_of_step, run_checks
+from sa1b.doctor.check import RankProcess, crashed
 from sa1b.doctor.exchange import CheckTogether, RankExchange
 from sa1b.doctor.group import GROUP, process_group, rank_sum
 from sa1b.doctor.report import Finding
@@ -233,29 +233,29 @@ def test_torchrun(root: Path) -> None:
 
 def together_on_rank() -> dict[str, Any] | None:
     """Checks by both ranks: one raises on rank 1, and another one does not end there."""
-    RankExchange(ready := Subject.of_this_process(timeout=PATIENCE)).send("ready", True)
+    RankExchange(ready := RankProcess.of_this_process(timeout=PATIENCE)).send("ready", True)
     assert len(RankExchange(ready).receive("ready")) == 2  # from here on, 5 s are long
 
     def good(name: str) -> CheckTogether:
-        def work(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
-            yield Finding(name, "ok", f"of rank {subject.rank}")
+        def work(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
+            yield Finding(name, "ok", f"of rank {process.rank}")
 
         needs = ("raises",) if name == "needs it" else ()
         return CheckTogether(name, work, needs)
 
-    def raises(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
-        if subject.rank == 1:
+    def raises(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
+        if process.rank == 1:
             raise ValueError("broken")
         yield Finding("raises", "ok", "fine")
 
-    def stops(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
-        if subject.rank == 1:
+    def stops(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
+        if process.rank == 1:
             exchange.send("pid", os.getpid())
             os.kill(os.getpid(), signal.SIGSTOP)
-        yield from process_group(subject, exchange)
+        yield from process_group(process, exchange)
 
-    def hangs(subject: Subject, exchange: RankExchange) -> Iterator[Finding]:
-        if subject.rank == 1:
+    def hangs(process: RankProcess, exchange: RankExchange) -> Iterator[Finding]:
+        if process.rank == 1:
             time.sleep(PATIENCE)
         yield Finding("hangs", "ok", "fine")
 
@@ -269,11 +269,11 @@ def together_on_rank() -> dict[str, Any] | None:
         CheckTogether(GROUP, stops),
         CheckTogether("last", rank_sum, needs=(GROUP,)),
     )
-    subject = Subject.of_this_process(timeout=5, seconds=0.1)
+    process = RankProcess.of_this_process(timeout=5, seconds=0.1)
     mine = [check.name for check in checks]
-    report = examine(subject, lambda name: name in mine, quiet=True, together=checks)
-    if subject.rank == 0:
-        (pid,) = RankExchange(subject).receive("pid", [1]).values()
+    report = run_checks(process, lambda name: name in mine, quiet=True, together=checks)
+    if process.rank == 0:
+        (pid,) = RankExchange(process).receive("pid", [1]).values()
         os.kill(pid, signal.SIGCONT)
     return report.document() if report else None
 
