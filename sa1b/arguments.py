@@ -10,6 +10,7 @@ from numbers import Real
 from operator import index
 from pathlib import Path
 from typing import SupportsIndex, cast
+from urllib.parse import urlsplit
 
 from sa1b.errors import UsageError
 
@@ -96,9 +97,16 @@ def plain_root(value: Path | str) -> str:
         if scheme.startswith("http"):
             raise UsageError(f"{text}: names no host; pass a URL such as https://HOST/FOLDER")
         raise UsageError(f"{text}: names no bucket; pass a URL such as {scheme}://BUCKET/FOLDER")
+    if is_url and (why := fault_of_url(text)):
+        raise UsageError(f"{text}: no valid URL ({why}); check it")
     return f"{scheme}:{rest}" if is_url else text
 
 
-def was_url(value: Path | str) -> bool:
-    """Whether a path was a URL before `Path` removed one of its slashes: "s3:/BUCKET/FOLDER"."""
-    return re.match(r"[a-z][a-z0-9+.-]+:/", str(value)) is not None
+def fault_of_url(url: str) -> str:
+    """Why a URL has no valid form, such as a bracket that is not closed; empty if it has."""
+    try:
+        parts = urlsplit(url)
+        is_wrong = parts.scheme in ("http", "https") and parts.port == 0
+    except ValueError as error:
+        return str(error)
+    return "its port must be from 1 to 65535" if is_wrong else ""

@@ -61,9 +61,12 @@ def run(
     run_directly(parse_and_call)
 
 
-def show(text: str) -> None:
-    """Print a text of the program on stdout; see `sa1b.errors.printable`. Data of the user is not changed."""
-    print(printable(text), flush=True)
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print a text of the program, on stdout by default; see `sa1b.errors.printable`.
+
+    Data of the user, such as the rows of a query, is not changed.
+    """
+    print(printable(text), file=file, flush=True)
 
 
 def parse(
@@ -281,7 +284,7 @@ def _see_help(prog: str | None) -> str:
 def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:
     """Print a text, on stdout by default, and exit."""
     try:
-        print(text, end="", file=file, flush=True)
+        print(printable(text), end="", file=file, flush=True)
     except BrokenPipeError:
         code = broken_pipe()
     sys.exit(code)

@@ -65,6 +65,9 @@ def test_a_url_has_one_form(given: str, plain: str) -> None:
         ("https://", "names no host"),
         ("file://other/x", "names no file of this machine; pass its path"),
         ("file://", "names no file of this machine"),
+        ("s3://[x/y", "no valid URL"),
+        ("http://host:99999/x", "no valid URL"),
+        ("http://host:x/sa_1.tar", "no valid URL"),
     ],
 )
 def test_a_url_without_a_place_is_refused(given: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,9 @@ def main(
         opened = open_view(root, table, view)
         images = opened.image_ids(table)
         if opened.masks_where is not None and to != "images":
-            print(
+            show(
                 f"note: --view {view} has a condition on masks; the export has all masks of its images",
-                file=sys.stderr,
+                sys.stderr,
             )
     with engines.engine(engine, address, workers) as (count, supervise):
         summary = export(

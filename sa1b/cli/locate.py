@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.console import counted, loading
+from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import aligned
 from sa1b.sources.link_list import read_links
@@ -80,7 +80,7 @@ def main(
     elif tsv:
         _print_tsv(found)
     else:
-        print(_table(found))
+        show(_table(found))
     return 0 if found.is_stored.all() else 3
 
 

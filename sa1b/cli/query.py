@@ -13,6 +13,7 @@ import math
 import sys
 from contextlib import suppress
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,7 +107,7 @@ def main(
             )
             present(found, json_output)
         elif parquet is not None:
-            print(f"{counted(_write_parquet(query, parquet), 'row')}\nWritten: {parquet}")
+            show(f"{counted(_write_parquet(query, parquet), 'row')}\nWritten: {parquet}")
         elif csv_output:
             _print_csv(query)
         elif json_output:
@@ -141,9 +142,11 @@ def _write_parquet(query: "Query", path: Path) -> int:
 
 def _print_csv(query: "Query") -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(query.columns)
-    for rows in query.rows():
-        writer.writerows(rows)
+    for rows in chain([[query.columns]], query.rows()):
+        if sys.stdout.isatty():  # files and programs get the values as they are
+            writer.writerows([_harmless(one) if isinstance(one, str) else one for one in row] for row in rows)
+        else:
+            writer.writerows(rows)
 
 
 def _print_json(query: "Query") -> None:
@@ -188,7 +191,10 @@ def _table(query: "Query", limit: int) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "NULL"
-    text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
-    if not text.isprintable():  # a text of a joined file may contain control sequences of the terminal
-        text = repr(text)[1:-1]
+    text = f"{value:.6g}" if isinstance(value, float) else _harmless(" ".join(str(value).split()))
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+def _harmless(text: str) -> str:
+    """A text of the user, which may contain control sequences of the terminal, without these."""
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sa1b.cli.paths import check_scratch_flag
-from sa1b.console import counted
+from sa1b.console import counted, show
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import Link, is_url, read_links
 from sa1b.storage.protocols import READ_ONLY, endpoint_options, protocol_of
@@ -64,7 +64,7 @@ def linked(
         found += listed
         if others:
             names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-            sys.stderr.write(f"note: {path}: {counted(len(others), 'other file')} left out ({names})\n")
+            show(f"note: {path}: {counted(len(others), 'other file')} left out ({names})", sys.stderr)
     return tuple(
         replace(one, connections=connections, max_rate=rate, options=endpoint_options(one.url, endpoint))
         for one in found

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
+from sa1b.console import show
 from sa1b.errors import UsageError
 from sa1b.ingest.admission import (
     admitted,
@@ -280,4 +281,4 @@ def _check_accept(policy: Policy, summary: ReshardSummary, quiet: bool) -> None:
 
 def _say(message: str, quiet: bool) -> None:
     if not quiet:
-        print(message, file=sys.stderr)
+        show(message, sys.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sa1b.arguments import fault_of_url
 from sa1b.errors import SourceError, printable
 from sa1b.storage.errors import StorageError
 
@@ -105,7 +106,7 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
             continue
         name, tab, url = line.strip().partition("\t")
         name, url = name.strip(), url.strip()
-        if not tab or not name or not is_url(url) or len(url.split()) != 1:
+        if not tab or not name or not is_url(url) or len(url.split()) != 1 or fault_of_url(url):
             raise SourceError(
                 f"{path}, line {number}: {printable(line)[:60]!r} must be a file name, a tab and a URL; "
                 "download the list of links again"

@@ -83,12 +83,16 @@ def test_every_number_of_every_mask_and_image_is_that_of_the_annotations(
         assert row["source"] == ("sa_000020" if sample.image_id < 230000 else "sa_000021")
 
 
-def test_the_forms_of_a_result(query: Query, tmp_path: Path) -> None:
+def test_the_forms_of_a_result(query: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = query("SELECT image_id, source FROM images ORDER BY 1; -- first", limit=2).splitlines()
     assert shown[:3] == ["image_id  source", "  223750  sa_000020", "  223752  sa_000020"]
     assert "the first 2 rows" in shown[3]
     assert query("SELECT image_id FROM images WHERE false") == "image_id\n0 rows\n"
     assert query("SELECT chr(27) || '[31m' AS a") == "a\n\\x1b[31m\n1 row\n"
+    stored = query("SELECT chr(27) AS a", csv_output=True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert (stored, query("SELECT chr(27) AS a", csv_output=True)) == ("a\n\x1b\n", "a\n\\x1b\n")
+    monkeypatch.undo()
     assert query("SELECT 1 AS a, 'x,\"y' AS b, NULL AS c", csv_output=True) == 'a,b,c\n1,"x,""y",\n'
     sql = "SELECT 'nan'::DOUBLE AS a, [1.5, NULL] AS b, sum(masks) AS c FROM images"
     assert json.loads(query(sql, json_output=True)) == [{"a": None, "b": [1.5, None], "c": 60}]
