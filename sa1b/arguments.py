@@ -110,3 +110,8 @@ def fault_of_url(url: str) -> str:
     except ValueError as error:
         return str(error)
     return "its port must be from 1 to 65535" if is_wrong else ""
+
+
+def was_url(value: Path | str) -> bool:
+    """Whether a path was a URL before `Path` removed one of its slashes: "s3:/BUCKET/FOLDER"."""
+    return re.match(r"[a-z][a-z0-9+.-]+:/", str(value)) is not None

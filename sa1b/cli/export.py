@@ -24,7 +24,7 @@ from sa1b.cli.paths import check_here
 from sa1b.cli.source_flags import checked_quality
 from sa1b.cluster import engine as engines
 from sa1b.cluster.engine import Address, Engine
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.report import present
 

@@ -126,10 +126,34 @@ def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
 def test_what_killed_runs_have_left_is_removed_at_the_start_and_nothing_else(tmp_path: Path) -> None:
     write_run(tmp_path, (1,))
     folder = tmp_path / "checkpoints"
+    own = {path.name for path in (folder / "step-00000001").iterdir()}
+    own |= {".manifest.json.partial", ".state.json.partial", ".metadata.tmp", "__10_0.distcp"}
     for name in ("step-00000002.partial", "step-00000001.deleted", "notes.partial", "mine"):
-        (folder / name / "deep").mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
+        for inside in own:
+            (folder / name / inside).touch()
     Checkpoints(tmp_path, CheckpointConfig()).close()
     assert sorted(path.name for path in folder.iterdir()) == ["mine", "notes.partial", "step-00000001"]
+
+
+def test_files_that_no_run_wrote_stay_when_a_checkpoint_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for round_ in range(3):
+        write_run(tmp_path, (1,))
+        (folder / "step-00000001" / "notes.txt").write_text(f"notes {round_}")
+        (folder / "step-00000001" / "plots").mkdir()
+        write_run(tmp_path, (1, 2), keep_last=1)  # replaces 1, then removes it
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if "step-00000002" not in str(path)}
+    places = ("step-00000001.deleted", "step-00000001.1.deleted", "step-00000001.2.deleted")
+    assert left == {f"{place}{name}" for place in places for name in ("", "/notes.txt", "/plots")}
+    assert [(folder / place / "notes.txt").read_text() for place in places] == [
+        "notes 0",
+        "notes 1",
+        "notes 2",
+    ]
+    assert "step-00000001.deleted stays: no run wrote notes.txt, plots" in caplog.text
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -24,6 +24,7 @@ from sa1b.engine.checkpoint.files import (
     damaged,
     encode,
     folder_name,
+    is_own,
     manifest_files,
     step_of,
 )
@@ -132,7 +133,7 @@ class BucketLocation(Location):
         self.store.abort_uploads(lambda name: name.startswith(f"{CHECKPOINTS}/"))
         for folder in self.store.folders(CHECKPOINTS):
             if step_of(folder) is not None and step_of(folder) not in self._committed:
-                self.store.remove_folder(f"{CHECKPOINTS}/{folder}", _is_own)
+                self.store.remove_folder(f"{CHECKPOINTS}/{folder}", is_own)
         self._may_be_incomplete = False
 
     def _temporary(self, step: int) -> Path:
@@ -158,12 +159,7 @@ def remove(store: Store, step: int) -> None:
     """Remove a checkpoint; the manifest first."""
     name = f"{CHECKPOINTS}/{folder_name(step)}"
     store.remove(f"{name}/{MANIFEST}")
-    store.remove_folder(name, _is_own)
-
-
-def _is_own(name: str) -> bool:
-    """Whether an object in the folder of a checkpoint belongs to it: all do, by the folder's name."""
-    return True
+    store.remove_folder(name, is_own)
 
 
 def download(store: Store, step: int, folder: Path) -> Found:

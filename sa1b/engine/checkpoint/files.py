@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,11 @@ from sa1b.storage.atomic import commit, json_bytes, write_whole
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"step-\d{8,}(\.\d+)?\.(partial|deleted)")
+_OWN = re.compile(  # final and temporary names of the files of a checkpoint
+    r"(\.sending-)?(__\d+_\d+\.distcp|\.metadata|state\.json|manifest\.json)"
+    r"|\.(state|manifest)\.json\.partial|(__\d+)?\.metadata\.tmp"
+)
 _INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
 _LOG = logging.getLogger(__name__)
 
@@ -129,9 +133,9 @@ def newest(folder: Path) -> Found | None:
 
 def sweep(folder: Path) -> None:
     """Remove partly written or partly deleted checkpoints of killed runs. The caller must hold the lock."""
-    for path in folder.iterdir():
-        if path.suffix in (".partial", ".deleted") and _NAME.fullmatch(path.stem):
-            shutil.rmtree(path)
+    for path in list(folder.iterdir()):
+        if _UNFINISHED.fullmatch(path.name):
+            clear(path)
 
 
 def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: int) -> list[int]:
@@ -151,19 +155,41 @@ def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: i
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name."""
-    temporary = path.with_name(f"{path.name}.deleted")
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name.
+
+    Files that no run wrote stay, in the renamed folder.
+    """
+    names = [f"{path.name}.deleted", *(f"{path.name}.{number}.deleted" for number in range(1, 100))]
+    temporary = next(one for one in map(path.with_name, names) if not one.exists() or clear(one))
     commit(path, temporary)
-    shutil.rmtree(temporary)
+    clear(temporary)
 
 
 def make_empty(folder: Path) -> None:
-    """Create an empty folder; remove an existing one."""
+    """Create a folder without files of a checkpoint."""
     if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
+        clear(folder)
+    folder.mkdir(exist_ok=True)
+
+
+def clear(folder: Path) -> bool:
+    """Remove the files of a checkpoint, and the folder if it is empty then; whether it was."""
+    others = []
+    for path in folder.iterdir():
+        if is_own(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            others.append(path.name)
+    if others:
+        _LOG.warning("%s stays: no run wrote %s", folder, ", ".join(sorted(others)[:5]))
+    else:
+        folder.rmdir()
+    return not others
+
+
+def is_own(name: str) -> bool:
+    """Whether a file in the folder of a checkpoint has a name that a run gives."""
+    return _OWN.fullmatch(name) is not None
 
 
 def folder_name(step: int) -> str:

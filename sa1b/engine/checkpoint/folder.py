@@ -6,7 +6,6 @@ written and described their files. So every folder with a final name was complet
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,7 +83,8 @@ class FolderLocation(Location):
 
     def discard(self, step: int) -> None:
         if self.ranks.rank == 0:
-            shutil.rmtree(self._temporary(step), ignore_errors=True)  # frees space on a full disk
+            with contextlib.suppress(OSError):
+                checkpoint_files.clear(self._temporary(step))  # frees space on a full disk
 
     def remove(self, step: int) -> None:
         checkpoint_files.remove(self._final(step))
