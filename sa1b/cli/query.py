@@ -142,7 +142,8 @@ def _write_parquet(query: "Query", path: Path) -> int:
 
 def _print_csv(query: "Query") -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    for rows in chain([[query.columns]], query.rows()):
+    head: list[tuple[Any, ...]] = [tuple(query.columns)]
+    for rows in chain([head], query.rows()):
         if sys.stdout.isatty():  # files and programs get the values as they are
             writer.writerows([_harmless(one) if isinstance(one, str) else one for one in row] for row in rows)
         else:
