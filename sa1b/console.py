@@ -92,7 +92,7 @@ def parse(
     parsed.__doc__ = _unbroken(main.__doc__ or "")
     parsed.__annotations__ = get_type_hints(main, include_extras=True)
     vars(parsed)["__signature__"] = signature(main)
-    words = [_plain(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    words = [plain_word(word) for word in (sys.argv[1:] if arguments is None else arguments)]
     only = (tyro.conf.FlagCreatePairsOff,)
     try:
         with usage_errors(prog):
@@ -109,7 +109,7 @@ def parse(
         raise
 
 
-def _plain(word: str) -> str:
+def plain_word(word: str) -> str:
     """A word of the command line, with a URL in it as `plain_root` returns it."""
     flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
     return f"{flag}{mark}{plain_root(value)}"

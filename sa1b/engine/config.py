@@ -21,8 +21,8 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import was_url
-from sa1b.console import command, usage_errors
+from sa1b.arguments import plain_root, was_url
+from sa1b.console import command, plain_word, usage_errors
 from sa1b.engine import deadline, step_division, vocabulary
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket import committed
@@ -207,7 +207,8 @@ def parse(
         UsageError: a flag cannot be read, or flags do not fit together; the message names them.
         SystemExit: --help was passed; only rank 0 prints it.
     """
-    passed, notes = vocabulary.passed(arguments), list[str]()
+    arguments, notes = [plain_word(word) for word in arguments], list[str]()
+    passed = vocabulary.passed(arguments)
     preset = passed.get("preset") or next(iter(presets))
     if on_cpu and "preset" not in passed and not passed.keys() & {"help", "init", "evaluate-only"}:
         preset = on_cpu
@@ -232,7 +233,7 @@ def parse(
             type(default),
             prog=prog,
             description=description,
-            args=list(arguments),
+            args=arguments,
             default=default,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -321,14 +322,16 @@ def _check(config: Config) -> None:
 def _check_out(config: Config) -> None:
     """Refuse URLs that cannot be those of a run, and --scratch without a URL."""
     protocol, root = protocol_of(config.out), config.data.root
-    if protocol == "file":
-        raise UsageError(f"--out {config.out}: is a folder; pass its path without file://")
+    if config.is_remote and not config.out.partition("://")[2].strip("/"):
+        raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
+    if plain_root(config.out) != config.out:
+        raise UsageError(f"--out {config.out}: pass {plain_root(config.out)}")
+    if was_url(config.out) and not config.is_remote and not config.folder.exists():
+        raise UsageError(f"--out {config.out}: no folder; did you mean {config.out.replace(':/', '://', 1)}?")
     if protocol in READ_ONLY:
         raise UsageError(
             f"--out {config.out}: {protocol} can only be read; pass a folder, or an s3://, gs:// or az:// URL"
         )
-    if config.is_remote and not config.out.partition("://")[2].strip("/"):
-        raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
     if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/") and config.is_remote:
         raise UsageError(
             f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "

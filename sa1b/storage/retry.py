@@ -35,7 +35,8 @@ CERTIFICATES = (
 )
 _MIN_TIMEOUT = 1.0  # seconds that the last attempt before the deadline gets at least
 _system = random.SystemRandom()
-_SILENCE = 15.0  # seconds without success before a warning, and between two warnings of a process
+_FIRST_WARNING = 3.0  # seconds that a read is silent about an outage
+_SILENCE = 15.0  # seconds between two warnings of a process
 _warned = [float("-inf")]  # time of the last warning
 _LOG = logging.getLogger(__name__)
 
@@ -224,16 +225,16 @@ class RetryState:
                 counters=counters,
                 **self._range,
             )
-        self._warn(remaining, last_error)
         ceiling = self._policy.initial_backoff * 2.0 ** min(self._attempts - 1, 60)
         seconds = min(self._policy.random() * min(ceiling, self._policy.max_backoff), remaining)
+        self._warn(seconds, remaining, last_error)
         self._counters.add_wait(seconds)
         return seconds
 
-    def _warn(self, remaining: float, last_error: str) -> None:
+    def _warn(self, wait: float, remaining: float, last_error: str) -> None:
         """Say from time to time that a store does not answer, so that a command does not seem to hang."""
         now = self._policy.clock()
-        if now - self._read_start >= _SILENCE and abs(now - _warned[0]) >= _SILENCE:
+        if now + wait - self._read_start >= _FIRST_WARNING and abs(now - _warned[0]) >= _SILENCE:
             _warned[0] = now
             _LOG.warning("%s: %s; retrying for up to %.0f s more", self, last_error, remaining)
 

@@ -53,6 +53,11 @@ def test_sam2_has_the_published_recipe() -> None:
     assert (config.optim.schedule, config.optim.lr, config.optim.grad_clip) == ("rsqrt", 4e-4, 0.1)
 
 
+@pytest.mark.parametrize("url", ["file:/tmp/run", "FILE:///tmp/run", "file://localhost/tmp/run"])
+def test_urls_of_files_are_paths(url: str) -> None:
+    assert parse(["--data.root", "x", f"--out={url}"], None).out == "/tmp/run"
+
+
 def test_the_default_preset_is_vit_b() -> None:
     assert parse(list(ROOT), None).preset == "vit_b"
 
