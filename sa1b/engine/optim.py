@@ -128,7 +128,7 @@ class OptimConfig:
             )
 
     def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
-        """These settings with the steps of `epochs`, if it is set, rounded up to complete steps; see `fitted`.
+        """These settings with the steps of `epochs`, if it is set, in complete steps; see `fitted`.
 
         Args:
             images: images of an epoch.

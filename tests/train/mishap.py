@@ -9,6 +9,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
     fill    the rank fills the disk that the folder "disk" is on, before the step
+    close   the rank makes the folders "folders" read-only, before the step
     freeze  the rank is stopped by SIGSTOP, before the step
     spin    the rank computes the loss of the step for ever
     block   reads of the rank block, from the step on: they open the FIFO "fifo"
@@ -30,9 +31,11 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +46,7 @@ from torch._dynamo.utils import counters
 
 from sa1b import train
 from sa1b.engine import phase, rank_time
+from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.control import Control, Stop
 from sa1b.engine.feed import Feed
@@ -72,6 +76,7 @@ PLACES = {
     "after an evaluation": (Metrics, "evaluation", 1),
     "save": (train.Run, "save", 1),
     "snapshot": (Checkpoints, "_copied", 1),
+    "write": (tensors._Writer, "write_data", 1),
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train.Run, "close", 1),
 }
@@ -94,7 +99,10 @@ def arrange(mishap: dict[str, Any]) -> None:
     elif mishap["what"] == "slow":
         _slow(mishap["seconds"], mishap["parts"])
     elif mishap["what"] == "fill":
-        _fill(mishap["step"], Path(mishap["disk"]))
+        _before(mishap["step"], partial(_fill, Path(mishap["disk"])))
+    elif mishap["what"] == "close":
+        command = ["chattr", "+i", *mishap["folders"]]
+        _before(mishap["step"], partial(subprocess.run, command, check=True))
     elif mishap["what"] in ("freeze", "spin", "block", "loop"):
         _hang(mishap)
     elif mishap.get("moment") == "evaluating":
@@ -121,17 +129,21 @@ def _raise_at(owner: Any, name: str, first: int, error: type[Exception]) -> None
     setattr(owner, name, raising)
 
 
-def _fill(at: int, disk: Path) -> None:
+def _before(at: int, work: Callable[[], object]) -> None:
     at_rate = train.lr_at
 
     def lr_at(config: Any, batch: int, step: int) -> float:
         if step == at:
-            with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+            work()
         return at_rate(config, batch, step)
 
     train.lr_at = lr_at
+
+
+def _fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 def _set_clock(at: int) -> None:
@@ -267,8 +279,8 @@ def _spoil(what: str, steps: range) -> None:
         current[0] = step
         return at_rate(config, batch, step)
 
-    def spoil(model: Any) -> None:
-        forward = model.forward
+    def spoil(model: Any, name: str) -> None:
+        forward = getattr(model, name)
 
         def spoilt(self: Any, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
             sums = forward(self, *arguments, **options)
@@ -278,11 +290,11 @@ def _spoil(what: str, steps: range) -> None:
                 sums["loss"].register_hook(lambda gradient: gradient * float("inf"))
             return sums
 
-        model.forward = spoilt
+        setattr(model, name, spoilt)
 
     train.lr_at = lr_at
-    for model in (Interactive, Reconstruction):
-        spoil(model)
+    spoil(Interactive, "_iterate")  # the last part of the model, also in the last stage of a pipeline
+    spoil(Reconstruction, "forward")
 
 
 def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
