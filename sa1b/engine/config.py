@@ -325,7 +325,7 @@ def _check_out(config: Config) -> None:
     if config.is_remote and not config.out.partition("://")[2].strip("/"):
         raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
     if plain_root(config.out) != config.out:
-        raise UsageError(f"--out {config.out}: pass {plain_root(config.out)}")
+        raise UsageError(f"--out {config.out}: is not in its shortest form; pass {plain_root(config.out)}")
     if was_url(config.out) and not config.is_remote and not config.folder.exists():
         raise UsageError(f"--out {config.out}: no folder; did you mean {config.out.replace(':/', '://', 1)}?")
     if protocol in READ_ONLY:
@@ -334,19 +334,16 @@ def _check_out(config: Config) -> None:
         )
     if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/") and config.is_remote:
         raise UsageError(
-            f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
-            "another URL"
+            f"--out {config.out}: is a dataset directory or inside one, not for a run; name another URL"
         )
     if run := files.run_around(config.out if config.is_remote else str(config.folder.resolve())):
         raise UsageError(
             f"--out {config.out}: is in the checkpoints of a run, which it would damage; pass --out {run} to "
             "resume that run, or another --out with --init"
         )
-    if config.scratch is None:
-        return
-    if protocol_of(str(config.scratch)) or was_url(config.scratch):
+    if config.scratch and was_url(config.scratch):
         raise UsageError(f"--scratch {config.scratch}: must be a path of this machine, not a URL")
-    if not config.is_remote and not protocol_of(config.init or ""):
+    if config.scratch and not config.is_remote and not protocol_of(config.init or ""):
         raise UsageError(f"--scratch {config.scratch}: only for a URL as --out or --init; omit it")
 
 

@@ -356,7 +356,7 @@ def test_a_run_that_is_killed_at_a_request_resumes_from_a_complete_checkpoint(
     [
         ("https://example.com/run", "https can only be read"),
         ("hf://datasets/a/b/run", "hf can only be read"),
-        ("file:///tmp/run", "pass /tmp/run"),
+        ("file:///tmp/run", "; pass /tmp/run"),
         ("s3:/bucket/run", "did you mean s3://bucket/run"),
         ("s3://", "names no bucket"),
         ("s3://bucket/shards/run", "is a dataset directory or inside one"),
