@@ -1,14 +1,7 @@
 """The measured cases: mode, precision, number of ranks and batch; and the series that compare them.
 
-    kinds = series((1, 2, 4), ("ddp", "fsdp-full"), ("fp32",), micro_batch=4, global_batch=16)
-    kinds[0].cases                             # weak scaling, ddp, fp32: 1, 2 and 4 ranks of 4 images
-    cases_of(kinds)                            # each case once, although two series may contain it
-
-Weak scaling: each rank computes one micro-batch in a step, so the global batch grows with the ranks. Strong
-scaling: the global batch is fixed, so a rank computes fewer micro-batches when there are more ranks. If the
-global batch is one micro-batch for each rank of the largest case, both kinds of series have the same largest
-case. The stages of a pipeline compute all micro-batches of a step together, which has the same number of
-images.
+In weak scaling, each rank computes one micro-batch in a step. In strong scaling, the global batch is fixed.
+The stages of a pipeline compute all micro-batches of a step together.
 """
 
 from collections.abc import Sequence
@@ -47,15 +40,7 @@ HYBRID_RANKS = 2 * REPLICAS  # the fewest ranks of fsdp-hybrid: each copy is sha
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured configuration.
-
-    Attributes:
-        mode: a name in `MODES`.
-        precision: number format of the matrix products.
-        ranks: number of ranks.
-        images: images of each rank in a step.
-        micro_batch: images that a rank computes at a time; divides `images`.
-    """
+    """One measured configuration: a mode of `MODES`, and the `images` of each rank in a step."""
 
     mode: str
     precision: Precision
@@ -73,11 +58,7 @@ class Case:
         return self.ranks * self.images
 
     def parallel(self, device: Device, timeout: float) -> ParallelConfig:
-        """The settings of training for this case.
-
-        Args:
-            timeout: seconds that a rank waits for the others.
-        """
+        """The settings of training for this case; `timeout`: seconds that a rank waits for the others."""
         return ParallelConfig(
             precision=self.precision,
             device=device,
@@ -108,16 +89,12 @@ def series(
     micro_batch: int,
     global_batch: int,
 ) -> list[Series]:
-    """All series, weak scaling first.
+    """All series, weak scaling first; each of the modes is combined with each precision.
 
     Args:
         ranks: numbers of ranks, ascending.
-        modes, precisions: each is combined with each.
         micro_batch: images that a rank computes at a time.
         global_batch: images of a step over all ranks in strong scaling.
-
-    Raises:
-        UsageError: the batches cannot be divided among the ranks, or there are too few ranks for a mode.
     """
     for count in ranks:
         if global_batch % (count * micro_batch):
@@ -167,7 +144,7 @@ def _mode_of(mode: str, count: int) -> str:
     return "fsdp-full" if mode == "fsdp-hybrid" and count == 1 else mode
 
 
-def cases_of(found: Sequence[Series]) -> list[Case]:
+def cases_of(compared: Sequence[Series]) -> list[Case]:
     """Each case of the series once, in ascending order of ranks."""
-    every = dict.fromkeys(case for one in found for case in one.cases)
+    every = dict.fromkeys(case for series in compared for case in series.cases)
     return sorted(every, key=lambda case: case.ranks)

@@ -17,14 +17,10 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs and CPUs that this process may use.
+    """The GPUs and CPUs that this process may use; `gpus` is 0 if the device is cpu.
 
-    Attributes:
-        device: device of the ranks.
-        gpus: number of GPUs; 0 if the device is cpu.
-        cpus: number of CPUs.
-        numbers: numbers of the CPUs in the affinity mask, of which `cpus` may be used; empty if this system
-            cannot bind processes.
+    `numbers` are those of the CPUs in the affinity mask, of which `cpus` may be used; empty if this system
+    cannot bind processes.
     """
 
     device: Device
@@ -34,11 +30,7 @@ class Machine:
 
     @classmethod
     def of_this_process(cls, device: Literal["auto", "cuda", "cpu"]) -> "Machine":
-        """The machine of this process.
-
-        Raises:
-            UsageError: there is no GPU although the device is cuda, or this process is one of several ranks.
-        """
+        """The machine of this process; UsageError without a GPU for cuda, or in one of several ranks."""
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise UsageError(
                 f"WORLD_SIZE {ranks}: this command starts its ranks itself, on one machine; run it without "
@@ -50,27 +42,24 @@ class Machine:
         numbers = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         return cls("cuda" if gpus else "cpu", gpus, available_cpus(), tuple(numbers))
 
-    def ranks(self, given: Sequence[int] | None, threads: int | None) -> tuple[int, ...]:
-        """The numbers of ranks to measure, ascending.
+    def ranks(self, requested: Sequence[int] | None, threads: int | None) -> tuple[int, ...]:
+        """The numbers of ranks to measure, ascending; UsageError if there are too few GPUs or CPUs.
 
         Args:
-            given: the user's choice; None: 1, 2, 4, ... up to the number of GPUs, or of CPUs / threads.
+            requested: the user's choice; None: 1, 2, 4, ... up to the number of GPUs, or of CPUs / threads.
             threads: threads of each rank, if chosen.
-
-        Raises:
-            UsageError: there are too few GPUs or CPUs for them.
         """
         each = threads or 1
         if self.device == "cpu" and each > self.cpus:
             raise UsageError(f"--threads {each}: this job may use {counted(self.cpus, 'CPU')}; pass fewer")
         most = self.gpus or self.cpus // each
-        if given is None:
+        if requested is None:
             return tuple(dict.fromkeys([*(1 << n for n in range(most.bit_length())), most]))
-        if max(given) > most:
+        if max(requested) > most:
             cpus = f"{counted(self.cpus, 'CPU')} for --threads {each}"
             has = counted(self.gpus, "GPU") if self.gpus else cpus
-            raise UsageError(f"--ranks {max(given)}: this job may use {has}; pass at most {most}")
-        return tuple(given)
+            raise UsageError(f"--ranks {max(requested)}: this job may use {has}; pass at most {most}")
+        return tuple(requested)
 
     def placement(self, ranks: int, threads: int | None, root: Path = Path("/")) -> "Placement":
         """Threads and CPUs of `ranks` ranks; on GPUs, ranks are not bound to CPUs.
@@ -97,13 +86,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Threads and CPUs of ranks.
+    """Threads of each rank, the same for any number of ranks, and its CPUs; empty: not bound.
 
-    Attributes:
-        threads: threads of each rank, the same for any number of ranks.
-        cpus: for each rank, the numbers of its CPUs, on different cores as far as there are enough; empty:
-            not bound.
-        shared_cores: whether two of these CPUs are threads of the same core.
+    The CPUs are on different cores as far as possible; with `shared_cores`, two are threads of the same core.
     """
 
     threads: int
@@ -114,10 +99,10 @@ class Placement:
         threads = f"{counted(self.threads, 'thread')} a rank"
         if not self.cpus:
             return f"{threads}, not bound to CPUs"
-        shown = [f"rank {rank} on {'+'.join(map(str, cpus))}" for rank, cpus in enumerate(self.cpus[:8])]
-        more = ", ..." if len(self.cpus) > len(shown) else ""
+        ranks = [f"rank {rank} on {'+'.join(map(str, cpus))}" for rank, cpus in enumerate(self.cpus[:8])]
+        more = ", ..." if len(self.cpus) > len(ranks) else ""
         shared = "; some of these CPUs are threads of the same core" if self.shared_cores else ""
-        return f"{threads}, bound to CPUs: {', '.join(shown)}{more}{shared}"
+        return f"{threads}, bound to CPUs: {', '.join(ranks)}{more}{shared}"
 
 
 def _siblings(cpu: int, root: Path) -> str:

@@ -1,9 +1,7 @@
 """Measurement of all cases on this machine: groups of processes, round by round.
 
-Other work on a machine changes its speed within minutes. Therefore every round measures every case, and the
-figures are medians of the rounds. In a round, processes are started once for each number of ranks, and
-measure all cases with this number of ranks. A case that fails ends these processes and is not measured again.
-New processes measure the other cases.
+Other work on a machine changes its speed within minutes, so every round measures every case, and the figures
+are medians of the rounds. A case that fails is not measured again; new processes measure the other cases.
 """
 
 import os
@@ -30,13 +28,8 @@ from sa1b.workers import Event, Failure, supervise
 class Settings:
     """The settings of a measurement.
 
-    Attributes:
-        config: settings of training; those of ranks and batches are replaced by those of each case.
-        device: cuda or cpu.
-        placement: CPUs of each rank of the largest case; the ranks of smaller cases use the first ones.
-        steps: steps of each part of a case in a round.
-        rounds: number of rounds.
-        timeout: seconds after which a case without progress has failed.
+    `config` gets ranks and batches of each case; `steps` are those of each part of a case in a round; a case
+    without progress for `timeout` seconds has failed.
     """
 
     config: Config
@@ -61,13 +54,13 @@ def measure(series: Sequence[Series], settings: Settings, *, quiet: bool = False
             for ranks in dict.fromkeys(case.ranks for case in cases):
                 same = [case for case in cases if case.ranks == ranks and case not in errors]
                 while same:
-                    found, failed = _measure(same, settings, Path(folder), progress)
-                    for case, one in found.items():
-                        rounds[case].append(one)
+                    measured, failed = _measure(same, settings, Path(folder), progress)
+                    for case, times in measured.items():
+                        rounds[case].append(times)
                     if failed is not None:
                         errors[failed[0]] = failed[1]
                         progress.update(settings.rounds - len(rounds[failed[0]]))
-                    same = [case for case in same if case not in found and case not in errors]
+                    same = [case for case in same if case not in measured and case not in errors]
     return Scaling(
         series=tuple(series),
         results={case: CaseResult(tuple(rounds[case]), errors.get(case)) for case in cases},
@@ -127,12 +120,12 @@ def collect(
     times: list[list[StepTimes]] = [[] for _ in range(cases[0].ranks)]
     failed: tuple[Case, str] | None = None
     for event in events:
-        own = times[event.task]
+        of_rank = times[event.task]
         if event.kind == "progress":
-            own.append(event.value)
-            progress.update(min(map(len, times)) == len(own))
-        elif event.kind != "done" and len(own) < len(cases):
-            failed = cases[len(own)], _reason(event)
+            of_rank.append(event.value)
+            progress.update(min(map(len, times)) == len(of_rank))
+        elif event.kind != "done" and len(of_rank) < len(cases):
+            failed = cases[len(of_rank)], _reason(event)
             if not _lost_another(event):  # else the other rank reports the reason
                 break
     # A rank may fail in a case before another one reports the previous case, which is measured again then.
@@ -143,7 +136,7 @@ def collect(
 def round_of(ranks: Sequence[StepTimes]) -> Round:
     """The times of a case in one round, from those of all ranks: medians over the steps."""
     whole, synchronised, alone = (
-        [median(own) for rank in ranks if (own := getattr(rank, part))]
+        [median(seconds) for rank in ranks if (seconds := getattr(rank, part))]
         for part in ("whole", "synchronised", "alone")
     )
     step = max(whole or synchronised)

@@ -1,6 +1,6 @@
 """The results as one self-contained HTML page: verdict, curves of the speed-up, split of the steps, table.
 
-`charts` gives the middle part alone, for a page with the same names of classes (`benchmarks/report.html`).
+`charts` gives the middle part alone, for a page with the same CSS classes (`benchmarks/report.html`).
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ _PARTS = ("compute", "communication", "data")
 _COLORS = {"compute": 1, "communication": 3, "data": 2}  # numbers of the classes s0, s1, ...
 
 
-def page(found: Scaling, verdict: Verdict) -> str:
+def page(scaling: Scaling, verdict: Verdict) -> str:
     """The page of a measurement."""
     lines = "".join(f"<p>{escape(line)}</p>" for line in verdict.lines)
-    advice = "".join(f"<li>{escape(one)}</li>" for one in verdict.advice)
+    advice = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.advice)
     parts = {
-        "TITLE": escape(f"{found.preset}, {found.device}"),
+        "TITLE": escape(f"{scaling.preset}, {scaling.device}"),
         "VERDICT": lines + (f"<ul>{advice}</ul>" if advice else ""),
-        "FACTS": "".join(f"<p>{escape(line)}</p>" for line in found.heading()),
-        "CHARTS": charts(found),
-        "TABLE": escape(found.table()),
+        "FACTS": "".join(f"<p>{escape(line)}</p>" for line in scaling.heading()),
+        "CHARTS": charts(scaling),
+        "TABLE": escape(scaling.table()),
     }
     text = _FRAME.read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -35,32 +35,34 @@ def page(found: Scaling, verdict: Verdict) -> str:
     return text
 
 
-def charts(found: Scaling) -> str:
+def charts(scaling: Scaling) -> str:
     """Curves and bars of both kinds of scaling, as HTML with inline SVG."""
-    return "".join(_kind(kind, found) for kind in KINDS if any(one.kind == kind for one in found.series))
+    return "".join(
+        _kind(kind, scaling) for kind in KINDS if any(series.kind == kind for series in scaling.series)
+    )
 
 
-def _kind(kind: Kind, found: Scaling) -> str:
-    precisions = dict.fromkeys(one.precision for one in found.series)
-    curves = "".join(_curves(kind, precision, found) for precision in precisions)
-    said = (
+def _kind(kind: Kind, scaling: Scaling) -> str:
+    precisions = dict.fromkeys(series.precision for series in scaling.series)
+    curves = "".join(_curves(kind, precision, scaling) for precision in precisions)
+    rule = (
         "Each rank computes one micro-batch in a step; the global batch grows with the ranks."
         if kind == "weak"
         else "The global batch is fixed; each rank computes a smaller part of it when there are more ranks."
     )
     return (
-        f'<h2>{kind.capitalize()} scaling of training</h2><p>{said}</p><div class="curves">{curves}</div>'
-        f'<section class="card"><figcaption>Where the time of a step goes</figcaption>{_bars(kind, found)}'
+        f'<h2>{kind.capitalize()} scaling of training</h2><p>{rule}</p><div class="curves">{curves}</div>'
+        f'<section class="card"><figcaption>Where the time of a step goes</figcaption>{_bars(kind, scaling)}'
         "</section>"
     )
 
 
-def _curves(kind: Kind, precision: str, found: Scaling) -> str:
+def _curves(kind: Kind, precision: str, scaling: Scaling) -> str:
     """The speed-up of all modes in one precision."""
     lines = {
-        one.mode: points
-        for one, points in found.points.items()
-        if one.kind == kind and one.precision == precision and points
+        series.mode: points
+        for series, points in scaling.points.items()
+        if series.kind == kind and series.precision == precision and points
     }
     ranks = sorted({point.case.ranks for points in lines.values() for point in points})
     title = f"{kind.capitalize()} scaling, {precision}: speed-up"
@@ -89,7 +91,7 @@ def _curves(kind: Kind, precision: str, found: Scaling) -> str:
         for count in ranks
     )
     ideal = f'<path class="ideal" d="M{x(ranks[0])} {y(ranks[0])}L{x(ranks[-1])} {y(ranks[-1])}"/>'
-    drawn = "".join(
+    plots = "".join(
         f'<g class="line l{colors[mode]}">'
         f'<path d="M{"L".join(f"{x(point.case.ranks)} {y(point.speed_up)}" for point in points)}"/>'
         + "".join(
@@ -105,22 +107,22 @@ def _curves(kind: Kind, precision: str, found: Scaling) -> str:
     return (
         f'<figure class="card"><figcaption>{title}</figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'
-        f'{across}<path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{ideal}{drawn}'
+        f'{across}<path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{ideal}{plots}'
         f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">ranks</text>'
         f'<text transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">speed-up'
         f'</text></svg><p class="key">{key}<span>dashed: ideal</span></p></figure>'
     )
 
 
-def _bars(kind: Kind, found: Scaling) -> str:
+def _bars(kind: Kind, scaling: Scaling) -> str:
     rows = [
         (point, number == 0)
-        for one, points in found.points.items()
-        if one.kind == kind
+        for series, points in scaling.points.items()
+        if series.kind == kind
         for number, point in enumerate(points)
     ]
     longest = max((point.result.step for point, _ in rows), default=1.0)
-    parts = _PARTS if found.root else _PARTS[:2]
+    parts = _PARTS if scaling.root else _PARTS[:2]
     key = "".join(f'<span><b class="stage s{_COLORS[name]}"></b>{name}</span>' for name in parts)
     return "".join(_bar(point, longest, first) for point, first in rows) + f'<p class="key">{key}</p>'
 

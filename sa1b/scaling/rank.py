@@ -1,16 +1,13 @@
 """The program of one rank: the steps of several cases with and without other work, timed.
 
-For each case the rank builds, wraps and warms up the model of the settings as a training run does, and takes
-the same number of steps three times, on the same micro-batches:
+Each case takes the same number of steps three times, on the same micro-batches, with a learning rate of 0:
 
     whole        with micro-batches from the loader; only with a dataset directory
     synchronised with the same micro-batches from memory
     alone        the same without any exchange between ranks: DDP's `no_sync`; for FSDP no reduction of
                  gradients, and parameters that stay gathered
 
-Their differences are the time for data and for exposed communication: the communication that no computation
-overlaps. The stages of a pipeline cannot compute alone. The learning rate is 0, which takes the same time,
-and keeps the losses the same in all steps.
+Their differences are the time for data and for exposed communication, which no computation overlaps.
 """
 
 import gc
@@ -45,14 +42,10 @@ class Launch:
 
     Attributes:
         config: settings of training; those of ranks and batches are replaced by those of each case.
-        cases: cases with the number of ranks of this group.
         steps: steps of each part.
-        device: cuda or cpu.
         threads: threads of each rank, for computation and for the loader.
         cpus: the CPUs of each rank; empty: not bound.
-        port: port of the ranks' store on this machine.
         folder: for the damage log of the loader.
-        timeout: seconds that a rank waits for the others.
     """
 
     config: Config
@@ -68,15 +61,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each step on one rank.
+    """Seconds of each step on one rank: `whole` with the loader, `synchronised` from memory, `alone`.
 
-    Attributes:
-        whole: steps with data from the loader; empty without a dataset directory.
-        synchronised: with micro-batches in memory.
-        alone: steps without exchange between ranks; empty for a pipeline, and if the memory of the GPU does
-            not suffice for it.
-        queued: share of the time of the steps alone, or else synchronised, in which this rank's main thread
-            was ready to run, but other threads used its CPUs.
+    Without a dataset directory `whole` is empty; for a pipeline, and if the GPU has too little memory,
+    `alone`. `queued` is the share of the time in which the main thread waited for a CPU that other threads
+    used.
     """
 
     whole: tuple[float, ...]
@@ -178,7 +167,12 @@ def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> 
     size = data.target_size or config.image_size // 4
     return [
         synthetic_batch(
-            case.micro_batch, data.masks, config.image_size, size, first + offset, rank_info.device
+            case.micro_batch,
+            data.masks,
+            config.image_size,
+            size,
+            first=first + offset,
+            device=rank_info.device,
         )
         for offset in range(0, images, case.micro_batch)
     ]
@@ -197,12 +191,7 @@ def _timed(steps: int, rank_info: RankInfo, take: Callable[[int], None]) -> tupl
 
 
 class TrainingStep:
-    """The step of `sa1b.train` without records: forward, backward, gradient norm, optimizer.
-
-    Args:
-        config: settings of the case.
-        rank_info: this rank.
-    """
+    """The step of `sa1b.train` without records: forward, backward, gradient norm, optimizer."""
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
         self.config, self.rank_info = config, rank_info
@@ -224,7 +213,6 @@ class TrainingStep:
         self.zeros: list[Tensor] | None = None  # gradients of the shards when separate
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
-        """See `sa1b.engine.gradients.warm_up`."""
         warm_up(self.module, lambda: self._forward_backward(batches[0]))
 
     def separate(self) -> None:

@@ -21,12 +21,10 @@ class Round:
     """Seconds of a step of one case in one round; differences may be slightly negative.
 
     Attributes:
-        step: duration of a step.
         data: additional time with data from the loader.
         communication: additional time with exchange between the ranks; None: not measured.
         imbalance: computation of the slowest rank, relative to the median rank; None: not measured.
-        queued: largest share of the time in which a rank was ready to compute while other threads used its
-            CPUs.
+        queued: largest share of the time in which a rank waited for a CPU that other threads used.
     """
 
     step: float
@@ -38,12 +36,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The rounds of a case.
-
-    Attributes:
-        rounds: in order; empty if the case failed in the first round.
-        error: why the case failed; then it has no figures.
-    """
+    """The rounds of a case, in order; a case with an error has no figures."""
 
     rounds: tuple[Round, ...]
     error: str | None = None
@@ -51,23 +44,23 @@ class CaseResult:
     @property
     def step(self) -> float:
         """Seconds of a step: the median of the rounds."""
-        return median(one.step for one in self.rounds)
+        return median(times.step for times in self.rounds)
 
     @property
     def range(self) -> tuple[float, float]:
         """The shortest and the longest step of the rounds."""
-        return min(one.step for one in self.rounds), max(one.step for one in self.rounds)
+        return min(times.step for times in self.rounds), max(times.step for times in self.rounds)
 
     @property
     def data(self) -> float:
         """Seconds of a step in which data is waited for."""
-        return max(0.0, median(one.data for one in self.rounds))
+        return max(0.0, median(times.data for times in self.rounds))
 
     @property
     def communication(self) -> float | None:
         """Seconds of exposed communication."""
-        found = [one.communication for one in self.rounds if one.communication is not None]
-        return max(0.0, median(found)) if found else None
+        seconds = [times.communication for times in self.rounds if times.communication is not None]
+        return max(0.0, median(seconds)) if seconds else None
 
     @property
     def compute(self) -> float:
@@ -77,12 +70,11 @@ class CaseResult:
     @property
     def queued(self) -> float:
         """Share of the time in which a rank was ready to compute, but other threads used its CPUs."""
-        return median(one.queued for one in self.rounds)
+        return median(times.queued for times in self.rounds)
 
     @property
     def imbalance(self) -> float:
-        """Computation of the slowest rank, relative to the median rank."""
-        return median([one.imbalance for one in self.rounds if one.imbalance is not None] or [1.0])
+        return median([times.imbalance for times in self.rounds if times.imbalance is not None] or [1.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +121,12 @@ class Scaling:
     """All results.
 
     Attributes:
-        series: the compared cases.
-        results: of each case.
-        preset: name of the preset.
         root: dataset directory; empty: synthetic batches, which take no time.
         masks: largest number of masks of an image.
         device: "cpu", or the name of the GPU.
         placement: the CPUs of the ranks; empty on GPUs.
         shared_cores: whether two of these CPUs are threads of the same core.
-        threads: threads of each rank.
         steps: steps of each part of a case in a round.
-        cpus: CPUs of the machine.
         load: load average of the machine before the measurement.
     """
 
@@ -158,48 +145,49 @@ class Scaling:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> "Scaling":
-        """The measurement of a JSON document."""
-        names = {one.name for one in fields(Case)}
-        cases = [Case(**{name: one[name] for name in names}) for one in document["cases"]]
+        names = {entry.name for entry in fields(Case)}
+        cases = [Case(**{name: entry[name] for name in names}) for entry in document["cases"]]
         results = {
-            case: CaseResult(tuple(Round(**part) for part in one["rounds"]), one["error"])
-            for case, one in zip(cases, document["cases"], strict=True)
+            case: CaseResult(tuple(Round(**part) for part in entry["rounds"]), entry["error"])
+            for case, entry in zip(cases, document["cases"], strict=True)
         }
         series = tuple(
             Series(
-                one["kind"], one["mode"], one["precision"], tuple(cases[number] for number in one["cases"])
+                entry["kind"],
+                entry["mode"],
+                entry["precision"],
+                tuple(cases[number] for number in entry["cases"]),
             )
-            for one in document["series"]
+            for entry in document["series"]
         )
-        others = {one.name for one in fields(cls)} - {"series", "results"}
+        others = {entry.name for entry in fields(cls)} - {"series", "results"}
         texts = {name: document[name] or "" for name in ("root", "placement")}
         return cls(series, results, **({name: document[name] for name in others} | texts))
 
     @cached_property
     def points(self) -> dict[Series, list[Point]]:
         """The cases of each series that were measured; the first one has the efficiency 1."""
-        found: dict[Series, list[Point]] = {}
-        for one in self.series:
-            good = [case for case in one.cases if self.results[case].error is None]
-            found[one] = [compare(case, self.results[case], good[0], self.results[good[0]]) for case in good]
-        return found
+        points: dict[Series, list[Point]] = {}
+        for series in self.series:
+            good = [case for case in series.cases if self.results[case].error is None]
+            points[series] = [
+                compare(case, self.results[case], good[0], self.results[good[0]]) for case in good
+            ]
+        return points
 
     @property
     def failed(self) -> dict[Case, str]:
-        """The errors of the cases that failed."""
-        return {case: one.error for case, one in self.results.items() if one.error is not None}
+        return {case: result.error for case, result in self.results.items() if result.error is not None}
 
     @property
     def rounds(self) -> int:
-        """Rounds of a case."""
-        return max((len(one.rounds) for one in self.results.values()), default=0)
+        return max((len(result.rounds) for result in self.results.values()), default=0)
 
     def exit_code(self) -> int:
         """0: all cases were measured. 1: some failed. 2: all failed."""
         return 2 if len(self.failed) == len(self.results) else int(bool(self.failed))
 
     def heading(self) -> Iterator[str]:
-        """The measured model and data, and the machine."""
         data = f"data from {self.root}" if self.root else "synthetic batches in memory, so no time for data"
         yield f"{self.preset}, up to {counted(self.masks, 'mask')} an image, {self.device}; {data}"
         if self.placement:
@@ -212,7 +200,7 @@ class Scaling:
     def table(self) -> str:
         """The measurement as text, without the verdict."""
         lines = [*self.heading()]
-        for kind in dict.fromkeys(one.kind for one in self.series):
+        for kind in dict.fromkeys(series.kind for series in self.series):
             lines += ["", _title(kind), *aligned(self._rows(kind), [False, False, *[True] * 10], "  ")]
         lines += ["", *(f"FAILED  {case}: {error}" for case, error in self.failed.items())]
         return "\n".join(lines).rstrip()
@@ -222,10 +210,10 @@ class Scaling:
             "mode", "precision", "ranks", "images/step", "step ms", "from-to", "images/s", "speed-up",
             "efficiency", "compute", "communication", "data",
         )  # fmt: skip
-        for one in (one for one in self.series if one.kind == kind):
-            points = {point.case: point for point in self.points[one]}
-            for case in one.cases:
-                head = (one.mode, case.precision, str(case.ranks), f"{case.global_batch:,}")
+        for series in (series for series in self.series if series.kind == kind):
+            points = {point.case: point for point in self.points[series]}
+            for case in series.cases:
+                head = (series.mode, case.precision, str(case.ranks), f"{case.global_batch:,}")
                 if case not in points:
                     yield (*head, "failed")
                     continue
@@ -261,20 +249,20 @@ class Scaling:
             "cases": [
                 {
                     **asdict(case),
-                    "rounds": [asdict(one) for one in result.rounds],
+                    "rounds": [asdict(series) for series in result.rounds],
                     "error": result.error,
                 }
                 for case, result in self.results.items()
             ],
             "series": [
                 {
-                    "kind": one.kind,
-                    "mode": one.mode,
-                    "precision": one.precision,
-                    "cases": [numbers[case] for case in one.cases],  # indices in the list of cases
+                    "kind": series.kind,
+                    "mode": series.mode,
+                    "precision": series.precision,
+                    "cases": [numbers[case] for case in series.cases],  # indices in the list of cases
                     "points": [_point(point) for point in points],
                 }
-                for one, points in self.points.items()
+                for series, points in self.points.items()
             ],
             "exit_code": self.exit_code(),
         }

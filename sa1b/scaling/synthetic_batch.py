@@ -19,14 +19,9 @@ from sa1b.stream.transform import Frame
 def synthetic_batch(
     images: int, masks: int, image_size: int, target_size: int, first: int, device: torch.device
 ) -> Batch:
-    """A micro-batch on a device.
+    """A micro-batch on a device: images that fill the padded square, each with `masks` masks.
 
-    Args:
-        images: number of images.
-        masks: number of masks of each image.
-        image_size: pixels of the padded square, which the images fill.
-        target_size: size of the dense masks.
-        first: position of the first image; other positions have other images.
+    `target_size` is the size of the dense masks; another position `first` has other images.
     """
     across = torch.arange(image_size)
     pattern = (across[:, None] * 7 + across[None] * 13)[..., None] + torch.tensor([0, 85, 170])

@@ -15,7 +15,7 @@ _UNEVEN = 1.1  # computation of the slowest rank relative to the median rank
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of a measurement.
+    """Why a measurement has a low efficiency.
 
     Attributes:
         lines: whether the machine was busy, one for each series with a low efficiency, one about all others.
@@ -26,28 +26,28 @@ class Verdict:
     advice: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join([*self.lines, *(f"  - {one}" for one in self.advice)])
+        return "\n".join([*self.lines, *(f"  - {line}" for line in self.advice)])
 
 
-def judge(found: Scaling) -> Verdict:
+def judge(scaling: Scaling) -> Verdict:
     """The verdict of a measurement, on the case with the most ranks of each series."""
-    compared = {one: points[-1] for one, points in found.points.items() if len(points) > 1}
+    compared = {series: points[-1] for series, points in scaling.points.items() if len(points) > 1}
     if not compared:
         return Verdict(("No verdict: no series has two cases that were measured.",), ())
-    low = {one: point for one, point in compared.items() if point.efficiency < GOOD}
+    low = {series: point for series, point in compared.items() if point.efficiency < GOOD}
     lines = [
-        f"{str(one).capitalize()}, {point.case.ranks} ranks: efficiency {point.efficiency:.0%}: "
+        f"{str(series).capitalize()}, {point.case.ranks} ranks: efficiency {point.efficiency:.0%}: "
         f"{_causes(point)}{_noise(point)}"
-        for one, point in low.items()
+        for series, point in low.items()
     ]
     if len(low) < len(compared):
-        good = {one: point for one, point in compared.items() if one not in low}
+        good = {series: point for series, point in compared.items() if series not in low}
         series, worst = min(good.items(), key=lambda item: item[1].efficiency)
         lines.append(
             f"{len(good)} of {len(compared)} series: efficiency at least {GOOD:.0%} with the most ranks; the "
             f"lowest of them is {series} with {worst.efficiency:.0%}"
         )
-    queued = max(point.result.queued for points in found.points.values() for point in points)
+    queued = max(point.result.queued for points in scaling.points.values() for point in points)
     if queued >= _BUSY:
         lines.insert(
             0,
@@ -55,7 +55,7 @@ def judge(found: Scaling) -> Verdict:
             "processes use the same CPUs; measure on an idle machine",
         )
     points = list(low.values())
-    advice = [*_on_communication(points, found), *_on_data(points, found), *_on_compute(points, found)]
+    advice = [*_on_communication(points), *_on_data(points, scaling), *_on_compute(points, scaling)]
     return Verdict(tuple(lines), tuple(advice))
 
 
@@ -89,7 +89,7 @@ def _noise(point: Point) -> str:
     return f" (the rounds differ by {spread:.0%}: measure again)" if spread > 1 - point.efficiency else ""
 
 
-def _on_communication(points: Sequence[Point], found: Scaling) -> Iterator[str]:
+def _on_communication(points: Sequence[Point]) -> Iterator[str]:
     cases = [point.case for point in points if "communication" in _parts(point)]
     if not cases:
         return
@@ -104,15 +104,15 @@ def _on_communication(points: Sequence[Point], found: Scaling) -> Iterator[str]:
     yield f"communication: `{command('doctor')}` measures the bandwidth between the ranks"
 
 
-def _on_data(points: Sequence[Point], found: Scaling) -> Iterator[str]:
+def _on_data(points: Sequence[Point], scaling: Scaling) -> Iterator[str]:
     if any("data" in _parts(point) for point in points):
         yield (
-            f"data: `{command('bench')} {found.root}` names the stage of the loader that limits; more "
+            f"data: `{command('bench')} {scaling.root}` names the stage of the loader that limits; more "
             "--data.threads, or shards of a smaller --image-size"
         )
 
 
-def _on_compute(points: Sequence[Point], found: Scaling) -> Iterator[str]:
+def _on_compute(points: Sequence[Point], scaling: Scaling) -> Iterator[str]:
     results = [point.result for point in points if "compute" in _parts(point)]
     if not results:
         return
@@ -122,14 +122,14 @@ def _on_compute(points: Sequence[Point], found: Scaling) -> Iterator[str]:
             "pipeline: stages wait for each other; a larger --data.global-batch with the same "
             "--data.micro-batch has more micro-batches, and the last stage also has the decoder"
         )
-    if found.shared_cores:
+    if scaling.shared_cores:
         yield "computation: ranks share cores; pass fewer --ranks or --threads"
     if imbalance >= _UNEVEN:
         yield (
             f"computation: the slowest rank takes up to {imbalance:.2f} times as long as the median, and the "
             "others wait for it; look for another load, power or cooling on its device"
         )
-    if found.device == "cpu":
+    if scaling.device == "cpu":
         yield (
             "computation: ranks share caches and memory bandwidth; fewer ranks with more --threads each may "
             "be faster"
