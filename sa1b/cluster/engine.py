@@ -27,12 +27,9 @@ Address = Annotated[
 
 @contextmanager
 def engine(name: str, address: str | None, workers: int | None) -> Iterator[tuple[int, Supervise]]:
-    """The number of workers, and the function that runs them.
+    """The number of workers, by default 1 process or one for each CPU of the Ray cluster, and their function.
 
-    Args:
-        name: "processes" or "ray".
-        address: of a Ray cluster; None: one on this machine that ends with the context.
-        workers: by default 1 process, or one for each CPU of the Ray cluster.
+    Without `address`, a Ray cluster on this machine ends with the context.
 
     Raises:
         UsageError: `workers` is below 1, `address` is for processes, or no Ray cluster can be used.

@@ -1,12 +1,8 @@
 """Supervised tasks on a Ray cluster: the events of `sa1b.workers.supervise`, from workers on many machines.
 
-Every task is one Ray task with one CPU. Tasks are spread over the machines. Only their arguments, progress
-reports and small results pass through Ray; shards are written to the dataset directory, which all machines
-must reach under the same path or URL. Ray does not retry here: a task whose worker or machine dies is started
-again `retries` times, then reported as lost.
-
-Progress goes to an actor on the driver's machine. A report that was sent is not lost if the task's machine
-dies.
+Every task is one Ray task with one CPU. Only arguments, progress reports and small results pass through Ray.
+Ray does not retry: a task whose worker or machine dies is started again `retries` times, then reported as
+lost. Progress goes to an actor on the driver's machine, so that it survives the task's machine.
 """
 
 import math
@@ -29,17 +25,12 @@ from sa1b.workers import STALL_RETRIES, Event, failure_of
 MEMORY = 700 << 20  # bytes that a task reserves: ingest of a source takes up to 600 MB
 _POLL = 0.2  # seconds between two looks at the progress reports
 _CONNECT = 5.0  # seconds; Ray itself tries for 35 s
-_IDLE = 30.0  # seconds without a running task until the user is told what may be missing
+_IDLE = 30.0  # seconds without a running task until a note is printed
 
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[int]:
-    """Connect to a Ray cluster, or start one on this machine; yields the tasks that run at a time.
-
-    Args:
-        address: address of the cluster, "auto" for the one of this machine; None: start a cluster on this
-            machine that ends with the context.
-        workers: tasks at a time; None: one for each CPU of the cluster.
+    """Connect to a Ray cluster, or without address start one here; yields the tasks that run at a time.
 
     Raises:
         UsageError: Ray is not installed, or the cluster does not answer.
@@ -122,8 +113,8 @@ def supervise(
                 pool.start()
             ended = pool.wait()
             yield from pool.reports()
-            for one in ended:
-                yield pool.end(one)
+            for running in ended:
+                yield pool.end(running)
             pool.cancel_stalled()
             pool.note_idle()
     finally:
@@ -175,37 +166,37 @@ class _Pool:
 
     def reports(self) -> Iterator[Event]:
         """The reports of the running attempts since the last call."""
-        attempts = {(one.task, one.attempt): one for one in self.running.values()}
+        attempts = {(running.task, running.attempt): running for running in self.running.values()}
         for name, value in self.ray.get(self.board.take.remote()):
-            one = attempts.get(name)
-            if one is None:  # of an attempt that has been given up
+            running = attempts.get(name)
+            if running is None:  # of an attempt that has ended
                 continue
-            one.last, one.started = time.monotonic(), True
+            running.last, running.started = time.monotonic(), True
             if value is not None:
-                yield Event(one.task, "progress", value)
+                yield Event(running.task, "progress", value)
 
-    def end(self, one: _Running) -> Event:
+    def end(self, running: _Running) -> Event:
         """The event for a task that has ended."""
-        del self.running[one.reference]
+        del self.running[running.reference]
         try:
-            kind, value = self.ray.get(one.reference)
+            kind, value = self.ray.get(running.reference)
         except self.ray.exceptions.RayError as error:
-            return self._ended(one, error)
-        return Event(one.task, kind, value)
+            return self._ended(running, error)
+        return Event(running.task, kind, value)
 
     def cancel_stalled(self) -> None:
         """Kill the workers of tasks that stalled; `wait` returns these tasks later."""
         if self.stall_timeout is None:
             return
         limit = time.monotonic() - self.stall_timeout
-        for one in self.running.values():
-            if one.started and one.last <= limit and not one.stalled:
-                one.stalled = True
-                self.ray.cancel(one.reference, force=True)
+        for running in self.running.values():
+            if running.started and running.last <= limit and not running.stalled:
+                running.stalled = True
+                self.ray.cancel(running.reference, force=True)
 
     def note_idle(self) -> None:
-        """Tell the user once if the cluster has started no task for long."""
-        if not self.running or any(one.started for one in self.running.values()):
+        """Print once that the cluster has started no task for long."""
+        if not self.running or any(running.started for running in self.running.values()):
             self.last = time.monotonic()
         elif time.monotonic() > self.last + _IDLE:
             self.last = math.inf
@@ -222,14 +213,14 @@ class _Pool:
         with suppress(Exception):
             self.ray.kill(self.board)
 
-    def _ended(self, one: _Running, error: Exception) -> Event:
-        counts, most = (self.stalls, STALL_RETRIES) if one.stalled else (self.deaths, self.retries)
-        counts[one.task] += 1
-        again = counts[one.task] <= most
+    def _ended(self, running: _Running, error: Exception) -> Event:
+        counts, most = (self.stalls, STALL_RETRIES) if running.stalled else (self.deaths, self.retries)
+        counts[running.task] += 1
+        again = counts[running.task] <= most
         if again:
-            self.waiting.appendleft(one.task)
-        how = f"no progress for {self.stall_timeout:g} s" if one.stalled else _described(error)
-        return Event(one.task, "died" if again else "lost", how)
+            self.waiting.appendleft(running.task)
+        how = f"no progress for {self.stall_timeout:g} s" if running.stalled else _described(error)
+        return Event(running.task, "died" if again else "lost", how)
 
 
 class _Board:

@@ -40,10 +40,9 @@ class Site:
 
     Attributes:
         partition, account: as the site names them; None: its default.
-        time: limit of a task, [days-]hours:minutes:seconds; None: the default of the partition.
-        cpus: processors of a task; None: chosen by the kind of job.
+        time: limit of an array task, [days-]hours:minutes:seconds; None: the default of the partition.
+        cpus: processors of an array task; None: chosen by the kind of job.
         memory: memory of a node such as "16G"; None: chosen by the kind of job, or the default of the site.
-        name: name of the job.
         logs: folder of the log files; it must exist when the job starts.
         setup: shell commands that come first, such as the activation of an environment.
         options: further options of sbatch, such as "--qos=high".
@@ -67,17 +66,16 @@ class Site:
 def reshard_script(
     arguments: Sequence[str], site: Site, *, tasks: int, workers: int, accepted: Sequence[int] = ()
 ) -> str:
-    """The script of an array job that converts sources.
+    """The script of an array job that converts sources with `sa1b reshard ARGUMENTS`.
 
-    Task I of N has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than the number of
-    sources. Every task ends by `--finish` if no source is left; the last one writes the dataset.
+    Array task I of N has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than the
+    number of sources. Every array task ends by `--finish` if no source is left; the last one writes the
+    dataset.
 
     Args:
-        arguments: of `sa1b reshard`, without --task and --finish.
-        site: settings of the site.
         tasks: N.
-        workers: worker processes of a task, from `arguments`.
-        accepted: exit codes of a task that SLURM shall count as success.
+        workers: worker processes of an array task, from `arguments`.
+        accepted: exit codes of an array task that SLURM shall count as success.
     """
     lines = _head(
         site,
@@ -133,17 +131,13 @@ def reshard_script(
 
 
 def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int) -> str:
-    """The script of a training job on one or many nodes.
+    """The script of a training job, `sa1b train ARGUMENTS`, on one or many nodes.
 
     Before the time limit, and on preemption, SLURM signals the script. The script passes the signal to the
     ranks. They save a checkpoint after the current step and end, and the job is queued again, unless the run
     has finished: rank 0 then creates the file in SA1B_FINISHED.
 
-    Args:
-        arguments: of `sa1b train`.
-        site: settings of the site.
-        nodes: number of nodes.
-        gpus: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
+    `gpus` is the number of GPUs of a node, and of ranks on it; 0: one rank on a node, without a GPU.
     """
     ranks = max(gpus, 1)
     settings = [
@@ -219,16 +213,10 @@ def train_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int)
 
 
 def doctor_script(arguments: Sequence[str], site: Site, *, nodes: int, gpus: int) -> str:
-    """The script of a job that checks nodes, with the resources of a training job.
+    """The script of a job that checks nodes, `sa1b doctor ARGUMENTS`, with the resources of a training job.
 
     The ranks are started without torchrun, so that each one reports even if the nodes cannot reach each
-    other.
-
-    Args:
-        arguments: of `sa1b doctor`.
-        site: settings of the site.
-        nodes: number of nodes.
-        gpus: GPUs of a node, and ranks on it; 0: one rank on a node, without a GPU.
+    other. `gpus` is as for `train_script`.
     """
     ranks = max(gpus, 1)
     lines = _head(
@@ -275,17 +263,13 @@ def _on_each_node(*lines: str) -> list[str]:
 
 
 def _literal(arguments: Sequence[str], line: str) -> list[str]:
-    """A line with quoted arguments; shellcheck takes a dollar sign in them for a mistake."""
+    """A line with quoted arguments; shellcheck considers a dollar sign in them a mistake."""
     marked = any(sign in argument for argument in arguments for sign in "$`")
     return [*(["# shellcheck disable=SC2016"] if marked else []), line]
 
 
 def _of_nodes(site: Site, nodes: int, gpus: int, why: str) -> list[tuple[str, object, str | None]]:
-    """The options of a job with one task on each node.
-
-    Args:
-        why: there is one task.
-    """
+    """The options of a job with one task on each node; `why` is the reason for one task."""
     return [
         ("nodes", nodes, None),
         ("ntasks-per-node", 1, why),
@@ -301,15 +285,15 @@ def _of_nodes(site: Site, nodes: int, gpus: int, why: str) -> list[tuple[str, ob
 
 def _head(site: Site, name: str, settings: Sequence[tuple[str, object, str | None]], log: str) -> list[str]:
     """The first lines of a script: options of sbatch, then the commands of `setup`."""
-    given = [("partition", site.partition), ("account", site.account), ("time", site.time)]
-    own = [
+    optional = [("partition", site.partition), ("account", site.account), ("time", site.time)]
+    settings_of_job = [
         ("job-name", site.name or name, None),
-        *[(flag, value, None) for flag, value in given if value is not None],
+        *[(flag, value, None) for flag, value in optional if value is not None],
         *settings,
         ("output", f"{site.logs.replace('%', '%%')}/{log}", "this folder must exist when the job starts"),
     ]
     lines = ["#!/bin/bash", "# Submit with: sbatch FILE, in the folder to which relative paths refer."]
-    for flag, value, why in own:
+    for flag, value, why in settings_of_job:
         if why is not None:
             lines.append(f"# {why[:1].upper()}{why[1:]}.")
         lines.append(f"#SBATCH --{flag}" + ("" if value is None else f"={_quoted(str(value))}"))
