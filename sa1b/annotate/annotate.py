@@ -47,16 +47,11 @@ class AnnotationSummary:
     """The result of an annotation, of the images of this process.
 
     Attributes:
-        out: the output folder.
-        images: images to annotate.
-        annotated: images that this run annotated.
+        annotated, masks, empty: images of this run, their masks, and images without a mask.
         complete: images that an earlier run had annotated.
         duplicates: images with the same bytes as another image of this run.
         refused: name, reason and message of the images that cannot be annotated.
-        masks: masks that this run found.
-        empty: images of this run without a mask.
         others: number of files in folders that are not images, by their extensions.
-        seconds: duration of this run.
     """
 
     out: str
@@ -81,11 +76,9 @@ class AnnotationSummary:
         return self.annotated + self.complete + self.duplicates
 
     def document(self) -> dict[str, Any]:
-        """The summary as a JSON document, for --json."""
         return asdict(self) | {"exit_code": self.exit_code()}
 
     def table(self) -> str:
-        """The summary as a table of text."""
         notes = [f"{self.complete:,} already annotated"] if self.complete else []
         notes += [counted(self.duplicates, "duplicate")] if self.duplicates else []
         rate = self.annotated / self.seconds if self.seconds else 0.0
@@ -96,7 +89,9 @@ class AnnotationSummary:
         if self.annotated and not self.masks:
             lines.append("  note     no mask was found; lower --min-predicted-iou and --min-stability")
         lines.append(f"  refused  {len(self.refused):,}")
-        refused = [f"{one['image']}: {one['reason']}: {one['message']}" for one in self.refused]
+        refused = [
+            f"{refusal['image']}: {refusal['reason']}: {refusal['message']}" for refusal in self.refused
+        ]
         lines += (f"    {line}" for line in first_lines(refused))
         if self.others:
             lines.append(
@@ -110,7 +105,7 @@ class AnnotationSummary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """An image that is ready for the model, or the reason why it needs none: refused or complete."""
+    """An image that is ready for the model, or an image that needs none: refused or complete."""
 
     name: str
     error: BadSample | None = None
@@ -140,14 +135,12 @@ def annotate(
 
     Args:
         paths: files, folders and dataset directories.
-        model: on its device.
         out: folder for the pairs; the folder of an earlier run with the same settings is completed.
-        image_ids: where ids come from: "content", "name" or the first of consecutive numbers.
+        image_ids: origin of the ids: "content", "name" or the first of consecutive numbers.
         quality: of JPEGs that images of other formats are converted to; None: refuse these.
         max_pixels: largest accepted image.
         part: the images of this process; None: all images.
         weights: name of the weights, for the record.
-        quiet: show no progress bar.
 
     Raises:
         UsageError: a path or setting is wrong, or `out` has other content.
@@ -160,7 +153,7 @@ def annotate(
         set_float32(precision, device)
     except UsageError as error:  # names the flag of training
         raise UsageError(str(error).replace("--parallel.", "--")) from None
-    found = find_images(paths, out)
+    inputs = find_images(paths, out)
     first = _first_id(image_ids)
     settings = {
         "weights": weights,
@@ -169,9 +162,9 @@ def annotate(
         "precision": precision,
         "image_ids": image_ids,
     }
-    folder = open_folder(out, settings, len(found.images))
-    own = list(enumerate(found.images))[part.index :: part.count]
-    summary = AnnotationSummary(str(out), len(own), others=found.others)
+    folder = open_folder(out, settings, len(inputs.images))
+    numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
+    summary = AnnotationSummary(str(out), len(numbered_images), others=inputs.others)
 
     def prepare(numbered: tuple[int, InputImage]) -> _Prepared:
         number, image = numbered
@@ -181,17 +174,19 @@ def annotate(
             if folder.is_complete(image_id, read.jpeg):
                 return _Prepared(image.name, image_id=image_id)
             digest = hashlib.sha256(read.jpeg).digest()
-            return _Prepared(image.name, None, image_id, read.jpeg, digest, read.pixels())
+            return _Prepared(
+                image.name, image_id=image_id, jpeg=read.jpeg, digest=digest, pixels=read.pixels()
+            )
         except BadSample as error:
             return _Prepared(image.name, error)
 
     with (
-        bar(len(own), "annotate", "image", quiet) as progress,
+        bar(len(numbered_images), "annotate", "image", quiet) as progress,
         ThreadPoolExecutor(1) as writer,
         ThreadPoolExecutor(_PREFETCHED) as threads,
     ):
-        work = _Work(model, config, precision, folder, summary, writer)
-        for prepared in _prefetched(threads, prepare, own):
+        work = _Work(model, config, precision, folder, summary=summary, writer=writer)
+        for prepared in _prefetched(threads, prepare, numbered_images):
             try:
                 work.take(prepared)
             except BadSample as error:
@@ -218,7 +213,7 @@ class _Work:
     writing: deque[Future[None]] = field(default_factory=deque)
 
     def take(self, prepared: _Prepared) -> None:
-        """Annotate an image, or count it if it is complete or a copy. Raises BadSample to refuse it."""
+        """Annotate an image, or count it if it is complete or a copy; BadSample refuses it."""
         if prepared.error is not None:
             raise prepared.error
         if prepared.pixels is None:
@@ -241,7 +236,7 @@ class _Work:
             self.summary.empty += len(masks) == 0
 
     def wait(self, most: int) -> None:
-        """Wait until at most `most` images are being written. Raises OSError if writing failed."""
+        """Wait until at most `most` images are being written; OSError if writing failed."""
         while len(self.writing) > most:
             self.writing.popleft().result()
 
@@ -292,7 +287,7 @@ def _first_id(image_ids: str) -> int | None:
 
 
 def _image_id(image: InputImage, source: bytes, number: int | None, image_ids: str) -> int:
-    """Raises BadSample if the file has no name from which the id could be taken."""
+    """The id of an image; BadSample if it should come from a name that has none."""
     if image.image_id is not None:
         return image.image_id
     if number is not None:

@@ -31,13 +31,9 @@ def mask_ids(image_id: int, count: int) -> npt.NDArray[np.int64]:
     return (words >> np.uint64(1)).astype(np.int64)
 
 
-def annotation_file(image_id: int, found: GeneratedMasks) -> bytes:
-    """The JSON file of an image, with the keys, order and number types of SA-1B.
-
-    Raises:
-        BadSample: the file would be larger than `sa1b reshard` accepts.
-    """
-    runs, count = found.runs, len(found)
+def annotation_file(image_id: int, masks: GeneratedMasks) -> bytes:
+    """The JSON file of an image in SA-1B's form; BadSample if it is larger than `sa1b reshard` accepts."""
+    runs, count = masks.runs, len(masks)
     text, lengths = coco.encode_joined(runs)
     columns = Annotations(
         image_id=image_id,
@@ -46,10 +42,10 @@ def annotation_file(image_id: int, found: GeneratedMasks) -> bytes:
         mask_id=mask_ids(image_id, count),
         area=geometry.area(runs),
         bbox=geometry.bbox_sa1b(runs).astype(np.float64),
-        predicted_iou=found.predicted_iou.astype(np.float64),
-        stability_score=found.stability_score.astype(np.float64),
-        point_coords=found.points,
-        crop_box=found.crop_boxes.astype(np.float64),
+        predicted_iou=masks.predicted_iou.astype(np.float64),
+        stability_score=masks.stability_score.astype(np.float64),
+        point_coords=masks.points,
+        crop_box=masks.crop_boxes.astype(np.float64),
         number_types=np.zeros(count, np.uint8),
         rle=text,
         rle_bytes=lengths.astype(np.uint32),

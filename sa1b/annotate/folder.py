@@ -32,10 +32,9 @@ class AnnotationFolder:
     """The output folder of an annotation.
 
     Attributes:
-        out: the folder.
         folders: number of folders of pairs.
         name: start of their names: that of the output folder in the first run, also if it was renamed since.
-        image_ids: where ids come from, see `annotate`.
+        image_ids: origin of the ids, see `annotate`.
         complete: ids of images with an annotation file.
         listed: names of the images that have a line in annotate.jsonl, by id.
     """
@@ -52,16 +51,12 @@ class AnnotationFolder:
         return self.out / folder / member_name(image_id, ending)
 
     def other_ids(self) -> str:
-        """The way out if an image has the id of another one."""
+        """The remedy for an image with the id of another one."""
         other = "annotate these images into another folder"
         return other if self.image_ids == "content" else f"pass --image-ids content, or {other}"
 
     def is_complete(self, image_id: int, jpeg: bytes) -> bool:
-        """Whether this image is annotated.
-
-        Raises:
-            BadSample: another image has this id.
-        """
+        """Whether this image is annotated; BadSample if another image has this id."""
         if image_id not in self.complete:
             return False
         path = self._path(image_id, "jpg")
@@ -69,7 +64,7 @@ class AnnotationFolder:
             return False
         if path.read_bytes() == jpeg:
             return True
-        if self.image_ids == "content":  # the id says that it is the same image
+        if self.image_ids == "content":  # equal ids mean equal images
             raise BadSample(
                 "id_taken",
                 f"{path} has other bytes than this image; repeat the --quality of the first run, or, if the "
@@ -78,11 +73,7 @@ class AnnotationFolder:
         raise BadSample("id_taken", f"{path} is another image with this id; {self.other_ids()}")
 
     def write(self, image_id: int, jpeg: bytes, document: bytes) -> None:
-        """Write a pair, the annotation file last.
-
-        Raises:
-            OSError: the disk is full or fails; the message names the file.
-        """
+        """Write a pair, the annotation file last; OSError names the file."""
         for ending, data in (("jpg", jpeg), ("json", document)):
             path = self._path(image_id, ending)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +91,7 @@ class AnnotationFolder:
 def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> AnnotationFolder:
     """Create the folder, or open that of an earlier run with the same settings.
 
-    Files that killed processes left incomplete are removed.
+    Temporary files of killed processes are removed.
 
     Args:
         settings: weights and settings that change the annotations.
@@ -113,7 +104,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
     name = out.resolve().name
-    own = {
+    expected = {
         "format": FORMAT,
         "folders": max(1, -(-images // IMAGES_PER_FOLDER)),
         "name": name if is_source_name(name) else "annotated",
@@ -121,21 +112,23 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
     }
     path = out / SETTINGS
     if not path.exists():
-        used = out.exists() and any(child.name[0] != "." for child in out.iterdir())
-        if used and not path.exists():  # another process may have started meanwhile
+        in_use = out.exists() and any(child.name[0] != "." for child in out.iterdir())
+        if in_use and not path.exists():  # another process may have started meanwhile
             raise UsageError(f"--out {out}: is not empty, and has no {SETTINGS}; name another folder")
-        open_store(out).put_if_absent(SETTINGS, json_bytes(own))  # one of several processes writes it
+        open_store(out).put_if_absent(SETTINGS, json_bytes(expected))  # one of several processes writes it
     try:
         stored = json.loads(path.read_bytes())
-        named = min(out.glob("*-[0-9][0-9][0-9][0-9]"), default=Path(f"{own['name']}-0000")).name[:-5]
+        named = min(out.glob("*-[0-9][0-9][0-9][0-9]"), default=Path(f"{expected['name']}-0000")).name[:-5]
         folders, name = int(stored["folders"]), str(stored.get("name", named))  # earlier versions had no name
         if folders < 1 or not is_source_name(name):
             raise ValueError(f"folders {folders}, name {name!r}")
-        differing = [name for name in own if name not in _INFORMATION and stored.get(name) != own[name]]
+        differing = [
+            name for name in expected if name not in _INFORMATION and stored.get(name) != expected[name]
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: damaged ({error!r}); annotate into another folder") from None
     if differing:
-        changes = ", ".join(f"{name} {stored.get(name)}, now {own[name]}" for name in differing)
+        changes = ", ".join(f"{name} {stored.get(name)}, now {expected[name]}" for name in differing)
         raise UsageError(
             f"--out {out}: has annotations with other settings ({changes}); repeat the settings of "
             f"{path}, or name another folder"

@@ -38,12 +38,9 @@ _CONVERTED = ("not_a_jpeg", "jpeg_unsupported")  # reasons that conversion to JP
 
 @dataclass(frozen=True, slots=True)
 class InputImage:
-    """An image to annotate.
+    """An image to annotate; `name` is its path, or the dataset directory and `sa_<id>`.
 
-    Attributes:
-        name: its path, or the dataset directory and `sa_<id>`.
-        read: returns the bytes of its file.
-        image_id: its id, if it is stored in a dataset directory.
+    Only an image of a dataset directory has an `image_id`. `read` returns the bytes of its file.
     """
 
     name: str
@@ -53,11 +50,9 @@ class InputImage:
 
 @dataclass(slots=True)
 class FoundImages:
-    """The images in the paths of a user, in the order of the paths, and in folders by name.
+    """The images in the paths of a user, in the order of the paths, and in folders by name, each file once.
 
-    Attributes:
-        images: each file once.
-        others: number of files in the folders that are not images, by their extensions.
+    `others` is the number of files in the folders that are not images, by their extensions.
     """
 
     images: list[InputImage] = field(default_factory=list)
@@ -65,22 +60,18 @@ class FoundImages:
 
 
 def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
-    """Find all images in `paths`.
+    """Find all images in files, folders, dataset directories and URLs of dataset directories.
 
-    Folders and links to folders are searched at any depth for files with the extension of an image. Hidden
-    files and folders, and folders with the output of an annotation, are left out. A path that is a file is
+    Folders and links to folders are searched at any depth for files with the extension of an image, except
+    hidden files and folders, `skip`, and folders with the output of an annotation. A path that is a file is
     always an image.
 
-    Args:
-        paths: files, folders and dataset directories; also URLs of dataset directories.
-        skip: folder that is left out, such as the output.
-
     Raises:
-        UsageError: a path does not exist, is a tar, or holds no image.
+        UsageError: a path does not exist, is a tar, or contains no image.
         ManifestError: a dataset directory is damaged.
     """
-    found = FoundImages()
-    seen: set[str] = set()
+    images_of_paths = FoundImages()
+    known_names: set[str] = set()
     for path in paths:
         if is_url(path) or (Path(path) / DATASET).exists():
             dataset = open_dataset(path)
@@ -98,13 +89,13 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
                 raise UsageError(f"{path}: is inside --out {skip}; name another folder for the annotations")
             names = list(_names(Path(path), skip))
             images = list(_files_of([name for name in names if name.suffix.lower() in _ENDINGS]))
-            found.others += len(names) - len(images)
+            images_of_paths.others += len(names) - len(images)
         else:
             raise UsageError(f"{path}: no such file or folder; name images, or folders that hold them")
         if not images:
             raise UsageError(f"{path}: holds no image; name image files, or folders that hold them")
-        found.images += [image for image in images if _is_new(image, seen)]
-    return found
+        images_of_paths.images += [image for image in images if _is_new(image, known_names)]
+    return images_of_paths
 
 
 def _stored(dataset: Dataset) -> Iterator[InputImage]:
@@ -122,17 +113,17 @@ def _read_stored(dataset: Dataset, row: int) -> bytes:
 
 
 def _names(folder: Path, skip: Path) -> Iterator[Path]:
-    """All files of a folder that are not hidden, by name; links to folders are followed, each folder once.
+    """All visible files of a folder, by name; links to folders are followed, each folder once.
 
-    The output of an annotation has copies of images, and is left out.
+    The output of an annotation has copies of images, and is skipped.
     """
-    seen = {os.path.realpath(folder), os.path.realpath(skip)}
+    visited = {os.path.realpath(folder), os.path.realpath(skip)}
     for parent, folders, names in os.walk(folder, followlinks=True):
         below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}
         folders[:] = [
-            name for name, real in below.items() if real not in seen and not Path(real, SETTINGS).exists()
+            name for name, real in below.items() if real not in visited and not Path(real, SETTINGS).exists()
         ]
-        seen.update(below.values())
+        visited.update(below.values())
         yield from (Path(parent) / name for name in sorted(names) if name[0] != ".")
 
 
@@ -147,22 +138,16 @@ def _read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _is_new(image: InputImage, seen: set[str]) -> bool:
-    """Whether no earlier image has this name; the name is added to `seen`."""
-    known = len(seen)
-    seen.add(os.path.realpath(image.name) if image.image_id is None else image.name)
-    return len(seen) > known
+def _is_new(image: InputImage, names: set[str]) -> bool:
+    """Whether no earlier image has this name; the name is added to `names`."""
+    before = len(names)
+    names.add(os.path.realpath(image.name) if image.image_id is None else image.name)
+    return len(names) > before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadImage:
-    """An image that can be annotated.
-
-    Attributes:
-        source: bytes of its file.
-        jpeg: its JPEG: the same bytes, unless the image was converted.
-        height, width: pixels.
-    """
+    """An image that can be annotated: bytes of its file, and its JPEG, the same bytes unless converted."""
 
     source: bytes
     jpeg: bytes
@@ -170,7 +155,7 @@ class ReadImage:
     width: int
 
     def pixels(self) -> npt.NDArray[np.uint8]:
-        """RGB, uint8 [height, width, 3]. Raises BadSample if the JPEG does not decode."""
+        """RGB, uint8 [height, width, 3]; BadSample if the JPEG does not decode."""
         return jpeg.decode(self.jpeg)
 
 
