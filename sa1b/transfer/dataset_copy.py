@@ -1,11 +1,8 @@
 """A verified copy of a dataset directory: folder or bucket to folder or bucket.
 
-    copy_dataset("shards", "s3://BUCKET/shards", workers=4)
-
-The order of writes is that of reshard. A source's shards and indexes come first, each verified by its digest
-in dataset.json while it is copied. Its task file is written last. The sample table and dataset.json are
-written after all sources. So a copy that ends at any point is resumed by the same call: a source with a task
-file is skipped, and an object of the right size and digest is kept.
+A source's shards and indexes are copied first, verified by their digests in dataset.json, then its task file;
+the sample table and dataset.json follow all sources. The same call resumes a copy: a source with a task file
+is skipped, and an object of the right size and digest is kept.
 """
 
 import contextlib
@@ -81,7 +78,7 @@ def copy_dataset(
 ) -> CopySummary:
     """Copy a dataset directory, verified; resumes an interrupted copy.
 
-    A source with a damaged shard is left out and the others are copied. With `shards` or `images`, views are
+    A source with a damaged shard is skipped and the others are copied. With `shards` or `images`, views are
     not copied. Memory: 64 MiB for each worker.
 
     Args:
@@ -91,7 +88,6 @@ def copy_dataset(
         images: uint64 [N], ascending; only shards that hold one of these images are copied.
         workers: threads, each copies one source at a time.
         scratch: of a URL: local folder for the objects that are being copied.
-        quiet: no progress bar.
 
     Raises:
         ManifestError: `root` has no readable dataset.
@@ -110,10 +106,10 @@ def copy_dataset(
     remove_leftovers(target)
     with naming_path(target.scratch):
         staging = make_staging(staging_place(target))
-    total = sum(shard.bytes + shard.index_bytes for name in plan.left() for shard in plan.wanted[name])
+    total = sum(shard.bytes + shard.index_bytes for name in plan.remaining() for shard in plan.shards[name])
     try:
         with clean_scratch(source), bar(total, "copy", "B", quiet) as progress:
-            copy = _Copy(source, target, plan, staging, summary, progress)
+            copy = _Copy(source, target, plan, staging=staging, summary=summary, progress=progress)
             copy.release_claims()
             copy.sources(workers)
             if not shards and images is None:
@@ -129,7 +125,7 @@ class _Copy:
     """The state of one copy, shared by its threads."""
 
     def __init__(
-        self, source: Store, target: Store, plan: Plan, staging: Path, summary: CopySummary, progress: Bar
+        self, source: Store, target: Store, plan: Plan, *, staging: Path, summary: CopySummary, progress: Bar
     ) -> None:
         self.source, self.target, self.plan = source, target, plan
         self.staging, self.summary, self.progress = staging, summary, progress
@@ -140,7 +136,7 @@ class _Copy:
     def sources(self, workers: int) -> None:
         """Copy all sources, each in one thread."""
         with ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool:
-            running = [pool.submit(self._source, name) for name in self.plan.left()]
+            running = [pool.submit(self._source, name) for name in self.plan.remaining()]
             try:
                 for future in as_completed(running):
                     future.result()
@@ -185,12 +181,12 @@ class _Copy:
         self.summary.sources, self.summary.shards = len(tasks), len(shards)
         self.summary.images = sum(shard.images for shard in shards)
         self.summary.masks = sum(shard.masks for shard in shards)
-        self.summary.partial = [name for name in self.plan.wanted if not self.plan.is_whole(name)]
+        self.summary.partial = [name for name in self.plan.shards if not self.plan.is_whole(name)]
 
     def release_claims(self) -> None:
-        """Remove claims of finished sources, left by a process that was killed while it released them."""
-        left = {name.removesuffix(ENDING) for name in self.target.names(TASKS, ENDING)}
-        for name in left & self.plan.finished:
+        """Remove claims of finished sources that a process did not release because it was killed."""
+        claimed = {name.removesuffix(ENDING) for name in self.target.names(TASKS, ENDING)}
+        for name in claimed & self.plan.finished:
             claim = Claim.take(self.target, task_name(name, "claim"))
             if claim is not None:
                 claim.release()
@@ -200,17 +196,17 @@ class _Copy:
         self._check_running()
         claim = Claim.take(self.target, task_name(name, "claim"))
         if claim is None:
-            found = holder(self.target, task_name(name, "claim"))
+            owner = holder(self.target, task_name(name, "claim"))
             with self._lock:
                 self.busy.append(name)
                 self.summary.failed[name] = (
-                    f"{found or 'another process'} is writing this source to {self.target.root}; run the "
+                    f"{owner or 'another process'} is writing this source to {self.target.root}; run the "
                     "same command again after it has ended"
                 )
             return
         with claim:
             abort_uploads(self.target, name)
-            damage = [why for shard in self.plan.wanted[name] for why in self._shard(name, shard)]
+            damage = [why for shard in self.plan.shards[name] for why in self._shard(name, shard)]
             claim.check()
             if damage:
                 with self._lock:
@@ -266,11 +262,11 @@ class _Copy:
         self, name: str, size: int, expected: str, file: BinaryIO, progress: Callable[[int], None]
     ) -> None:
         url = self.source.url(name)
-        found = self.source.size(name)
-        if found is None:
+        actual = self.source.size(name)
+        if actual is None:
             raise _Damaged(f"{url}: missing")
-        if found != size:
-            raise _Damaged(f"{url}: {found:,} bytes, {size:,} recorded")
+        if actual != size:
+            raise _Damaged(f"{url}: {actual:,} bytes, {size:,} recorded")
         try:
             fetch(self.source.reader, name, expected, file, progress)
         except (MissingError, FileNotFoundError):
@@ -289,7 +285,7 @@ class _Copy:
                 if hashlib.sha256(rows).hexdigest() == task.samples["sha256"]:
                     self.target.put(task_name(name, "samples"), rows)
         else:
-            task = self._partial(task, self.plan.wanted[name])
+            task = self._partial(task, self.plan.shards[name])
         write_task(self.target, task)
 
     def _partial(self, task: Task, shards: list[ShardInfo]) -> Task:
@@ -341,12 +337,12 @@ def _check_apart(source: Store, target: Store) -> None:
         raise UsageError(
             f"{target.root}: {protocol} can only be read; name a folder, or a URL of s3://, gs:// or az://"
         )
-    one, other = source.root.rstrip("/"), target.root.rstrip("/")
+    source_root, target_root = source.root.rstrip("/"), target.root.rstrip("/")
     if source.is_local and target.is_local:
-        one, other = str(Path(one).resolve()), str(Path(other).resolve())
+        source_root, target_root = str(Path(source_root).resolve()), str(Path(target_root).resolve())
     if target.is_local and Path(target.root).exists() and not Path(target.root).is_dir():
         raise UsageError(f"{target.root}: is a file; name a folder or a URL as DEST")
-    if one == other or f"{other}/".startswith(f"{one}/"):
+    if source_root == target_root or f"{target_root}/".startswith(f"{source_root}/"):
         raise UsageError(f"{target.root}: is {source.root} or a folder in it; name another DEST")
 
 
@@ -355,8 +351,8 @@ def _check_content(target: Store) -> None:
     if target.exists(DATASET) or target.names(TASKS):
         return
     # An interrupted copy may have shards without a task file.
-    found = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, QUARANTINE}
-    others = [name for name in found if not name.startswith((SHARD_PREFIX, "samples-"))]
+    names = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, QUARANTINE}
+    others = [name for name in names if not name.startswith((SHARD_PREFIX, "samples-"))]
     if others:
         raise UsageError(
             f"{target.root}: contains {min(others)!r}, which is no part of a dataset directory; name an "
@@ -366,7 +362,7 @@ def _check_content(target: Store) -> None:
 
 def _check_space(target: Store, plan: Plan, workers: int) -> None:
     """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
-    shards = [shard for name in plan.left() for shard in plan.wanted[name]]
+    shards = [shard for name in plan.remaining() for shard in plan.shards[name]]
     if not target.is_local:
         check_scratch(target, [shard.bytes for shard in shards], workers)
         return

@@ -1,8 +1,8 @@
 """The task file of a source of which only some shards were copied.
 
-Like a task file that was rebuilt from shards, it has no size, time or digest of the source and no counts of
-its members, because they would be those of all shards. So reshard treats the source as changed, and
-verify does not compare it with a quarantine. The quarantine and the warnings of the source are not copied.
+Like a task file that was rebuilt from shards, it has no size, time or digest of the source and no counts
+of its members, because they would be those of all shards. So reshard considers the source changed, and verify
+does not compare it with a quarantine. The quarantine and the warnings of the source are not copied.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,9 @@ _UNKNOWN = ("size", "mtime_ns", "sha256", "md5")  # of the source
 
 
 def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path], reader: Reader) -> Task:
-    """The task file of a source with some of its shards, without `samples`.
+    """The task file of a source with some of its shards, in order, without `samples`.
 
     Reads the mask records of the shards, verified by their checksums.
-
-    Args:
-        task: the source with all shards.
-        shards: some of them, in order.
-        indexes: their index files.
-        reader: reads the shards.
     """
     reading = task.source.get(READING, {"kind": task.source["kind"]})
     largest = dict.fromkeys(LARGEST, 0)

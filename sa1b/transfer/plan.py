@@ -1,4 +1,4 @@
-"""The plan of a copy: which shards of each source the copy will have, and which sources are there already.
+"""The plan of a copy: the shards of each source that the copy will have, and the finished sources.
 
 A copy may have some of the sources, and some of the shards of a source. It never loses one: the plan has the
 selected shards and those that the destination already has. A destination with anything else is refused.
@@ -37,24 +37,24 @@ class Plan:
 
     Attributes:
         tasks: task files of the source directory, by source.
-        wanted: source -> its shards in the copy, in order.
+        shards: source -> its shards in the copy, in order.
         finished: sources that the destination has with exactly these shards.
         failed, pending: of dataset.json of the source directory; empty if the copy is a selection.
     """
 
     tasks: dict[str, Task]
-    wanted: dict[str, list[ShardInfo]]
+    shards: dict[str, list[ShardInfo]]
     finished: set[str]
     failed: dict[str, str] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
 
-    def left(self) -> list[str]:
+    def remaining(self) -> list[str]:
         """Sources to copy, in order."""
-        return [name for name in self.wanted if name not in self.finished]
+        return [name for name in self.shards if name not in self.finished]
 
     def is_whole(self, source: str) -> bool:
         """Whether the copy has all shards of a source."""
-        return self.wanted[source] == self.tasks[source].shards
+        return self.shards[source] == self.tasks[source].shards
 
 
 def make_plan(
@@ -77,24 +77,24 @@ def make_plan(
     if images is not None:
         chosen &= _holding(source, str(document["samples"]["name"]), names, images)
     present = _present(source, target, tasks)
-    wanted = {}
+    chosen_shards = {}
     for name, task in tasks.items():
         there = {shard.name for shard in present[name].shards} if name in present else set()
         shards = [shard for shard in task.shards if shard.name in chosen or shard.name in there]
         if shards:
-            wanted[name] = shards
+            chosen_shards[name] = shards
     stored = set(target.names("")) if present else set()
     finished = {
         name
         for name, task in present.items()
-        if task.shards == wanted[name]
+        if task.shards == chosen_shards[name]
         and (task.shards != tasks[name].shards or _same_but_rows(task, tasks[name]))
         and all(file in stored for shard in task.shards for file in shard_files(shard.name))
     }
     if patterns or images is not None:
-        return Plan(tasks, wanted, finished)
+        return Plan(tasks, chosen_shards, finished)
     failed = {str(name): str(why) for name, why in document.get("failed", {}).items()}
-    return Plan(tasks, wanted, finished, failed, [str(name) for name in document.get("pending", [])])
+    return Plan(tasks, chosen_shards, finished, failed, [str(name) for name in document.get("pending", [])])
 
 
 def _task(source: Store, name: str, digest: str) -> Task:
@@ -117,16 +117,18 @@ def _matching(source: Store, names: Sequence[str], patterns: Sequence[str]) -> s
     """Names of shards that match one of the patterns, with or without their ending."""
     if not patterns:
         return set(names)
-    found = set()
+    matches = set()
     for pattern in patterns:
-        own = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(Path(name).stem, pattern)}
-        if not own:
+        matching = {
+            name for name in names if fnmatchcase(name, pattern) or fnmatchcase(Path(name).stem, pattern)
+        }
+        if not matching:
             raise UsageError(
                 f"--shards {pattern}: no shard of {source.root} matches; they have names such as "
                 f"{', '.join(names[:_SHOWN])}"
             )
-        found |= own
-    return found
+        matches |= matching
+    return matches
 
 
 def _holding(
@@ -141,8 +143,8 @@ def _holding(
 
 def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[str, Task]:
     """The finished sources of the destination; refuses any other than those of the source directory."""
-    found = read_tasks(target)
-    listed = set(found)
+    tasks_of_target = read_tasks(target)
+    listed = set(tasks_of_target)
     if target.exists(DATASET):
         listed |= read_dataset(target)["sources"].keys()
     other = sorted(listed - tasks.keys())
@@ -151,7 +153,7 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
         raise UsageError(
             f"{target.root}: is another dataset: {source.root} has no {', '.join(other[:_SHOWN])}; {advice}"
         )
-    for name, task in found.items():
+    for name, task in tasks_of_target.items():
         known = {shard.name: shard for shard in tasks[name].shards}
         drop = f"{advice}, or remove it there with `{command('reshard')} --out {target.root} --drop {name}`"
         if (differs := tasks[name].options.difference(task.options)) is not None:
@@ -163,7 +165,7 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
             raise UsageError(
                 f"{target.root}: has {name} with another {strange[0]} than {source.root}; {drop}"
             )
-    return found
+    return tasks_of_target
 
 
 def _same_but_rows(task: Task, other: Task) -> bool:

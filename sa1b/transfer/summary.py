@@ -8,16 +8,13 @@ from sa1b.console import counted
 
 @dataclass(slots=True)
 class CopySummary:
-    """The result of a copy.
+    """The result of a copy; sources, shards, images and masks are those in the copy.
 
     Attributes:
-        root, dest: path or URL of both dataset directories.
         dataset: path or URL of the dataset.json of the copy.
-        seconds: duration of this run.
-        sources, shards, images, masks: in the dataset of the copy.
         skipped: names of the sources that an earlier run had copied.
         bytes_copied: bytes of the shards and indexes that this run wrote.
-        bytes_kept: bytes of those that were there already, with the right digest.
+        bytes_kept: bytes of those that the destination already had, with the right digest.
         partial: sources of which only some shards were copied.
         failed: source that is not in the copy, or not with all its shards -> the reason.
         missing: sources that the original dataset directory lists as failed or pending.
@@ -45,14 +42,12 @@ class CopySummary:
         return 1 if self.failed else 0
 
     def document(self) -> dict[str, Any]:
-        """JSON document for --json."""
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self) -> str:
-        """Text for the terminal."""
         rate = self.bytes_copied / 1e6 / self.seconds if self.seconds else 0.0
         skipped = f" ({len(self.skipped):,} copied before)" if self.skipped else ""
-        kept = f"; {self.bytes_kept:,} were there already" if self.bytes_kept else ""
+        kept = f"; {self.bytes_kept:,} had been copied before" if self.bytes_kept else ""
         lines = [
             f"  sources  {self.sources:,}{skipped}",
             f"  shards   {self.shards:,}",
