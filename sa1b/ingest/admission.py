@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
+from sa1b.ingest.source_pass import Policy
 from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from sa1b.shards.manifest import (
     FORMAT,
     PARTIAL,
@@ -35,6 +37,8 @@ from sa1b.storage.store import Root, open_store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
+_DECISIVE = {"image_ids": "--image-ids", "ignore": "--ignore", "max_pixels": "--max-pixels"}
+_USUAL = {"max_pixels": MAX_IMAGE_PIXELS}
 _OUT_FACTOR = 1.1  # size of the shards / size of the source
 _SPILL_FACTOR = 0.3  # size of the spill / size of the source, if the members are in random order
 _NAME_LENGTH = 150  # files are named after the source, and a file name has at most 255 bytes
@@ -187,24 +191,29 @@ def release_options(root: Root) -> None:
         store.remove(OPTIONS)
 
 
-def check_reading(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:
+def check_reading(
+    root: Root, tasks: Mapping[str, Task], sources: list[Source], policy: Policy, way_out: str
+) -> None:
     """Raise UsageError if a source of the dataset would be read in another way than before."""
-    known: dict[str, Any] = {}
+    known: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(ManifestError, OSError):
-        known = read_dataset(root).get(READING, {})
-    known |= {name: task.source[READING] for name, task in tasks.items() if READING in task.source}
+        document = read_dataset(root)
+        known = {name: {} for name in document["sources"]} | document.get(READING, {})
+    known |= {name: task.source.get(READING, {}) for name, task in tasks.items()}
     for source in sources:
-        recorded, asked = known.get(source.name, {}), source.reading
-        for what, flag in (("image_ids", "--image-ids"), ("ignore", "--ignore")):
+        if source.name not in known:
+            continue
+        recorded, asked = {**_USUAL, **known[source.name]}, {**_USUAL, **policy.reading(source)}
+        for what, flag in _DECISIVE.items():
             if what in recorded and recorded[what] != (now := asked.get(what, [])):
                 raise UsageError(
                     f"{source.label}: {root} has {source.name} with {flag} {_typed(recorded[what])}, this "
-                    f"run has {flag} {_typed(now)}; pass it as before, or add --replace to change it"
+                    f"run has {flag} {_typed(now)}; pass it as before{way_out.format(name=source.name)}"
                 )
 
 
-def _typed(value: str | list[str]) -> str:
-    return value if isinstance(value, str) else ", ".join(value) or "not given"
+def _typed(value: str | int | list[str]) -> str:
+    return ", ".join(value) or "not given" if isinstance(value, list) else str(value)
 
 
 def check_names(root: Root, tasks: Mapping[str, Task], sources: list[Source]) -> None:

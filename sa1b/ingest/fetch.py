@@ -23,6 +23,7 @@ from sa1b.ingest.admission import (
     check_names,
     check_options,
     check_out,
+    check_reading,
     check_space,
     fix_options,
     release_options,
@@ -218,6 +219,7 @@ def fetch(
             again = []
             sources = _sources(names_now, local, remote, missing, store, work, everywhere=everywhere)
             check_names(store, tasks, sources)
+            check_reading(store, tasks, sources, policy, "")
             if not checked and sources:
                 checked = True
                 share = min(1.0, len(missing) / (IDS_PER_TAR * len(sources)))

@@ -82,7 +82,10 @@ def reshard(
     named = sorted(local.keys() | remote.keys())
     if strangers := set(run.redo) - set(named):
         listed = ", ".join(named[:10])
-        raise UsageError(f"--redo {min(strangers)}: no SOURCE has this name; choose one of {listed}")
+        raise UsageError(
+            f"--redo {min(strangers)}: no SOURCE has this name; choose one of {listed}, or name the "
+            f"source so with --rename PATH={min(strangers)}"
+        )
     digests = {} if run.checklist is None else read_checklist(run.checklist)
     own_names = named if run.task is None else named[run.task[0] :: run.task[1]]
     if store.is_local:
@@ -118,8 +121,10 @@ def reshard(
                 summary.failed[source.name] = found
         else:
             waiting.append(source)
-    if not run.replace:
-        check_reading(store, tasks, waiting if run.redo else sources)
+    checked = waiting if run.redo else sources
+    if run.replace:  # a finished source that has not changed is not converted again
+        checked = [source for source in checked if source not in waiting]
+    check_reading(store, tasks, checked, policy, ", or add --redo {name} --replace to change it")
     if run.space_check:
         check_space(waiting, store, options, policy.spill, run.workers)
     if waiting:

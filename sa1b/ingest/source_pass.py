@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sa1b.errors import BadSample, NoPairError, RefusedError, SourceError
 from sa1b.ingest.pair_check import check_pair
@@ -48,6 +49,12 @@ class Policy:
     spill: Path | None = None
     spill_memory: int = 128 << 20
     max_pixels: int = MAX_IMAGE_PIXELS
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        """`Source.reading`, and max_pixels if it is not the default: larger images were refused."""
+        if self.max_pixels == MAX_IMAGE_PIXELS:
+            return source.reading
+        return {"kind": source.kind, **source.reading, "max_pixels": self.max_pixels}
 
 
 @dataclass(slots=True)
@@ -154,7 +161,7 @@ class SourcePass:
                 "mtime_ns": source.mtime_ns if is_all else None,
                 "sha256": sha256,
                 "md5": self.policy.md5,
-                **({"reading": source.reading} if source.reading else {}),
+                **({"reading": reading} if (reading := self.policy.reading(source)) else {}),
             },
             options=self.options,
             versions=versions(),

@@ -69,6 +69,7 @@ class _Reading(Struct):
     image_ids: Literal["keep", "hash"] | UnsetType = UNSET
     images: bool | UnsetType = UNSET
     ignore: list[str] | UnsetType = UNSET
+    max_pixels: Count | UnsetType = UNSET
     part: bool | UnsetType = UNSET
 
 

@@ -65,13 +65,18 @@ class Remedy:
             flags.append(f"--image-ids {reading['image_ids']}")
         if reading.get("images"):
             flags.append("--images PATH/TO/IMAGES")
+        if "max_pixels" in reading:
+            flags.append(f"--max-pixels {reading['max_pixels']}")
         flags += [f"--ignore {shlex.quote(pattern)}" for pattern in reading.get("ignore", ())]
         if reading.get("part"):  # the images that the directory has of it are read again
             verb, flags = "fetch", ["--ids PATH/TO/IDS.txt", *flags]
         more = "".join(f" {flag}" for flag in flags)
         again = f"{command(verb)} {path} --out {self._quoted()} --redo {shlex.quote(name)}{more}"
+        real = "the real path of the source,"
+        if kind not in ("folder", "coco"):
+            real = "the real path or URL of the source, or --links FILE,"
         without = f"; or, without the source, {rebuild}" if has_shards else ""
-        return f"restore it from a copy; or, with the real path of the source, `{again}`{without}"
+        return f"restore it from a copy; or, with {real} `{again}`{without}"
 
     def flags(self) -> list[str]:
         """The flags of `sa1b reshard` that differ from its defaults."""

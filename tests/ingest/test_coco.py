@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import tracemalloc
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pycocotools import mask as pycocotools
 from pycocotools.coco import COCO
 
 import sa1b
+from sa1b.cli import main
 from sa1b.cli.reshard import main as reshard
 from sa1b.cli.view import main as view
 from sa1b.errors import SourceError, UsageError
@@ -389,7 +391,8 @@ def test_the_advice_for_a_source_with_hashed_ids_gives_the_same_ids(tmp_path, ca
     root, folder = tmp_path / "root", tmp_path / "pictures"
     folder.mkdir()
     (tmp_path / "x.png").rename(folder / "x.png")
-    assert reshard((str(path),), out=str(root), images=folder, image_ids="hash", json_output=True) == 0
+    first = {"images": folder, "image_ids": "hash", "max_pixels": 9999, "json_output": True}
+    assert reshard((str(path),), out=str(root), **first) == 0
     ids = sa1b.open(root).table.image_id.tolist()
     if lost == "shard":
         next(root.glob("sa1b-*.tar")).unlink()
@@ -399,14 +402,38 @@ def test_the_advice_for_a_source_with_hashed_ids_gives_the_same_ids(tmp_path, ca
     advice, *rebuild = re.findall("`([^`]+)`", finding.remedy)
     assert [one.endswith(f"sa1b index {root}") for one in rebuild] == [True] * (lost == "task")
     assert "PATH/TO/m.json" in advice
-    assert advice.endswith("--redo m --image-ids hash --images PATH/TO/IMAGES")
-    with pytest.raises(UsageError, match="has m with --image-ids hash, this run has --image-ids keep"):
-        reshard((str(path),), out=str(root), images=folder, redo=("m",), json_output=True)
-    done = reshard(
-        (str(path),), out=str(root), images=folder, image_ids="hash", redo=("m",), json_output=True
-    )
-    assert done == 0
+    assert advice.endswith("--redo m --image-ids hash --images PATH/TO/IMAGES --max-pixels 9999")
+    for other, message in (
+        (
+            {"max_pixels": 9999},
+            "has m with --image-ids hash, this run has --image-ids keep; pass it as before",
+        ),
+        ({"image_ids": "hash"}, "has m with --max-pixels 9999, this run has --max-pixels 16777216"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            reshard((str(path),), out=str(root), images=folder, redo=("m",), json_output=True, **other)
+    printed = advice.replace("PATH/TO/m.json", str(path)).replace("PATH/TO/IMAGES", str(folder))
+    words = shlex.split(printed)[shlex.split(printed).index("reshard") :]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
     assert sa1b.open(root).table.image_id.tolist() == ids
+    assert verify(root, workers=0, quiet=True).findings == []
+    capsys.readouterr()
+
+
+def test_replacing_a_source_reads_it_as_asked(tmp_path, capsys):
+    path, root = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}]), tmp_path / "root"
+    assert reshard((str(path),), out=str(root), json_output=True) == 0
+    hashed = {"out": str(root), "image_ids": "hash", "replace": True, "json_output": True}
+    with pytest.raises(UsageError, match="add --redo m --replace to change it"):  # it has not changed
+        reshard((str(path),), **hashed)
+    assert sa1b.open(root).table.image_id.tolist() == [1]
+    assert reshard((str(path),), redo=("m",), **hashed) == 0
+    assert sa1b.open(root).table.image_id.tolist() not in ([1], [])
+    write(path, [{"id": 7, "file_name": "x.png"}, {"id": 8, "file_name": "x.png"}])
+    assert reshard((str(path),), out=str(root), replace=True, json_output=True) == 0
+    assert sa1b.open(root).table.image_id.tolist() == [7, 8]
     capsys.readouterr()
 
 

@@ -1,6 +1,7 @@
 """reshard of tars at URLs: Meta's list of links, and URLs as SOURCE."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,29 @@ def test_a_folder_with_the_name_of_a_scheme(
     done = reshard(downloads, "--out", "http")
     assert done.returncode == 0, done.stderr
     assert len(sa1b.open("http")) == 12
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_advice_for_a_source_from_a_link_repairs(
+    tmp_path: Path, downloads: Path, host: Service, listed: bool
+) -> None:
+    shutil.copytree(downloads, downloads.parent / "plain")
+    root, links = tmp_path / "root", write_links(tmp_path / "links.txt", host)
+    source = ["--links", links] if listed else [f"{host.url}/plain/sa_000001.tar"]
+    done = reshard(*source, "--out", root, "--max-pixels", 9000)
+    assert done.returncode == 0, done.stderr
+    before = contents(root)
+    next(root.glob("sa1b-000001-*.tar")).unlink()
+    (advice,) = re.findall("with (the real .*?) `.* reshard (.*?)`", verify(root).stdout)
+    assert advice == (
+        "the real path or URL of the source, or --links FILE,",
+        f"PATH/TO/sa_000001.tar --out {root} --redo sa_000001 --max-pixels 9000",
+    )
+    other = reshard(*source, *advice[1].split()[1:-1], 8000)
+    assert other.returncode == 2
+    assert "has sa_000001 with --max-pixels 9000, this run has --max-pixels 8000" in other.stderr
+    assert reshard(*source, *advice[1].split()[1:]).returncode == 0
+    assert contents(root) == before
 
 
 def test_a_url_where_a_path_belongs(tmp_path: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards import manifest
+from sa1b.shards.manifest import Options
 from sa1b.verify.rebuild import rebuild_root, rebuild_tables
 from tests import processes
+from tests.shards import tiny
 from tests.shards.tiny_source import ROOTS
 from tests.verify.checking import check, content, flip
 
@@ -62,6 +64,28 @@ def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources
     summary = reshard(sources, root, ROOTS["plain"], Policy(), run)
     assert (summary.done, summary.skipped) == (["sa_000002"], ["sa_000001"])
     assert content(root) == written
+
+
+def test_the_advice_for_a_folder_reads_it_as_before(tmp_path):
+    folder, root = tmp_path / "pairs", tmp_path / "root"
+    (folder / "old").mkdir(parents=True)
+    for name, data in [
+        *tiny.pairs(range(4)),
+        *((f"old/{name}", data) for name, data in tiny.pairs([10, 11])),
+    ]:
+        (folder / name).write_bytes(data)
+    run = Run(workers=1, quiet=True, ignore=("old",))
+    assert not reshard([folder], root, Options(), Policy(max_pixels=9000), run).failed
+    written = content(root)
+    next(root.glob("*.tar")).unlink()
+    (advised,) = re.findall("`([^`]+)`", check(root).findings[0].remedy)
+    assert advised.endswith("--redo pairs --max-pixels 9000 --ignore old")
+    typed(advised.replace("PATH/TO/pairs", str(folder)), in_a_shell=False)
+    assert content(root) == written
+    for name, data in tiny.pairs([5]):
+        (folder / name).write_bytes(data)
+    typed(f"{advised.replace('PATH/TO/pairs', str(folder))} --replace", in_a_shell=False)
+    assert (check(root).images, check(root).findings) == (5, [])
 
 
 def typed(advised, *, in_a_shell):
