@@ -1,6 +1,7 @@
 """A micro-batch that is being read: its samples are picked and decoded one by one, then collated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from sa1b.stream.dataset import Stream
 
 MAX_SUBSTITUTES = 100
+_NAMED = 3  # samples that the error of a batched decoder names
 _REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
 
 
@@ -56,7 +58,7 @@ class PendingBatch:
     Attributes:
         stream: the stream of the micro-batch.
         piece: positions of the micro-batch.
-        rows: rows of the sample table.
+        rows: rows of the sample table; of a damaged sample, that of its substitute.
         valid: whether each sample is valid: False for padding and, once decoded, for a damaged sample of a
             sequential stream.
         reads: one pending read for each sample.
@@ -81,7 +83,8 @@ class PendingBatch:
             samples = self.decode(picked, images) if count else []
         else:
             samples = [self.decode([one], images[i, None])[0] for i, one in enumerate(picked)]
-        return self.collate(images, samples)
+        with self.named():
+            return self.collate(images, samples)
 
     def pick(self, i: int) -> PickedSample:
         """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.
@@ -123,8 +126,22 @@ class PendingBatch:
             with stream.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
                 return stream.decoder.decode(images, out)
         except Exception as error:
-            self._note(error, samples[0].index, samples[0].row)
+            together = len(samples) > 1
+            failing = [one for n, one in enumerate(samples) if not together or self._fails(one, out[n, None])]
+            for one in failing[:_NAMED]:
+                self.note(error, one.index)
+            if not failing:
+                error.add_note(f"in {self._span()}, decoded together")
             raise
+
+    def _fails(self, sample: PickedSample, out: torch.Tensor) -> bool:
+        """Whether the decoder raises an error for this sample alone."""
+        try:
+            assert sample.image is not None
+            self.stream.decoder.decode([sample.image], out)
+        except Exception:
+            return True
+        return False
 
     def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
         stream = self.stream
@@ -140,7 +157,7 @@ class PendingBatch:
         except ShardError as error:
             damage = error
         except Exception as error:
-            self._note(error, i, row)
+            self.note(error, i)
             raise
         return self._substitute(i, attempt, row, damage)
 
@@ -156,15 +173,30 @@ class PendingBatch:
             return PickedSample(i, attempt, row, None, masks)
         if attempt + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
-        row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+        self.rows[i] = row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
         (read,) = stream.dataset.submit([row])
         return self._pick(i, attempt + 1, row, read)
 
-    def _note(self, error: Exception, i: int, row: int) -> None:
-        """Add the sample's position, image and shard to an error."""
-        error.add_note(f"at position {self.piece.start + i}: {self.stream.where(row)}")
+    def note(self, error: Exception, i: int) -> None:
+        """Add position, image and shard of sample i to an error."""
+        error.add_note(f"at position {self.piece.start + i}: {self.stream.where(self.rows[i])}")
         if isinstance(error, MissingError):
             error.add_note(_REPLACED)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Add the samples of the batch to errors that concern all of them."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in {self._span()}")
+            raise
+
+    def _span(self) -> str:
+        if not self.rows:
+            return "an empty batch"
+        first, last = (self.stream.where(self.rows[i]) for i in (0, -1))
+        return f"the batch of positions {self.piece.start} to {self.piece.stop - 1}: {first}, to {last}"
 
     def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
         """The batch of all samples, whose images are decoded into `images`, uint8 [B, S, S, 3]."""

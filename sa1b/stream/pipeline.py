@@ -41,11 +41,10 @@ class Pool:
 
     Args:
         threads: number of threads.
-        begin: called by each thread before its first job.
     """
 
-    def __init__(self, threads: int, begin: Callable[[], object] | None = None) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader", initializer=begin)
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
         self._jobs: PriorityQueue[tuple[tuple[int, int], int, Callable[[], object]]] = PriorityQueue()
         self._numbers = count()
 
@@ -113,20 +112,15 @@ class _Work:
         left = [i for i, sample in enumerate(self.samples) if sample is None]
         return sorted(left, key=lambda i: self.picked[i] is not None)
 
-    def fail(self, *, all_ended: bool = False) -> None:
-        """End the batch with its first error, once the samples before that one are done.
-
-        Args:
-            all_ended: no job is left that can give a sample.
-        """
+    def fail(self, error: BaseException | None = None) -> None:
+        """End the batch with an error; by default with its first one, once the samples before it are done."""
         with self._lock:
-            if all_ended and not self.result.done():
-                self.result.set_exception(self.errors[min(self.errors)])
             for i, sample in enumerate(self.samples):
-                if i in self.errors and not self.result.done():
-                    self.result.set_exception(self.errors[i])
-                if i in self.errors or sample is None:
-                    return
+                error = error or self.errors.get(i)
+                if error is not None or sample is None:
+                    break
+            if error is not None and not self.result.done():
+                self.result.set_exception(error)
 
 
 class _Job(NamedTuple):
@@ -173,7 +167,7 @@ class Pipeline:
         if self.side is not None and settings.dense is not None:
             with self.side.current():  # compiles kernels in one thread before other threads need them
                 _one_mask(self.stream.options.image_size).to(self.side.device).dense(settings.dense)
-        self.pool = Pool(settings.threads, self.side.begin_thread if self.side else None)
+        self.pool = Pool(settings.threads)
         self.pending: deque[_Work] = deque()
         self.free: deque[PinnedBuffer] = deque()
         self.numbers = count()
@@ -248,17 +242,19 @@ class Pipeline:
             return
         self._running[threading.get_ident()] = _Job(time.monotonic(), stage, work, i)
         try:
-            job()
+            if self.side is not None:
+                self.side.begin_thread()
+            with work.pending.named() if stage == _DEVICE else nullcontext():
+                job()
         except BaseException as error:
-            if i is None:
-                work.result.set_exception(error)
+            if i is None or self.decoder.batched:
+                work.fail(error)
             else:
                 work.errors[i] = error
         finally:
             del self._running[threading.get_ident()]
         if work.errors:
-            # A batched decoder waits for all samples: none is done before, and it is not called without one.
-            work.fail(all_ended=self.decoder.batched and i is not None and work.left == 0)
+            work.fail()
 
     def _pick(self, work: _Work, i: int) -> None:
         if not self.decoder.batched:
@@ -269,9 +265,12 @@ class Pipeline:
             work.picked[i] = work.pending.pick(i)
         except BaseException as error:
             work.errors[i] = error
-        if work.is_last() and not work.errors:
-            work.left = 1
-            self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
+        if work.is_last():  # a batched decoder waits for all samples: none is done before
+            if work.errors:
+                work.fail(work.errors[min(work.errors)])
+            else:
+                work.left = 1
+                self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
 
     def _decode(self, work: _Work, start: int, stop: int) -> None:
         if work.pinned is not None:
@@ -316,12 +315,17 @@ class Pipeline:
         if not jobs:
             work.result.set_result((batch, None))
         work.left = len(jobs)
-        for job in jobs:
-            self._start(work, _RASTER, partial(self._rasterise_image, work, batch, job))
+        with_masks = (i for i, masks in enumerate(batch.masks.counts) if masks)
+        for i, job in zip(with_masks, jobs, strict=True):
+            self._start(work, _RASTER, partial(self._rasterise_image, work, batch, i, job), i)
 
-    def _rasterise_image(self, work: _Work, batch: Batch, job: Callable[[], object]) -> None:
-        with self.stats.busy("device", items=0):
-            job()
+    def _rasterise_image(self, work: _Work, batch: Batch, i: int, job: Callable[[], object]) -> None:
+        try:
+            with self.stats.busy("device", items=0):
+                job()
+        except Exception as error:
+            work.pending.note(error, i)
+            raise
         if work.is_last():
             work.result.set_result((batch, None))
 

@@ -1,11 +1,13 @@
 """`sa1b.Loader`: the sequence of the stream, read by threads, without losses or leftovers."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,9 @@ import sa1b
 from sa1b.masks import raster
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
+from sa1b.shards.sample_read import PendingRead
 from sa1b.storage.errors import UnavailableError
-from sa1b.stream import stats
+from sa1b.stream import decode, pending, stats
 from sa1b.stream.pending import PendingBatch, PickedSample
 from sa1b.stream.pipeline import StalledError
 from sa1b.stream.resume import ResumeError
@@ -359,31 +362,69 @@ def test_two_users_of_one_dataset_at_a_url_do_not_end_each_others_reads(root: Pa
         assert sorted(ids) == dataset.table.image_id.tolist()
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("stage", ["pick", "decode"])
-@pytest.mark.parametrize("error", [ValueError, MemoryError, KeyboardInterrupt])
-def test_an_error_with_a_batched_decoder_is_delivered(
-    root: Path, monkeypatch: pytest.MonkeyPatch, stage: str, at: int, error: type[BaseException]
+class OwnError(BaseException):
+    """An error that `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt, StopIteration, OwnError])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "at"),
+    [
+        *((stage, at) for stage in ("read", "pick", "decode", "raster") for at in (0, 2)),
+        ("collate", 0),
+        ("device", 0),
+    ],
+)
+def test_an_error_of_any_stage_is_delivered_with_its_sample(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    at: int,
+    error: type[BaseException],
+    batched: bool,
 ) -> None:
-    """A batched decoder waits for all samples of a batch: an error of any of them ends the batch."""
-    pick = PendingBatch.pick
+    """Also with a batched decoder, which waits for all samples of a batch."""
+    own = stream(root, epochs=1)
+    rows, _ = own.rows(next(own.plan.micro_batches(0)))
+    sample = own.dataset[rows[at]]
 
-    def failing(self: PendingBatch, i: int) -> PickedSample:
-        if i == at:
-            raise error("this one")
-        return pick(self, i)
-
-    def undecodable(self: PendingBatch, *arguments: Any) -> Any:
+    def raised(*_: object) -> None:
         raise error("this one")
 
-    if stage == "pick":
-        monkeypatch.setattr(PendingBatch, "pick", failing)
-    else:
-        monkeypatch.setattr(PendingBatch, "decode", undecodable)
-    own = stream(root)
-    monkeypatch.setattr(type(own.decoder), "batched", True, raising=False)
-    with pytest.raises(error, match="this one"):
-        first(sa1b.Loader(own, threads=2, quiet=True), 1)
+    def fail(module: Any, name: str, is_it: Callable[..., object]) -> None:
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **more: (is_it(*a) and raised()) or whole(*a, **more))
+
+    fail(
+        *{
+            "read": (PendingRead, "result", lambda read: read.location.image_id == sample.image_id),
+            "pick": (
+                pending,
+                "pick_masks",
+                lambda found, *_: found.to_json() == sample.annotations.to_json(),
+            ),
+            "decode": (decode, "decode", lambda jpeg, *_: jpeg == sample.jpeg),
+            "collate": (pending, "collate", lambda *_: True),
+            "device": (sa1b.Batch, "to", lambda *_: True),
+            "raster": (raster, "rasterize_frame", lambda runs, *_: next(calls) == at),
+        }[stage]
+    )
+    monkeypatch.setattr(type(own.decoder), "batched", batched, raising=False)
+    calls, dense = itertools.count(), None if stage == "device" else 16
+    loader = sa1b.Loader(own, threads=1 if stage == "raster" else 2, dense=dense, quiet=True)
+    with pytest.raises((error, RuntimeError)) as caught:
+        list(loader)
+    found = caught.value.__cause__ or caught.value  # a generator turns StopIteration into a RuntimeError
+    assert (type(found), str(found)) == (error, "this one")
+    if isinstance(found, Exception):
+        (note,) = found.__notes__
+        before = (
+            f"at position {at}: "
+            if stage not in ("collate", "device")
+            else "in the batch of positions 0 to 2: "
+        )
+        assert note.startswith(f"{before}image {sample.image_id} in ")
 
 
 def test_a_stream_of_a_relative_path_survives_a_change_of_the_folder(

@@ -127,6 +127,24 @@ def test_memory_is_written_again_only_after_its_copies(
     assert len([one for one in side.allocated if one.ndim == 4]) == prefetch + 1
 
 
+@pytest.mark.parametrize("stage", ["begin_thread", "copy", "event"])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+def test_an_error_of_the_device_is_delivered(
+    root: Path,
+    late: list[LateStream],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    error: type[BaseException],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("this one")
+
+    monkeypatch.setattr(LateStream, stage, fail)
+    loader = sa1b.Loader(stream(root, micro_batch=1), threads=2, prefetch=1, device="cuda", quiet=True)
+    with pytest.raises(error, match="this one"):
+        next(iter(loader))
+
+
 def test_small_tensors_share_one_buffer_that_grows(root: Path, late: list[LateStream]) -> None:
     batches = iter(sa1b.Loader(stream(root), threads=2, prefetch=1, device="cuda", quiet=True))
     for _ in range(10):
