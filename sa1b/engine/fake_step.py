@@ -90,9 +90,8 @@ def measure(config: Config, world_size: int) -> StepMemory:
     Raises:
         UsageError: settings do not fit this number of ranks; the message names the flag.
     """
-    parallel = replace(
-        config.parallel, offload="none", static_graph=False, find_unused=False, compress="none"
-    )
+    parallel = replace(config.parallel, offload="none", static_graph=False, find_unused=False)
+    parallel = replace(parallel, compress="none", compress_after=ParallelConfig().compress_after)
     with ExitStack() as stack:
         rank_info = stack.enter_context(_pretended_rank(parallel, world_size))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

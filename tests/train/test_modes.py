@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.engine import config as settings
+from sa1b.engine.hardware import Cluster
+from sa1b.engine.presets import PRESETS
+from sa1b.engine.run_plan import plan
 from tests.stream.test_stream import damage
 from tests.train.command import (
+    FLAGS,
     assert_same_state,
     checkpoint_steps,
     figures,
@@ -21,6 +26,10 @@ from tests.train.command import (
 )
 
 Whole = Callable[[str, int], Path]
+CLUSTER = Cluster(
+    gpu="H100", nodes=1, gpus=2, flops=1e15, gpu_memory=80e9, link=400e9, network=50e9, mfu=0.5, exposed=0.25,
+    cpus=96, decode_rate=100.0, storage=None, reserved=2e9, fragmentation=0.1, price=2.0,
+)  # fmt: skip
 POWERSGD = ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "2")
 
 
@@ -64,6 +73,20 @@ def test_powersgd_resumes_bit_for_bit_with_the_errors_of_each_rank(
     train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp")
     assert losses(out) == losses(compressed)
     assert_same_state(out, compressed)
+
+
+def test_a_plan_counts_the_state_of_powersgd_that_a_checkpoint_has(root: Path, compressed: Path) -> None:
+    words = ["--data.root", str(root), *FLAGS, "--parallel.mode", "ddp"]
+    before, after = (
+        plan(settings.parse([*words, *flags], None, PRESETS), CLUSTER) for flags in ((), POWERSGD)
+    )
+    saved = tensors(newest(compressed))
+    kept = {
+        kind: sum(one.nbytes for name, one in saved.items() if f".{kind}." in name) for kind in ("error", "q")
+    }
+    assert after.saved - before.saved == kept["error"] + kept["q"] > 0
+    # On each rank the errors and factors of two steps, because the last one may be skipped, and first factors.
+    assert after.memory.gradients - before.memory.gradients == (2 * kept["error"] + 3 * kept["q"]) // 2
 
 
 @pytest.mark.parametrize(
