@@ -213,8 +213,8 @@ class Feed:
         except (ManifestError, MissingError) as error:
             flag = "--data.view" if view is None else "--evaluation.view"
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
-        if not divided:  # each rank finds the damage by itself
-            self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
+        # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
+        self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         if config.decode == "gpu" and rank_info.device.type == "cpu":
             raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
         try:

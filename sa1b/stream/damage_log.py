@@ -1,9 +1,11 @@
 """Damaged samples of one rank: each is logged, and too many of them stop the run."""
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm import tqdm
 
@@ -99,12 +101,16 @@ class DamageLog:
             start: bytes of the file that are left out.
         """
         try:
-            with self._file.open("rb") as file:
+            with self._reading() as file:
                 file.seek(start if start <= _size(self._file) else 0)  # another program may have truncated it
                 lines = [line for one in file.read().splitlines() if (line := _parsed(one)) is not None]
-        except OSError:  # the file is missing or not readable
+        except OSError:  # the file is not readable
             lines = []
         return [line for line in lines if line.get("rank") == self.rank] + self._unwritten
+
+    def _reading(self) -> BinaryIO:
+        """The file for reading; an empty one if it is missing, a pipe or a terminal."""
+        return Path(self._file if self._file.is_file() else os.devnull).open("rb")
 
     def _say(self, line: dict[str, object]) -> None:
         """Print the first damaged sample to stderr, above the progress bar of a run."""
@@ -118,7 +124,9 @@ class DamageLog:
 
     def _append(self, line: dict[str, object]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        append_line(self._file, json.dumps(line))
+        with self._reading() as file:
+            cut = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+        append_line(self._file, "\n" * cut + json.dumps(line))  # another program or a full disk cut a line
 
     def _keep(self, line: dict[str, object], error: OSError) -> None:
         if not self._unwritten:

@@ -67,8 +67,8 @@ class Stream(IterableDataset[Batch]):
             steps have `global_batch` samples, and a step may span the border of two epochs.
         seed: seed of the order and of every random value.
         block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
-        damage_log: file for damaged samples; all ranks use the same file. All its lines count for the limit;
-            of the usual file, which other runs may write to, those since the stream was made.
+        damage_log: file for damaged samples; all ranks use the same file. The lines that it has when the
+            stream is made are those of other runs, and do not count for the limit.
         rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
         world_size: processes that share the steps; by default from the same source as `rank`, else 1.
         shares: for each rank, its share of a step, such as (2, 1, 1); `micro_batch` is that of the largest.
@@ -206,17 +206,16 @@ class Stream(IterableDataset[Batch]):
         )
         micro_batch = micro_batch or largest_share(global_batch, self.world_size, shares)
         self.plan = Plan(formula, global_batch, micro_batch, self.rank, self.world_size, shares)
-        # The usual file may have the lines of other runs.
-        start = None if damage_log == DAMAGE_LOG else 0
-        self.damage_log = DamageLog(Path(damage_log), self.rank, start)
+        self.damage_log = DamageLog(Path(damage_log), self.rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
 
-    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[dict[str, Any], Iterations]]:
+    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[Any, ...]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
-        opened = {"root": self.dataset, "join": self.columns, "text": self.text, "cache": None}
+        opened = {"root": self.dataset, "join": self.columns, "text": self.text}
+        arguments = {**self._arguments, **opened, "cache": None, "cache_bytes": None}
         check_pickles(self.options.transforms)
-        return _reopen, ({**self._arguments, **opened, "cache_bytes": None}, self.iterations)
+        return _reopen, (arguments, self.iterations, self.damage_log)
 
     def __repr__(self) -> str:
         return (
@@ -394,7 +393,7 @@ class Stream(IterableDataset[Batch]):
         self.position = position
 
 
-def _reopen(arguments: dict[str, Any], iterations: Iterations) -> Stream:
+def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:
     stream = Stream(**arguments)
-    stream.iterations = iterations
+    stream.iterations, stream.damage_log = iterations, damage_log
     return stream

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Iterator
@@ -377,15 +378,28 @@ def test_a_line_that_a_full_disk_cut_off_is_kept_on_stderr_and_counted(
     assert [entry["image_id"] for entry in DamageLog(log.path, rank=0).entries()] == [1]
 
 
+@pytest.mark.parametrize("name", ["sa1b-damaged.jsonl", "mine.jsonl"])
 def test_lines_of_other_runs_and_programs_are_not_counted(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Of the usual file in the current folder; a file that the user names belongs to one run."""
+    """Also of a file that the user names, and in a worker process that begins later."""
     monkeypatch.chdir(tmp_path)
-    log = tmp_path / "sa1b-damaged.jsonl"
-    log.write_text('{"rank": 0, "image_id": 1}\n' * 50 + "hello\n[]\n7\n\x00\xff\n")
-    stream = sa1b.Stream(root, global_batch=2)
-    stream.damage_log.damaged(shard="s", offset=1, image_id=2, position=3, read=4, reason="r")
-    named = sa1b.Stream(root, global_batch=2, damage_log=log)
-    with pytest.raises(DamageLimitError, match="52 damaged samples"):
-        named.damage_log.damaged(shard="s", offset=1, image_id=2, position=3, read=4, reason="r")
+    log = tmp_path / name
+    log.write_bytes(b'{"rank": 0, "image_id": 1}\n' * 50 + b"hello\n[]\n7\n\x00\xff\n{")  # no end of the line
+    stream = sa1b.Stream(root, global_batch=2, damage_log=name)
+    for i in range(10):
+        (stream if i < 5 else pickle.loads(pickle.dumps(stream))).damage_log.damaged(
+            shard="s", offset=1, image_id=1, position=i, read=4, reason="r"
+        )
+    with pytest.raises(DamageLimitError, match="11 damaged samples"):
+        pickle.loads(pickle.dumps(stream)).damage_log.damaged(
+            shard="s", offset=1, image_id=2, position=3, read=4, reason="r"
+        )
+
+
+def test_a_log_that_is_a_pipe_or_a_folder_blocks_nothing(root: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for path in (tmp_path / "pipe", tmp_path):
+        DamageLog(path, 0).damaged(shard="s", offset=1, image_id=2, position=3, read=4, reason="r")
+    os.close(reader)
