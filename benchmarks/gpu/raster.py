@@ -25,7 +25,6 @@ from sa1b.stream.batch import Batch, RaggedMasks
 
 IMAGE_SIZE = 1024
 TARGET = 1.5  # times zero_(), uint8 at 1024
-DESIGNS = ("fused", "cleared")
 _COMPILERS = 8  # processes; the first launch of a kernel compiles it in one thread
 
 
@@ -113,28 +112,22 @@ def work(setting: Setting, record: Record) -> None:
             record.figure(f"{label} zero_()", cleared, "ms")
             record.figure(f"{label} zero_(), bandwidth", buffers[0].nbytes / cleared / 1e6, "GB/s")
             expected = masks.call(raster_torch, size)(None)
-            for design in DESIGNS:
-                with constants(back_end, {"DESIGN": design}):
-                    took = timing.in_graph(masks.call(back_end, size), buffers, replays)
-                    calls = timing.each(masks.call(back_end, size), buffers, replays)
-                    got = masks.call(back_end, size)(buffers[0].fill_(1))
-                    record.check(
-                        f"{label} {design}: the bits of plain torch", torch.equal(got, expected.to(dtype))
-                    )
-                limit = TARGET if (size, dtype, design) == (1024, torch.uint8, "fused") else None
-                record.figure(f"{label} {design}", took, "ms")
-                record.figure(f"{label} {design}, times zero_()", took / cleared, "x", at_most=limit)
-                record.figure(f"{label} {design}, a call without a graph", calls, "ms")
+            took = timing.in_graph(masks.call(back_end, size), buffers, replays)
+            calls = timing.each(masks.call(back_end, size), buffers, replays)
+            got = masks.call(back_end, size)(buffers[0].fill_(1))
+            record.check(f"{label}: the bits of plain torch", torch.equal(got, expected.to(dtype)))
+            limit = TARGET if (size, dtype) == (1024, torch.uint8) else None
+            record.figure(label, took, "ms")
+            record.figure(f"{label}, times zero_()", took / cleared, "x", at_most=limit)
+            record.figure(f"{label}, a call without a graph", calls, "ms")
             del buffers, expected, got
     with record.attempt("large masks"):
         large = Masks(batch.masks, setting.device, largest(batch))
         print(f"large masks only: {large.described}")
         buffers = large.buffers(sizes[0], torch.uint8, least)
         cleared = timing.in_graph(torch.Tensor.zero_, buffers, replays)
-        for design in DESIGNS:
-            with constants(back_end, {"DESIGN": design}):
-                took = timing.in_graph(large.call(back_end, sizes[0]), buffers, replays)
-            record.figure(f"large masks only, {sizes[0]} uint8 {design}, times zero_()", took / cleared, "x")
+        took = timing.in_graph(large.call(back_end, sizes[0]), buffers, replays)
+        record.figure(f"large masks only, {sizes[0]} uint8, times zero_()", took / cleared, "x")
         plain = timing.each(masks.call(raster_torch, sizes[0]), buffers[:1], setting.pick(3, 1))
         record.figure(f"{sizes[0]} uint8 plain torch, a call", plain, "ms")
 
@@ -163,17 +156,12 @@ def constants(back_end: ModuleType, values: Mapping[str, Any]) -> Iterator[None]
 
 def candidates() -> list[dict[str, Any]]:
     """Constants to compare for uint8 at 1024 pixels."""
-    found: list[dict[str, Any]] = [
-        {"DESIGN": design, "TILE_ROWS": rows, "TILE_COLUMNS": columns, "STEP_PIXELS": pixels, "WARPS": warps}
-        for design, rows, columns, (pixels, warps) in product(
-            DESIGNS, (64, 128, 256), (128, 256), ((2048, 4), (4096, 4), (4096, 8), (8192, 8))
+    return [
+        {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "STEP_PIXELS": pixels, "WARPS": warps}
+        for rows, columns, (pixels, warps) in product(
+            (64, 128, 256), (128, 256), ((2048, 4), (4096, 4), (4096, 8), (8192, 8))
         )
     ]
-    found += [
-        {"DESIGN": "cleared", "WORKERS": workers, "TILE_ROWS": rows}
-        for workers, rows in product((8, 64), (32, 64, 128))
-    ]
-    return found
 
 
 def candidates_of_runs() -> list[dict[str, Any]]:

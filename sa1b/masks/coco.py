@@ -141,7 +141,7 @@ def decode_selected(
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
-    """For each mask of an image "valid" or the reason why it does not decode; SizeError as for `decode`."""
+    """The reason of each mask of an image, "valid" if it decodes; SizeError as for `decode`."""
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)
     verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]

@@ -1,12 +1,9 @@
-"""The Triton kernels of sa1b.masks.raster_triton, which documents how they work together and their cost.
+"""The Triton kernels of sa1b.masks.raster_triton; they follow the rule of sa1b.masks.grid in int64.
 
-They read the source by the rule of sa1b.masks.grid, in int64. A key is source column * height + row of the
-dense mask. The row in the key of a source position is the first one that reads its pixel or a pixel below it.
-So keys ascend with positions, and pixel [row, column] belongs to the run with start key <= key of the pixel <
-stop key.
-
-Loops with loaded bounds are `while` loops: with numpy 2.4, Triton 3.6's interpreter does not accept a loaded
-number as a bound of `range`.
+A key is source column * height + row of the dense mask, the first row that reads the source pixel or one
+below it. So keys ascend, and a pixel belongs to the run with start key <= key of the pixel < stop key. Loops
+with loaded bounds are `while` loops: Triton 3.6's interpreter refuses a loaded bound of `range` with numpy
+2.4.
 """
 
 try:
@@ -143,12 +140,11 @@ def store(
     values: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
-    limit_row: tl.tensor,
-    limit_column: tl.tensor,
+    height: tl.tensor,
     width: tl.tensor,
 ) -> None:
     place = row[:, None].to(tl.int64) * width + column[None, :]
-    writable = (row[:, None] < limit_row) & (column[None, :] < limit_column)
+    writable = (row[:, None] < height) & (column[None, :] < width)
     tl.store(pixels + place, values.to(pixels.dtype.element_ty), mask=writable)
 
 
@@ -160,16 +156,13 @@ def draw(
     pixels: tl.tensor,
     top: tl.tensor,
     column: tl.tensor,
-    limit_row: tl.tensor,
-    limit_column: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """Write ROWS rows of these columns of a mask, from `top` on, but no pixel at or beyond the limits."""
+    """Write ROWS rows of these columns of a mask, from `top` on, but no pixel outside of it."""
     read = source_pixel(column.to(tl.int64), tl.load(place + 4), tl.load(place + 5))
     mirror = tl.load(place + 6)
     base = tl.where(mirror < 0, read, mirror - read) * height
@@ -200,7 +193,7 @@ def draw(
             start, stop = following(keys, run, count, base, bottom)
             filled |= (row[:, None] >= start[None, :]) & (row[:, None] < stop[None, :])
             passed = stop <= top + step + STEP
-        store(pixels, tl.where(filled, ONE, 0), row, column, limit_row, limit_column, width)
+        store(pixels, tl.where(filled, ONE, 0), row, column, height, width)
 
 
 @triton.jit(do_not_specialize=["offsets", "height", "programs"])
@@ -212,15 +205,12 @@ def fill(
     height: tl.tensor,
     width: tl.tensor,
     programs: tl.tensor,
-    CLEARED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
 ) -> None:
-    """Fill one tile of a mask; with CLEARED, every tile of its box with this program's number modulo
-    `programs`.
-    """
+    """Fill one tile of a mask, of which `programs` programs fill the tiles."""
     mask = (tl.program_id(0) // programs).to(tl.int64)
     tile = tl.program_id(0) % programs
     offsets += mask
@@ -228,56 +218,13 @@ def fill(
     place = places + 8 * mask
     box_top, box_bottom = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)
     box_left, box_right = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
-    if CLEARED:
-        box_left = box_left // 16 * 16  # for wide stores
-        box_right = tl.minimum((box_right + 15) // 16 * 16, width)
-        across = tl.cdiv(tl.maximum(box_right - box_left, 0), COLUMNS)
-        down = tl.cdiv(tl.maximum(box_bottom - box_top, 0), ROWS)
-        while tile < across * down:
-            top, column = (
-                box_top + tile // across * ROWS,
-                box_left + tile % across * COLUMNS + tl.arange(0, COLUMNS),
-            )
-            draw(
-                offsets,
-                place,
-                keys,
-                pixels,
-                top,
-                column,
-                box_bottom,
-                box_right,
-                height,
-                width,
-                ROWS,
-                STEP,
-                COLUMNS,
-                ONE,
-            )
-            tile += programs
+    across = tl.cdiv(width, COLUMNS)
+    top, left = tile // across * ROWS, tile % across * COLUMNS
+    column = left + tl.arange(0, COLUMNS)
+    beside = (left + COLUMNS <= box_left) | (left >= box_right)
+    if beside | (top + ROWS <= box_top) | (top >= box_bottom):
+        for step in range(0, ROWS, STEP):
+            row = top + step + tl.arange(0, STEP)
+            store(pixels, tl.zeros((STEP, COLUMNS), tl.int32), row, column, height, width)
     else:
-        across = tl.cdiv(width, COLUMNS)
-        top, left = tile // across * ROWS, tile % across * COLUMNS
-        column = left + tl.arange(0, COLUMNS)
-        beside = (left + COLUMNS <= box_left) | (left >= box_right)
-        if beside | (top + ROWS <= box_top) | (top >= box_bottom):
-            for step in range(0, ROWS, STEP):
-                row = top + step + tl.arange(0, STEP)
-                store(pixels, tl.zeros((STEP, COLUMNS), tl.int32), row, column, height, width, width)
-        else:
-            draw(
-                offsets,
-                place,
-                keys,
-                pixels,
-                top,
-                column,
-                height,
-                width,
-                height,
-                width,
-                ROWS,
-                STEP,
-                COLUMNS,
-                ONE,
-            )
+        draw(offsets, place, keys, pixels, top, column, height, width, ROWS, STEP, ONE)

@@ -1,15 +1,8 @@
 """Masks that a model predicts as logits, enlarged to the pixels of their image and encoded as runs.
 
-    rows, columns = logit_axis(height, 683, 1024, 256), logit_axis(width, 1024, 1024, 256)
-    pixels = areas(logits, rows, columns, offset=1.0)            int64 [M, 3]
-    runs = runs_of_logits(logits, keep, rows, columns)           Runs at height x width
-
-The values are those of the published model, see `sa1b.sam.prediction.at_source`. Its two bilinear
-interpolations of an axis are one sum of four logits here, no dense mask is written, and only the part of a
-mask is computed that has a logit above the lowest threshold.
-
-16 masks of 4 % of an image of 2250 x 1500 take 41 ms with their areas, in one thread; `at_source` and
-`dense.runs_of` take 655 ms (`pytest benchmarks/test_masks.py -k logits`, the fastest of 10 calls).
+The values are those of `sa1b.sam.prediction.at_source`. Its two bilinear interpolations of an axis are one
+sum of four logits here, and no dense mask is written. 16 masks of 4 % of an image of 2250 x 1500 take 41 ms
+with their areas, in one thread; `at_source` and `dense.runs_of` take 655 ms (`pytest benchmarks -k logits`).
 """
 
 from dataclasses import dataclass
@@ -44,13 +37,9 @@ class LogitAxis:
 
 
 def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis:
-    """The axis of an image in the padded square of a model.
+    """The axis of an image of `length` pixels in the padded square of image_size pixels, with `side` logits.
 
-    Args:
-        length: pixels of the image.
-        taken: pixels of the square that the image covers, see `grid.framed_size`.
-        image_size: pixels of the square.
-        side: logits.
+    `taken`: pixels of the square that the image covers, see `grid.framed_size`.
     """
     near, near_weights = _bilinear(taken, length)  # pixels of the square, [n, 2]
     far, far_weights = _bilinear(side, image_size)  # logits, [image_size, 2]

@@ -1,11 +1,8 @@
-"""Masks as polygons that give back the same mask, pixel for pixel.
+"""Masks as polygons along the sides of pixels, which pycocotools fills with exactly the same pixels.
 
-The lines run along the sides of pixels, so that all coordinates are integers. A hole is joined to the border
-around it by a line that the polygon follows in both directions; with `single`, so are the parts of a mask.
-Such a line has no effect for pycocotools, which fills by the even-odd rule. Programs that also paint the
-lines, like OpenCV's fillPoly, paint the joining lines, and pixels right of and below the mask.
-
-100 masks of an image of 2250 x 1500 pixels (200,000 runs) take 80 ms in one thread.
+A hole is joined to the border around it by a line that the polygon follows in both directions; with `single`,
+so are the parts of a mask. Programs that also paint the lines, like OpenCV's fillPoly, paint these lines, and
+pixels right of and below the mask. 100 masks (200,000 runs) take 80 ms in one thread.
 """
 
 import cv2

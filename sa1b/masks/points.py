@@ -78,16 +78,9 @@ def boxes_and_points(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """The box, a random point and the area of each mask, scaled; in one call, for the speed of the loader.
 
-    The same values as `geometry.bbox_sa1b`, `uniform_point` and `geometry.area`.
-
-    Args:
-        words: random uint64 [N]; see `uniform_point`.
-        scale: factors on x and y, after 0.5 is added to the index of a pixel.
-
-    Returns:
-        boxes: float32 [N, 4], x0, y0, x1, y1: the centres of the first and last column and row.
-        points: float32 [N, 2], x, y; negative for an empty mask.
-        areas: int64 [N], foreground pixels.
+    The values are those of `geometry.bbox_sa1b` as x0, y0, x1, y1, `uniform_point` (negative for an empty
+    mask) and `geometry.area`: float32 [N, 4], float32 [N, 2] and int64 [N]. `scale` has the factors on x and
+    y, after 0.5 is added to the index of a pixel.
     """
     words = _checked(runs, words)
     count = len(runs)

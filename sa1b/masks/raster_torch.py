@@ -1,11 +1,7 @@
 """Masks as pixels on any device, in plain torch, equal bit for bit to sa1b.masks.raster.
 
-The masks may belong to images of different sizes, so that one call fills a whole batch. There is no loop over
-masks or runs. Besides the output, it takes memory for a few int64 per run and per column of each mask.
-
-64 masks of 2250x1500 on one CPU thread: 36 ms at 1024x1024, 1.7 ms at 256x256
-(`pytest benchmarks/test_masks.py -k raster`); on the CPU, use the compiled loop of
-sa1b.masks.raster.
+One call fills a batch of images of different sizes, without a loop over masks or runs. 64 masks of 2250x1500
+on one CPU thread take 36 ms at 1024x1024, 1.7 ms at 256x256 (`pytest benchmarks/test_masks.py -k raster`).
 """
 
 from dataclasses import dataclass

@@ -1,28 +1,16 @@
-"""Masks as pixels on a CUDA device: Triton kernels with the functions of raster_torch.
-
-The results are the same, bit for bit. Triton is required: CUDA builds of torch install it; otherwise run
-`pip install 'sa1b[kernels]'`.
+"""Masks as pixels on a CUDA device: Triton kernels with the functions of raster_torch, and the same bits.
 
 A dense mask is row-major, its runs go down columns, and nearly all of it is background, so most of the time
 is spent on writes. There are two launches (sa1b.masks.kernels_triton):
 
-    measure_masks   Each program processes one mask. It adds up the runs and writes the end of each one as an
-                    integer key: source column and row of the dense mask. It also computes the mask's box.
-    fill            Each program writes a tile of 128 x 256 pixels. Most tiles are outside the box and get
-                    zeros, stored 16 bytes per thread. In the other tiles, each column finds its first run by
-                    bisection and follows its runs down, with two comparisons per pixel and run; rows are
-                    written with the same wide stores.
+    measure_masks   Each program adds up the runs of one mask and writes the end of each one as an integer
+                    key, source column and row of the dense mask, and the mask's box.
+    fill            Each program writes a tile of 128 x 256 pixels: zeros outside the box, 16 bytes a thread.
+                    Inside, each column finds its first run by bisection and follows its runs down.
 
-Bytes moved for 16 images of 64 masks at 1024x1024, uint8, where Tensor.zero_() writes 1074 MB, with 330 runs
-a mask and boxes of 1.4 % of an image on average:
-
-    "fused"     the above: 1.4 MB of runs read, 2.7 MB of keys written and read, 1074 MB of pixels    1.01 x
-    "cleared"   zero_() first, then `fill` writes the boxes only: 15 MB more, one launch more         1.02 x
-    (bit masks  a bit a pixel, down the columns, and a second kernel that expands them: 268 MB more   1.25 x)
-
-`DESIGN` selects the first or the second. The ratios are computed from bytes, not measured; `make gpu
-PARTS="raster sweep"` measures both, zero_() and the best constants. Wide stores need a width and an address
-of `out` that are multiples of 16; otherwise the result is the same, but written a byte at a time.
+For 16 images of 64 masks at 1024x1024, uint8, with 330 runs a mask and boxes of 1.4 % of an image, they move
+1.01 times the bytes of Tensor.zero_(); `make gpu PARTS="raster sweep"` measures their time and the best
+constants. Wide stores need a width and an address of `out` that are multiples of 16.
 """
 
 from contextlib import nullcontext
@@ -34,11 +22,9 @@ from sa1b.masks.kernels_triton import COMPILED, fill, measure_masks
 from sa1b.masks.raster_torch import Flip, Size, buffer, flips, sources
 from sa1b.masks.runs import check_size
 
-DESIGN = "fused"  # or "cleared"
 # Powers of two:
 TILE_ROWS, TILE_COLUMNS = 128, 256  # largest number of pixels that a program writes
 STEP_PIXELS = 4096  # pixels that a program processes at a time
-WORKERS = 32  # programs per mask, for "cleared" only
 RUNS_BLOCK = 512  # runs that measure_masks reads at a time
 WARPS, RUNS_WARPS = 4, 8
 
@@ -62,13 +48,8 @@ def rasterize(
 
     The runs are on a CUDA device. Offsets, and sizes on the device, are not checked: if the runs of a mask
     have a wrong sum, its pixels are wrong, but nothing outside `out` is written. The host does not wait for
-    the device. If sizes and flips are numbers or on the device, the call copies nothing to the device and can
-    be part of a CUDA graph.
-
-    Raises:
-        SizeError: height, width or another size is out of range.
-        ValueError: an argument has another shape, type, layout or device, or the longer side of a dense mask
-            is at least 2**30 pixels (2**30 / image_size in a frame).
+    the device. If sizes and flips are numbers or on the device, the call can be part of a CUDA graph. The
+    longer side of a dense mask must be below 2**30 pixels (2**30 / image_size in a frame).
     """
     height, width = check_size(height, width)
     source = (source_height, source_width)
@@ -134,8 +115,7 @@ def launch(
     columns = min(TILE_COLUMNS, max(32, 1 << (width - 1).bit_length()))
     step = max(1, STEP_PIXELS // columns)
     rows = max(step, TILE_ROWS)
-    cleared = DESIGN == "cleared"
-    programs = WORKERS if cleared else -(-height // rows) * -(-width // columns)
+    programs = -(-height // rows) * -(-width // columns)
     tiling = {"ROWS": rows, "STEP": step, "COLUMNS": columns, "ONE": ONES[out.dtype], "num_warps": WARPS}
     reading = {
         "SIZES": isinstance(sizes[0], Tensor),
@@ -158,11 +138,7 @@ def launch(
             width,
             **reading,
         )
-        if cleared:
-            pixels.zero_()
-        fill[(count * programs,)](
-            offsets, places, keys, pixels, height, width, programs, CLEARED=cleared, **tiling
-        )
+        fill[(count * programs,)](offsets, places, keys, pixels, height, width, programs, **tiling)
     return out
 
 

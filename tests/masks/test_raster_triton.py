@@ -68,14 +68,12 @@ ptx(measure_masks, numbers | arrays, {"SIZES": False, "TAKEN": False, "FLIPS": F
 ptx(measure_masks, numbers | arrays | {"heights": "*i64", "widths": "*i64", "takens": "*i64", "flips": "*u8"},
     {"SIZES": True, "TAKEN": True, "FLIPS": True, "BLOCK": 512})
 tile = {"ROWS": 128, "STEP": 16, "COLUMNS": 256}
-ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": False, "width": 1})
-ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "CLEARED": True, "width": 1})
+ptx(fill, numbers | arrays | {"pixels": "*u8"}, tile | {"ONE": 1, "width": 1})
 for pixel, one in (("*u8", 1), ("*i16", 0x3F80), ("*i32", 0x3F800000)):
-    for cleared in (False, True):
-        text = ptx(fill, numbers | arrays | {"pixels": pixel}, tile | {"ONE": one, "CLEARED": cleared})
-        stores = [line for line in text.splitlines() if "st.global" in line]
-        assert stores
-        assert all("st.global.v4.b32" in line for line in stores), stores
+    text = ptx(fill, numbers | arrays | {"pixels": pixel}, tile | {"ONE": one})
+    stores = [line for line in text.splitlines() if "st.global" in line]
+    assert stores
+    assert all("st.global.v4.b32" in line for line in stores), stores
 """
 
 
@@ -140,7 +138,7 @@ def test_a_wrong_flip_is_named():
 def raster_triton(monkeypatch):
     from sa1b.masks import raster_triton
 
-    for name in ("DESIGN", "TILE_ROWS", "TILE_COLUMNS", "STEP_PIXELS", "WORKERS", "RUNS_BLOCK"):
+    for name in ("TILE_ROWS", "TILE_COLUMNS", "STEP_PIXELS", "RUNS_BLOCK"):
         monkeypatch.setattr(
             raster_triton, name, getattr(raster_triton, name)
         )  # restores the constants that cases change
@@ -183,10 +181,8 @@ def test_compiled_handles_odd_cases(raster_triton):
 
 @pytest.mark.gpu
 @with_triton
-@pytest.mark.parametrize("design", ["fused", "cleared"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_masks_at_training_sizes(raster_triton, large, design, dtype):
-    raster_triton.DESIGN = design
+def test_large_masks_at_training_sizes(raster_triton, large, dtype):
     runs, offsets = torch.from_numpy(large.runs).cuda(), torch.from_numpy(large.offsets).cuda()
     sources = torch.from_numpy(large.heights).cuda(), torch.from_numpy(large.widths).cuda()
     on_cpu = [side.cpu() for side in (runs.long(), offsets, *sources)]
@@ -206,11 +202,9 @@ def test_large_masks_at_training_sizes(raster_triton, large, design, dtype):
 
 @pytest.mark.gpu
 @with_triton
-@pytest.mark.parametrize("design", ["fused", "cleared"])
-def test_a_raster_of_more_than_2_to_the_32_pixels(raster_triton, design):
+def test_a_raster_of_more_than_2_to_the_32_pixels(raster_triton):
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB on the GPU")
-    raster_triton.DESIGN = design
     batch = join([to_runs(draw_masks(np.random.default_rng(4), 40, 60, 43))])
     times = 100  # 4300 masks of 1024 x 1024
     ends = [batch.offsets[1:] + i * len(batch.runs) for i in range(times)]

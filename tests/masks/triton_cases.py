@@ -109,8 +109,6 @@ def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] =
     random = np.random.default_rng(seed)
     tile = tiles[random.integers(len(tiles))]
     raster_triton.TILE_ROWS, raster_triton.TILE_COLUMNS, raster_triton.STEP_PIXELS = tile
-    raster_triton.DESIGN = ("fused", "cleared")[seed % 2]
-    raster_triton.WORKERS = int(random.choice([1, 3, 8]))
     raster_triton.RUNS_BLOCK = int(random.choice([16, 512])) if device == "cpu" else 512
 
     images = []
@@ -150,7 +148,7 @@ def check_case(seed: int, device: str, tiles: tuple[tuple[int, int, int], ...] =
             assert got is out
         else:
             got = getattr(raster_triton, name)(*arguments, **options, dtype=dtype)
-        told = f"seed {seed}, {name}, {sizes}, {dtype}, tile {tile}, {raster_triton.DESIGN}"
+        told = f"seed {seed}, {name}, {sizes}, {dtype}, tile {tile}"
         assert got.dtype == dtype, told
         assert torch.equal(got.cpu().float(), torch.from_numpy(expected).float()), told
         assert torch.equal(got, getattr(raster_torch, name)(*arguments, **options, dtype=dtype)), told
@@ -163,22 +161,20 @@ def check_a_buffer_anywhere(device: str) -> None:
 
     masks = draw_masks(np.random.default_rng(1), 20, 32, 3)
     runs = to_runs(masks)
-    for design in ("fused", "cleared"):
-        raster_triton.DESIGN = design
-        memory = torch.full((3 * 20 * 32 + 8,), 9, dtype=torch.uint8, device=device)
-        out = memory[3:-5].view(3, 20, 32)
-        raster_triton.rasterize(
-            torch.from_numpy(runs.runs).to(device),
-            torch.from_numpy(runs.offsets).to(device),
-            20,
-            32,
-            20,
-            32,
-            out=out,
-        )
-        assert torch.equal(out.cpu(), torch.from_numpy(masks).to(torch.uint8))
-        assert (memory[:3] == 9).all()
-        assert (memory[-5:] == 9).all()
+    memory = torch.full((3 * 20 * 32 + 8,), 9, dtype=torch.uint8, device=device)
+    out = memory[3:-5].view(3, 20, 32)
+    raster_triton.rasterize(
+        torch.from_numpy(runs.runs).to(device),
+        torch.from_numpy(runs.offsets).to(device),
+        20,
+        32,
+        20,
+        32,
+        out=out,
+    )
+    assert torch.equal(out.cpu(), torch.from_numpy(masks).to(torch.uint8))
+    assert (memory[:3] == 9).all()
+    assert (memory[-5:] == 9).all()
 
 
 def check_runs_that_break_their_promise(device: str) -> None:
@@ -188,14 +184,12 @@ def check_runs_that_break_their_promise(device: str) -> None:
     broken = ([1, 5, 2**32 - 1, 2**32 - 1, 3], [], [7], [0, 2**32 - 1], [0, 0, 0, 0], [3, 2])
     offsets = np.cumsum([0, *map(len, broken)])
     runs = torch.from_numpy(np.array([run for mask in broken for run in mask], np.uint32)).to(device)
-    for design in ("fused", "cleared"):
-        raster_triton.DESIGN = design
-        memory = torch.full(((len(broken) + 2) * 144,), 9, dtype=torch.uint8, device=device)
-        out = memory[144:-144].view(len(broken), 12, 12)
-        raster_triton.rasterize(runs, torch.from_numpy(offsets).to(device), 3, 4, 12, 12, flip=True, out=out)
-        assert (out <= 1).all()
-        assert (memory[:144] == 9).all()
-        assert (memory[-144:] == 9).all()
+    memory = torch.full(((len(broken) + 2) * 144,), 9, dtype=torch.uint8, device=device)
+    out = memory[144:-144].view(len(broken), 12, 12)
+    raster_triton.rasterize(runs, torch.from_numpy(offsets).to(device), 3, 4, 12, 12, flip=True, out=out)
+    assert (out <= 1).all()
+    assert (memory[:144] == 9).all()
+    assert (memory[-144:] == 9).all()
 
 
 def check_no_masks(device: str) -> None:
@@ -218,10 +212,8 @@ def check_many_masks(device: str, count: int) -> None:
     runs = torch.from_numpy(np.tile(batch.runs, times)).to(device)
     offsets = torch.from_numpy(np.concatenate([[0], *ends])).to(device)
     expected = torch.from_numpy(batch.expected("rasterize", (8, 16), False)).to(device)
-    for design in ("fused", "cleared"):
-        raster_triton.DESIGN = design
-        got = raster_triton.rasterize(runs, offsets, 9, 7, 8, 16)
-        assert (got.view(times, 24, 8, 16) == expected).all()
+    got = raster_triton.rasterize(runs, offsets, 9, 7, 8, 16)
+    assert (got.view(times, 24, 8, 16) == expected).all()
 
 
 def check_arguments(device: str) -> None:

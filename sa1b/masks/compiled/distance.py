@@ -8,15 +8,10 @@ from sa1b.kernel import kernel
 
 @kernel
 def farthest(region: npt.NDArray[np.bool_], clicked: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    """The pixel of a region that is farthest from the region's outside: x, y and the squared distance.
+    """The pixel of a region that is farthest from its outside: x, y and the squared distance; or zeros.
 
-    Of equally far pixels, the first in row-major order. Distances are between the centres of pixels, in
-    integers, so that the result is exact. Rows whose pixels are all nearer to the outside above or below than
-    the farthest pixel so far are skipped.
-
-    Args:
-        region: bool [height, width]; pixels outside of the array are outside of the region.
-        clicked: int64 [k, 2], x and y of pixels to exclude. If no pixel is left, the result is zeros.
+    See `sa1b.sam.protocol.centre`. Distances are in integers, so that the result is exact. Rows whose pixels
+    are all nearer to the outside above or below than the farthest pixel so far are skipped.
     """
     height, width = region.shape
     vertical = np.empty((height, width), np.int32)  # distance from the nearest pixel outside in the column

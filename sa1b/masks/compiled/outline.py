@@ -17,14 +17,13 @@ def trace(
 
     A walk along a border has the foreground on its right: outer borders are clockwise, borders of holes are
     counterclockwise. Pixels that touch at a corner only are separate. A walk begins at the upper side of a
-    foreground pixel; `pixels` is set to 2 where a walk has passed such a side.
+    foreground pixel; `pixels`, uint8 [height, width] with a border of zeros, is set to 2 where a walk has
+    passed such a side.
 
     Args:
-        pixels: uint8 [height, width], 0 or 1, with a border of zeros; modified.
-        points: int32 [P, 2], receives x and y of the corners, without those on straight lines. P is four
-            times the number of upper sides.
-        ends: int64 [number of borders], receives the end of each border in `points`.
-        starts: int32 [number of borders, 2], receives row and column of a foreground pixel of each border.
+        points: int32 [4 * upper sides, 2], receives x and y of the corners, without those on straight lines.
+        ends: receives the end of each border in `points`.
+        starts: int32 [borders, 2], receives row and column of a foreground pixel of each border.
     """
     count = 0
     borders = 0

@@ -53,7 +53,7 @@ def intersection(
     boxes_b: npt.NDArray[np.int64],
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write the common foreground pixels of every pair into out [Na, Nb].
+    """Write the number of common foreground pixels of every pair into out [Na, Nb].
 
     A box is first column, first row, last column and last row; for an empty mask, the last is before the
     first.
