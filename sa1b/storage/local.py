@@ -114,7 +114,7 @@ class LocalRead:
     crc: Crc
 
     def result(self) -> bytes:
-        return self.origin.read(self.name, self.start, self.length, self.crc, limited=False)
+        return self.origin.read(self.name, self.start, self.length, self.crc)
 
     def cancel(self) -> bool:
         return True
@@ -136,14 +136,11 @@ class LocalOrigin:
         self._files = OpenFiles()
         self._limited = Limited()
 
-    def read(
-        self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False, limited: bool = True
-    ) -> bytes:
-        """See Reader.read_range.
+    def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
+        """See Reader.read_range. A read that blocks ends at the deadline too.
 
         Args:
             fresh: not from the cache of the operating system.
-            limited: a read that blocks ends at the deadline too.
         """
         path = f"{self._root}/{name}"
         state = RetryState(path, start, length, crc, self._policy, self.counters)
@@ -151,8 +148,7 @@ class LocalOrigin:
             state.start_attempt()
             try:
                 file = self._open(state, path, fresh=fresh)
-                work = partial(_pread, file, start, length, fresh=fresh)
-                data = self._in_time(state, work) if limited else work()
+                data = self._in_time(state, partial(_pread, file, start, length, fresh=fresh))
             except FaultError as error:
                 state.fail(error.fault)
             except OSError as error:

@@ -359,9 +359,8 @@ def test_a_disk_that_never_answers_is_unavailable_after_the_deadline(
         )
         with pytest.raises(UnavailableError, match=reason + "from the disk or the server of its mount"):
             reader.read_range("a.bin", 3, 10)
-        if call == "open":
-            with pytest.raises(UnavailableError, match=reason):
-                reader.submit(Range("a.bin", 3, 10))
+        with pytest.raises(UnavailableError, match=reason):
+            reader.submit(Range("a.bin", 3, 10)).result()
         ends.set()
         assert reader.read_range("a.bin", 3, 10) == store.bytes()[3:13]
 
