@@ -86,7 +86,7 @@ class RelativeAttention(nn.Module):
 
 
 def distances(table: Tensor) -> Tensor:
-    """The embedding of the distance r - s along one axis: float [n, d, n], [r, :, s].
+    """The embeddings of all distances r - s along one axis: float [n, d, n], at [r, :, s].
 
     Row i of the table [2n - 1, d] is the embedding of the distance i - (n - 1). The result is made of windows
     of the table, not by indexing: the gradient of indexing is a scattered sum, which is slower and has no

@@ -1,12 +1,8 @@
-"""Prompts for all masks of a batch: points, boxes with noise, and clicks on errors of predicted masks.
+"""Prompts for all masks of a batch ("Segment Anything", 2023, appendix A): points, boxes, clicks on errors.
 
-The simulated user follows "Segment Anything" (2023), appendix A. Every choice is a function of the mask's key
-(sa1b.sam.random_values): for the same predictions, a mask gets the same prompts in any batch, on any device.
-There is no loop over masks and the host does not wait for the device. Points and boxes are in the frame of
-sa1b.masks.grid, where the centre of a pixel is its index plus 0.5; prompts are in the frame of Sam.decode,
-where it is its integer index.
-
-64 clicks at 256x256 on one CPU thread take 8 ms; the decoder of vit_b takes over 20 s for the 64 masks.
+Every choice is a function of the mask's key (sa1b.sam.random_values), so that a mask gets the same prompts in
+any batch, on any device; the host does not wait. Points and boxes are in the frame of sa1b.masks.grid, where
+the centre of a pixel is its index plus 0.5; prompts are in that of Sam.decode, where it is its integer index.
 """
 
 import torch
@@ -35,13 +31,11 @@ def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
 def noised_boxes(
     boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float, *, uniform: bool = False
 ) -> Tensor:
-    """Boxes with noise: each side is moved by a random value and clipped to the image.
+    """Boxes float32 [M, 4] with noise: each side is moved by a random value and clipped to the image.
 
     Args:
-        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square.
         sizes: int64 [M, 2], rows and columns of each mask's image.
-        noise: standard deviation, as a fraction of the box's width for x and of its height for y; for
-            `uniform` noise the largest movement.
+        noise: standard deviation, as a fraction of the box's size; for `uniform` noise the largest movement.
         limit: largest movement of a side, pixels.
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
@@ -88,17 +82,13 @@ def corrective_clicks(
 
     The click is a foreground click on a missing pixel, or a background click on a surplus pixel. For a
     prediction without error, it is a foreground click, uniform over the target; if the target has no pixel,
-    there is no click.
+    there is no click: the label NOTHING.
 
     Args:
         masks: bool [M, R, R], the predicted masks; must be False outside the image.
         targets: bool [M, R, R].
         number: number of the iteration; the random values depend on it.
-        image_size: pixels of the padded square that the R x R pixels cover.
-
-    Returns:
-        float32 [M, 2], the centres of pixels of the dense masks; labels int64 [M]: FOREGROUND, BACKGROUND or,
-        without a click, NOTHING.
+        image_size: pixels of the padded square.
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)

@@ -1,13 +1,8 @@
 """Distillation of the image encoder: a small student learns the embeddings of a frozen teacher.
 
-    distillation = Distillation(Sam(PRESETS["vit_t"]), Recipe(), teacher)
-    sums = distillation(images, targets, image_keys)
-    (sums["loss"] / images_of_all_ranks).backward()
-
 The teacher runs in the training loop, because its embeddings of SA-1B would take 23 TB; those of a small
 subset can be cached (`sa1b.sam.embedding_cache`). The student gets the teacher's prompt encoder and mask
-decoder, frozen, so that it predicts masks from the first step on. A later run of interactive training trains
-all parts together.
+decoder, frozen, so that it predicts masks from the first step on.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,18 +24,12 @@ _ENCODER = "image_encoder."
 
 
 class Distillation(Interactive):
-    """A student in training together with its teacher.
+    """A student in training together with its teacher, of the same image size, patch size and channels.
 
     The loss of an image is the mean squared difference of both embeddings over channels and over the tokens
     that contain a part of the image. Only an evaluation uses the targets. The teacher is not a submodule: it
-    is not saved, trained or sharded, and every rank has a copy.
-
-    Args:
-        teacher: a SAM of the same image size, patch size and channels.
-        cache: the teacher's embeddings; None: they are computed for every visit of an image.
-
-    Raises:
-        UsageError: embeddings or decoders of student and teacher have different sizes.
+    is not saved, trained or sharded, and every rank has a copy. Without a `cache`, its embeddings are
+    computed for every visit of an image.
     """
 
     figures = ("loss", "cosine")

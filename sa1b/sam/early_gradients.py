@@ -1,11 +1,5 @@
 """Gradients of a sum of losses, computed as soon as each loss is known.
 
-    early = EarlyGradients(embeddings, model.parameters())
-    for ...:
-        early.add(loss_of(early.embeddings))  # forward, then backward: its activations are freed
-    total = early.total()
-    total.backward()                          # passes on the sums of the gradients
-
 No gradient flows between the iterations of interactive training. So only the activations of one iteration are
 in memory, as with activation checkpointing, but nothing is computed twice.
 """

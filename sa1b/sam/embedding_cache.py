@@ -1,17 +1,10 @@
 """A bounded folder of a teacher's embeddings, so that later epochs of a small subset read them.
 
-    FOLDER/float32/3f/3f0c96a71b2e58d4.safetensors
+    FOLDER/float32/3f/3f0c96a71b2e58d4.safetensors      NUMBER FORMAT of matrix products/HASH of the pixels
 
-The name of a file is a hash of the pixels that the teacher gets: another flip, decoder, image size or dataset
-gives other pixels, so a wrong embedding is never read, and images need no ids. Number formats of the
-teacher's matrix products have different folders.
-
-A file has an embedding in float16, 2 MB for SAM, and its crc32c. A truncated or damaged file counts as
-missing and is written again. Nothing is evicted: every epoch reads all images in random order, so the
-embeddings that were written first are as useful as any.
-
-Embeddings are computed one image at a time and rounded to float16 before they are used. So they do not
-depend on what the cache contains, and a resumed run has the same bits with any of its files missing.
+A file has a float16 embedding, 2 MB for SAM, and its crc32c; a truncated or damaged file counts as missing.
+Nothing is evicted, since every epoch reads all images. Embeddings are computed one image at a time and
+rounded to float16 before use, so that results do not depend on what the cache contains.
 """
 
 import contextlib
@@ -35,12 +28,7 @@ _CRC = "crc32c"
 
 
 class EmbeddingCache:
-    """The embeddings of one teacher, shared by any number of processes.
-
-    Args:
-        folder: of this teacher's files; it exists.
-        limit: bytes that this process may write.
-    """
+    """The embeddings of one teacher in an existing folder; this process may write `limit` bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
@@ -50,12 +38,10 @@ class EmbeddingCache:
     def embeddings(
         self, images: Tensor, sizes: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """The embeddings of B images, float32 [B, C, h, w] on their device; waits for the device.
+        """The embeddings of B >= 1 images, float32 [B, C, h, w] on their device; waits for the device.
 
-        Args:
-            images: uint8 [B, 3, S, S], B at least 1.
-            sizes: int64 [B, 2], rows and columns of each image in the padded square.
-            compute: the embeddings of images and their sizes; called for each missing image alone.
+        `sizes`: int64 [B, 2], rows and columns of each image in the padded square. `compute` is called for
+        each missing image alone.
         """
         self._words = _words_of(images, self._words)
         keys = pixel_keys(images, sizes, self._words).tolist()

@@ -34,9 +34,7 @@ def encoder_flops(model: ModelConfig) -> float:
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
     """Operations of one forward pass of the mask decoder for one mask, except operations on tokens alone.
 
-    Args:
-        tokens: number of tokens of the mask: 5 of the decoder, and its prompts.
-        candidates: number of computed masks: 3 for one prompt, 1 for more.
+    `tokens`: 5 of the decoder, and the prompts of the mask; `candidates`: 3 for one prompt, 1 for more.
     """
     channels = model.channels
     heads, mask_rank = channels // HEAD_LENGTH, 16

@@ -23,8 +23,6 @@ class ImageEncoder(nn.Module):
     """Computes an embedding from normalised pixels, with one vector for each patch.
 
     Args:
-        image_size: pixels of the square images.
-        patch_size: pixels of a patch, which is a token.
         global_blocks: blocks whose attention covers the complete image; the others use windows.
         window: tokens of a window per axis.
         drop_rates: for each block, the probability that drop path skips its attention, and independently its

@@ -39,14 +39,9 @@ class OwnImage:
 class SharedImage:
     """Image tokens as the sum of a part for each image and a low-rank part for each mask.
 
-    The tokens of mask m of image b are tokens[b] + features[m]' @ basis. They are never stored.
-
-    Attributes:
-        tokens: float [B, N, C].
-        placed: float [B, N, C], the tokens plus their positions.
-        counts: masks of each image, B numbers with the sum M; the masks of an image are neighbours.
-        features: float [M, r, N]; None: the low-rank part is 0.
-        basis: float [r, C].
+    The tokens of mask m of image b are tokens[b] + features[m]' @ basis, never stored: float [B, N, C], [M,
+    r, N] (None: 0) and [r, C]. `placed` are the tokens plus their positions. `counts` are the masks of each
+    image, which are neighbours.
     """
 
     tokens: Tensor

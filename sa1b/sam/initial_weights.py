@@ -32,7 +32,6 @@ class FittedWeights:
     """Weights that fit the sizes of a model; as a string, a line that describes them.
 
     Attributes:
-        tensors: tensors by the published names of SAM.
         kind: kind of the file's model, in words.
         resized: the resized tensors, in words; None: no tensor was resized.
         left_out: names in the file that the model does not use.

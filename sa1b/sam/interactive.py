@@ -4,12 +4,8 @@
     sums = interactive(images, targets, image_keys)
     (sums["loss"] / masks_of_all_ranks).backward()
 
-The image encoder runs once, the mask decoder once per iteration. The number of iterations and all shapes
-depend only on the recipe and the micro-batch, so that ranks exchange no numbers and the host does not wait
-for the device. The prompts and losses of a mask depend only on its key, its targets and its image.
-
-The backward pass of an iteration follows its forward pass at once, inside of `forward`: only the activations
-of one iteration are in memory (see `sa1b.sam.early_gradients`).
+The image encoder runs once, the mask decoder once per iteration. All shapes depend only on the recipe and the
+micro-batch, so that ranks exchange no numbers and the host does not wait for the device.
 """
 
 from collections.abc import Callable, Mapping

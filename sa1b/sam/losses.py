@@ -14,13 +14,8 @@ from torch.nn import functional
 def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
     """Sigmoid focal loss (Lin et al., "Focal loss for dense object detection", 2017), mean over the pixels.
 
-    Args:
-        logits: [..., H, W], any float type.
-        targets: [..., H, W], 1 is foreground, 0 background; any type; broadcast against logits.
-        alpha: weight of foreground pixels; background pixels have 1 - alpha.
-
-    Returns:
-        float32 [...].
+    Logits of any float type and targets of any type, 1 for foreground, that broadcast: [..., H, W] -> float32
+    [...]. `alpha` is the weight of foreground pixels; background pixels have 1 - alpha.
     """
     foreground = targets.float()
     # The logit of the wrong class; its sigmoid is the predicted probability of that class.

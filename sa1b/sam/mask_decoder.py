@@ -62,13 +62,8 @@ class MaskDecoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [M, K, 4h, 4w] of K candidates, their predicted IoU [M, K], not bounded; tokens [M, K, C].
 
-        Mask 0 is for unambiguous prompts, 1 to 3 are for ambiguous ones.
-
-        Args:
-            image: the image tokens of each mask, in the number format of the products.
-            image_position: float [N, C].
-            sparse: float [M, T, C], embeddings of points and box corners.
-            candidates: which of the four masks to compute.
+        Mask 0 is for unambiguous prompts, 1 to 3 are for ambiguous ones. `image` has the number format of the
+        products; `image_position` is float [N, C], `sparse`, the points and box corners, [M, T, C].
         """
         learned = torch.cat([self.iou_token.weight, self.mask_tokens.weight])
         tokens = torch.cat([learned.expand(len(sparse), -1, -1), sparse.to(learned.dtype)], dim=1)

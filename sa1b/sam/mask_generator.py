@@ -1,18 +1,8 @@
 """`sa1b.generate_masks`: all masks of an image, without prompts of a user.
 
-    model = sa1b.load_model("run")
-    generated = sa1b.generate_masks(model, image)
-    generated.runs.to_coco()                                    # or sa1b.masks.rasterize(generated.runs)
-
-The algorithm is that of "Segment Anything" (2023), appendix B, with the defaults of the published
-`SamAutomaticMaskGenerator`: three masks for each point of a grid over the image, and optionally over crops of
-it. Masks with a low predicted IoU, unstable masks and masks at the border of a crop are dropped; of masks
-with overlapping boxes, the one with the highest predicted IoU stays. `sa1b.masks.logits` enlarges the logits
-and writes runs; no dense mask is made.
-
-Given the same resized image, the masks are those of the published class (`tests/sam/test_mask_generator.py`).
-Points are scaled to the input of the model as there, by the ratio of the sizes. `sa1b.predict` scales the
-centres of pixels instead: the same point differs by up to half a pixel of the input.
+The algorithm and defaults are those of the published `SamAutomaticMaskGenerator` ("Segment Anything", 2023,
+appendix B); given the same resized image, so are the masks (`tests/sam/test_mask_generator.py`). Points are
+scaled by the ratio of the sizes, as there; `sa1b.predict` scales the centres of pixels instead.
 """
 
 from collections import deque

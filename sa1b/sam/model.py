@@ -142,13 +142,9 @@ def _flag(name: str) -> str:
 
 
 def normalised(images: Tensor, sizes: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalised pixels, the input of the image encoder: float32 [B, 3, S, S].
+    """Normalised pixels float32 [B, 3, S, S] of RGB images uint8 [B, 3, S, S], the input of the encoder.
 
-    Args:
-        images: uint8 [B, 3, S, S], RGB.
-        sizes: int64 [B, 2], rows and columns of each image in the square; pixels outside are set to 0 after
-            normalisation. None: all pixels belong to the image.
-        mean, std: float32 [3, 1, 1].
+    `sizes`: int64 [B, 2], rows and columns of each image; pixels outside are set to 0 after normalisation.
     """
     pixels = images.to(torch.float32).sub_(mean).div_(std)
     if sizes is not None:

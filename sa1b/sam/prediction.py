@@ -198,7 +198,7 @@ def check_model(model: object) -> None:
 
 
 def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
-    """The pixels uint8 [height, width, 3] of such an array or a PIL image; another form: ValueError."""
+    """The RGB pixels of a PIL image or of an array uint8 [height, width, 3]; else ValueError."""
     if isinstance(image, str | PathLike):
         raise ValueError(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
     if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test

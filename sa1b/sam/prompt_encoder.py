@@ -28,10 +28,7 @@ MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
 class DenseEmbedding:
     """The embedding of the earlier masks in low-rank form: constant + features' @ basis, of rank r.
 
-    Attributes:
-        constant: float32 [channels].
-        features: float32 [M, r, side * side]; None if there are no earlier masks.
-        basis: float32 [r, channels].
+    Shapes: [channels], [M, r, side * side] (None: no earlier masks) and [r, channels], float32.
     """
 
     constant: Tensor
@@ -63,17 +60,10 @@ class PromptEncoder(nn.Module):
     def forward(
         self, points: Tensor, labels: Tensor, low_res: Tensor | None = None, has_low_res: Tensor | None = None
     ) -> tuple[Tensor, DenseEmbedding]:
-        """Sparse float32 [M, P, channels], and the dense embedding.
+        """Sparse float32 [M, P, channels], and the dense embedding; arguments as for `Sam.decode`.
 
         Both depend on every parameter in every call, possibly with weight zero, so every parameter always
         gets a gradient.
-
-        Args:
-            points: float32 [M, P, 2], x right and y down, pixels of the padded square; the centre of a pixel
-                has integer coordinates.
-            labels: int64 [M, P], as above.
-            low_res: float [M, 1, 4 * side, 4 * side], logits of an earlier mask. None: no mask has one.
-            has_low_res: bool [M], which masks have logits; low_res is ignored for the others. None: all.
         """
         with torch.autocast(points.device.type, enabled=False):
             return self.embed_points(points, labels), self.embed_masks(low_res, has_low_res)

@@ -36,12 +36,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTruth:
-    """The annotated masks and boxes of one image.
-
-    Attributes:
-        masks: bool [m, height, width], at source resolution, each with a pixel; m may be 0.
-        boxes: float64 [m, 4], x0, y0, x1, y1 in source pixels, for the box prompts.
-    """
+    """The annotated masks of one image at source resolution, each with a pixel, and their boxes."""
 
     masks: Mask
     boxes: npt.NDArray[np.float64]
@@ -94,7 +89,7 @@ class BoxMasks:
         self.boxes, self.source = boxes, source
 
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-        """The result "masks": bool [m, height, width], for boxes and their first prediction, as in the paper.
+        """The result "masks", bool [m, height, width]: predicted from boxes and a first prediction.
 
         The first prediction is the candidate with the highest predicted IoU of three. Without boxes, `images`
         may be [0, 3, S, S].
@@ -117,11 +112,7 @@ def centre(region: Mask, clicked: Sequence[tuple[int, int]] = ()) -> tuple[int, 
     """The pixel of a region that is farthest from the region's outside: x, y and the squared distance.
 
     Of equally far pixels, the first in row-major order. The distance is 0 if the region has no pixel, or only
-    clicked ones.
-
-    Args:
-        region: bool [height, width]; pixels outside of the array are outside of the region.
-        clicked: x and y of pixels to exclude.
+    `clicked` ones. Pixels outside of the array are outside of the region.
     """
     top, left, box = _cropped(region)
     if not box.size:

@@ -38,9 +38,7 @@ class WeightsError(Sa1bError):
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, float32, on the CPU; runs no code of the file.
-
-    The format is detected from the content, not the name.
+    """The weights in a file, float32, on the CPU; runs no code of the file, whose name does not matter.
 
     Raises:
         WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
@@ -110,9 +108,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
-    """The sizes of the model of these weights, derived from names and shapes.
-
-    If windows are as large as the image, all blocks are considered global.
+    """The sizes of the model of these weights; if windows are as large as the image, all blocks are global.
 
     Raises:
         KeyError, ValueError, IndexError: the names or shapes are not a SAM's.
@@ -171,7 +167,7 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
         remedy = " ".join(f"{flag} {_value(config, name)}" for name, flag in flags.items())
         return f"weights of other sizes: {sizes}: pass {remedy}"
     first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
-    return f"weights of another model than --model says: {first} is {list(shapes.get(first, ()))}"
+    return f"weights of another model than that of --model: {first} is {list(shapes.get(first, ()))}"
 
 
 def _value(config: ModelConfig, name: str) -> str:

@@ -39,7 +39,7 @@ def uniforms(words: Tensor) -> Tensor:
 
 
 def below(words: Tensor, bounds: Tensor) -> Tensor:
-    """Words as int64 from 0 to bound - 1, for int64 bounds from 1 on.
+    """Words as int64 from 0 to bound - 1, for int64 bounds of at least 1.
 
     The result is the remainder of the highest 63 bits; its bias is below bound / 2**63.
     """

@@ -1,12 +1,4 @@
-"""The mean IoU of an evaluation, summed in integers: it does not depend on order or world size.
-
-score = Score.empty("cuda")
-for images, targets, keys, areas in batches:
-    sums = interactive(images, targets, keys, evaluate=True)
-    score.add(sums["intersections"], sums["unions"], areas, targets.weights)
-score.all_reduce()
-score.result()["miou_1_click"]
-"""
+"""The mean IoU of an evaluation, summed in integers: it does not depend on order or world size."""
 
 from dataclasses import dataclass
 
@@ -25,11 +17,8 @@ class Score:
     """Sums over masks by size and prompt.
 
     An IoU counts as floor(UNIT * intersection / union), so that sums are exact; the rounding is 2**-32.
-
-    Attributes:
-        sums: int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
-        by_size: whether the result has means by size too. The limits of sizes are in source pixels, so they
-            are meaningful only if IoU is measured at source resolution.
+    `sums` is int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
+    Only IoU at source resolution has a meaningful result `by_size`.
     """
 
     sums: Tensor
@@ -51,8 +40,7 @@ class Score:
         """Add the masks of a batch; the host does not wait for the device.
 
         Args:
-            intersections, unions: int64 [M, P], pixels, a column for each prompt. A union of 0 is an IoU
-                of 0, as in training.
+            intersections, unions: int64 [M, P], pixels; a union of 0 is an IoU of 0, as in training.
             areas: int64 [M], source pixels.
             weights: [M]; 0 excludes a mask, any other weight counts it once.
         """

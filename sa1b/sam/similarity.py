@@ -30,13 +30,10 @@ _FAR = 30.0  # largest distance, also used without a click: sigmoid and softplus
 
 
 class Clicks(NamedTuple):
-    """The clicks of M masks, P columns each.
+    """The clicks of M masks: features of all pixels [B, R * R, D] and of the clicked ones [M, P, D].
 
-    Attributes:
-        pixels: float32 [B, R * R, D], the features of all pixels.
-        features: float32 [M, P, D], the features of the clicked pixels.
-        positions: float32 [M, P, 2], x and y, as fractions of the padded square.
-        labels: int64 [M, P]: 1 foreground, 0 background, -1 no click.
+    Positions [M, P, 2] are x and y as fractions of the padded square; labels [M, P] are 1 foreground, 0
+    background, -1 no click.
     """
 
     pixels: Tensor

@@ -48,13 +48,9 @@ class TwoWayTransformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Tokens [M, len(outputs), C] and image [M, N, C].
 
-        Args:
-            image: the image tokens of each mask.
-            image_position: float [N, C], positions of the image tokens; added to queries and keys, not to
-                values.
-            tokens: float [M, T, C]. The initial tokens also serve as positions: they are added to queries and
-                keys in every attention except the first.
-            outputs: indices of the returned tokens; the last attention is computed for these only.
+        Positions are added to queries and keys, not to values: `image_position` [N, C] to those of the image,
+        and the initial `tokens` [M, T, C] to those of the tokens in every attention except the first. The
+        last attention is computed for the tokens of `outputs` only.
         """
         queries, attended_image = tokens, image
         for index, layer in enumerate(self.layers):
