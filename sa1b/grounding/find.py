@@ -1,10 +1,4 @@
-"""`sa1b.ground`: the regions and masks that phrases describe in an image.
-
-model = sa1b.load_grounding("run")
-grounded = sa1b.ground(model, image, ["small red disc"], regions=sample.annotations.runs())
-grounded.masks[0]            # bool [height, width], the predicted mask
-grounded.similarity[0]       # float32 [M], of the phrase and each region
-"""
+"""`sa1b.ground`: the regions and masks that phrases describe in an image."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

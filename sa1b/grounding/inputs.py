@@ -19,11 +19,8 @@ class Phrased:
         dense: uint8 [M, R, R], 1 is foreground, the targets.
         coarse: uint8 [M, side, side], the same masks at the resolution of the embedding.
         points: float32 [M, 2], x and y of a foreground pixel in the padded square.
-        image: int64 [M], index in the micro-batch of each mask's image.
-        counts: masks of each image.
-        sizes: int64 [B, 2], rows and columns of each image in the padded square.
-        tokens: int64 [M, L]; L is 0 with embeddings.
-        belongs: bool [M, L], True for tokens of the phrase, False for padding.
+        image, counts: as in `sa1b.sam.targets.Targets`; so is sizes.
+        tokens, belongs: int64 [M, L] and bool, False for padding; L is 0 with embeddings.
         vectors: float32 [M, D], precomputed embeddings; D is 0 with tokens.
         keys: int64 [M], equal for equal phrases; -1 without a phrase.
         counted: bool [M]: the mask has a phrase and a pixel, and its image is valid.

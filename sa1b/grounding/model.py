@@ -1,13 +1,9 @@
 """The grounding model: SAM's image encoder, a text encoder, and two ways to compare a phrase with an image.
 
-    grounding = Grounding(ModelConfig(), TextConfig(), GroundingRecipe(), vocabulary=256, length=64)
-    sums = grounding(images, masks, image_keys)     # losses of a micro-batch; see sa1b.engine.model
-    outputs = grounding(images, masks, image_keys, evaluate=True)
-
-A region is a mask: its feature is computed from the mean of the image embedding over the mask, and the phrase
+A region is a mask; its feature is computed from the mean of the image embedding over the mask, and the phrase
 whose feature is nearest describes it. The model also predicts a mask for a phrase: the logit of a pixel is
-the similarity of its token's feature with that of the phrase, plus the product of its upscaled embedding with
-a vector of the phrase. Choosing a region needs given masks, predicting a mask does not.
+the similarity of its token's feature with the phrase's, plus a product of its upscaled embedding and the
+phrase.
 """
 
 import math
@@ -45,11 +41,9 @@ class Grounding(nn.Module):
 
     Args:
         config: sizes of the image encoder; `pixel_features` and `compile_decoder` have no effect.
-        vocabulary: number of different tokens.
         length: largest number of tokens of a phrase.
         vectors: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are tokens.
         capacity: largest number of masks of a micro-batch of any rank.
-        tokenizer: name of the tokenizer, for `sa1b.ground`.
     """
 
     pixel_mean: Tensor
@@ -251,13 +245,10 @@ class Grounding(nn.Module):
     def mask_logits(
         self, embeddings: Tensor, phrases: Tensor, texts: Tensor, counts: tuple[int, ...]
     ) -> Tensor:
-        """The logits of the masks that the phrases describe: float32 [M, 4 * side, 4 * side].
+        """The logits of the masks that phrases describe, float32 [M, 4 * side, 4 * side].
 
-        Args:
-            embeddings: result of `embed`.
-            phrases: result of `read`, in the order of the images.
-            texts: features of the phrases, of length 1.
-            counts: phrases of each image.
+        The arguments are the results of `embed` and `read`, the features of the phrases, of length 1, and the
+        number of phrases of each image.
         """
         pixels, query = self.upscale(embeddings), self.pixel_query(phrases)
         tokens = self.region_head(embeddings.flatten(2).transpose(1, 2)).float()

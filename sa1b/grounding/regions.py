@@ -9,16 +9,10 @@ from torch import Tensor
 def region_features(
     embeddings: Tensor, masks: Tensor, points: Tensor, counts: Sequence[int], image_size: int
 ) -> Tensor:
-    """The mean of the embedding over the pixels of each mask: float [M, C].
+    """The mean of the embedding [B, C, side, side] over the pixels of each mask: float [M, C].
 
-    A mask without a pixel at the resolution of the embedding gets the vector at its point.
-
-    Args:
-        embeddings: float [B, C, side, side].
-        masks: uint8 [M, side, side], 1 is foreground: the runs of the masks rasterised at this resolution, by
-            `batch.masks.dense(side)`.
-        points: float32 [M, 2], x and y of a foreground pixel in the padded square of image_size pixels.
-        counts: masks of each image; the masks are in the order of the images.
+    A mask without a pixel at the resolution of the embedding gets the vector at its point. The masks, uint8
+    [M, side, side], are in the order of the images; `points` are foreground pixels in the padded square.
     """
     side = embeddings.shape[-1]
     cell = (points * (side / image_size)).long().clamp(0, side - 1)
