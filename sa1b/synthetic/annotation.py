@@ -1,4 +1,4 @@
-"""Annotation files of synthetic scenes: SA-1B's keys, order, number types and one-less bounding boxes."""
+"""Annotation files of synthetic scenes: SA-1B's keys, order, number types and bounding boxes."""
 
 from typing import TypedDict
 

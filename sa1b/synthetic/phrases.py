@@ -1,9 +1,5 @@
 """Phrases that describe the objects of synthetic scenes: size, colour, texture and shape.
 
-    phrases = Phrases()
-    phrases.add(image_id, mask_ids, looks, areas)
-    phrases.table()        # a row for each mask: image_id, mask_id, text, texts, size, colour, texture, shape
-
 The words follow from the numbers with which an object was drawn, not from its pixels. Objects of an image may
 have the same words, so a phrase may describe several of them.
 """
@@ -30,16 +26,10 @@ _OUTLINES = {1.6: "diamond", 2.0: "disc", 3.0: "cushion", 6.0: "box"}  # by expo
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The numbers with which an object was drawn.
+    """The numbers with which an object was drawn; grey levels are from 0 to 255.
 
-    Attributes:
-        colour: R, G and B of the surface, grey levels from 0 to 255.
-        tile: number of the texture's tile.
-        contrast: standard deviation of the texture, grey levels.
-        power: exponent of the superellipse of the outline.
-        aspect: length divided by width.
-        hollow: whether there is a hole.
-        thin: whether it is a pole, a cable or a branch.
+    `contrast` is the standard deviation of the texture, `power` the exponent of the superellipse of the
+    outline; poles, cables and branches are `thin`.
     """
 
     colour: tuple[float, float, float]

@@ -1,10 +1,7 @@
-"""Synthetic scenes: images of drawn objects with exact masks.
+"""Synthetic scenes: images of drawn objects with exact masks and the statistics of SA-1B.
 
-The statistics follow SA-1B: image sizes and JPEG qualities, about 100 masks per image, lognormal areas plus
-two or three large masks, and outlines so rough that a mask has 300 to 340 runs at full size. Objects are
-painted from large to small. An object inside another object becomes a part of it, and the masks nest. An
-object across an outline hides the pixels below it, and each mask is the visible region. So every mask
-boundary is an edge in the image.
+Objects are painted from large to small. An object inside another object becomes a part of it, and the masks
+nest. An object across an outline hides the pixels below it, and each mask is the visible region.
 """
 
 from dataclasses import dataclass, field
@@ -47,13 +44,7 @@ TILE = 1024  # pixels, side of the periodic texture tiles
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Size, JPEG quality and object areas of an image, sampled before the image is drawn.
-
-    Attributes:
-        quality: JPEG quality, 95 or 75.
-        areas: float64 [N], area fractions of the objects, descending.
-        simple: whether outlines are smooth and surfaces plain; see `plan`.
-    """
+    """Size, JPEG quality and descending area fractions of an image's objects, sampled before it is drawn."""
 
     width: int
     height: int
@@ -64,14 +55,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Shape:
-    """An object in the image.
-
-    Attributes:
-        x, y: position of the top left pixel of `mask` in the image, in pixels.
-        mask: uint8 [h, w] of 0 and 1, the visible region.
-        ancestors: indices of the objects that contain this object.
-        look: how it was drawn; None before it is painted.
-    """
+    """An object: position and visible region, uint8 [h, w], and the indices of the objects around it."""
 
     x: int
     y: int
@@ -104,10 +88,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
         long_side: pixels of the longer side; None for full size. Smaller images have fewer masks
             (about 40 at 640 pixels), with the same distribution of area fractions.
         simple: sample a few large objects with smooth outlines and plain surfaces instead, so that a small
-            model learns to segment them in minutes. Image sizes and qualities are unchanged.
-
-    Raises:
-        ValueError: `long_side` is too small.
+            model learns to segment them in minutes.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
         raise ValueError(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")

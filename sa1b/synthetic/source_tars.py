@@ -1,13 +1,9 @@
 """Synthetic source tars with the format, statistics and irregularities of SA-1B, but none of its data.
 
-The tars look like the download: gzip, `./` prefix, members in random order, so that the two members of a pair
-are not adjacent. Every image is a function of (seed, image id, long side, simple) only, so that the bytes of
-a tar are reproducible with the same library versions.
-
-Means of 200 images at full size: JPEG 1.30 MB (q95) and 0.52 MB (q75), decoded in 9 ms; JSON 62 kB; 92
-masks of 316 runs. The area fraction has median 0.21 % and mean 0.91 %.
-`pytest tests/synthetic/test_source_tars.py -k calibration -s` measures 48 images.
-One core draws 3 images a second at full size, 30 at 640 pixels.
+Every image is a function of (seed, image id, long side, simple). Means of 200 images at full size: JPEG 1.30
+MB (q95) and 0.52 MB (q75); JSON 62 kB; 92 masks of 316 runs, with a median area of 0.21 %. One core draws 3
+images a second at full size, 30 at 640 pixels (`pytest tests/synthetic/test_source_tars.py -k calibration
+-s`).
 """
 
 import gzip
