@@ -1,9 +1,7 @@
 """Conditions evaluated over the index files of a dataset directory, several at a time, in threads.
 
-Parquet decoding and numpy release the GIL, so threads serve as well as processes and start at once. Only the
-columns that a condition names are read, and no tar is opened. One thread takes 3 to 5 ms for a shard of 1024
-images and 100,000 masks, a minute for the 11,000 shards of SA-1B with their indexes in memory. If they are on
-disk, more threads keep more reads in flight.
+Only the columns that a condition names are read, and no tar is opened. One thread takes 3 to 5 ms for a shard
+of 1024 images and 100,000 masks; for indexes on disk, more threads keep more reads in flight.
 """
 
 from collections.abc import Iterator

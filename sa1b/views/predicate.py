@@ -1,9 +1,7 @@
 """Conditions on masks and images, such as `stability_score >= 0.96 and area_fraction < 0.9`.
 
-The text is parsed, never run: comparisons (`<` `<=` `>` `>=` `==` `!=`, also chained), `and`, `or`, `not`, `+
-- * /`, parentheses, numbers and the names of fields. Values are float64, exact for integers up to 2**53. All
-comparisons with a missing score (NaN) are false, also `!=`, and `not` inverts them. Division by zero gives
-infinity or NaN.
+The text is parsed, never run. Values are float64, exact for integers up to 2**53. All comparisons with a
+missing score (NaN) are false, also `!=`, and `not` inverts them. Division by zero gives infinity or NaN.
 """
 
 import ast
@@ -73,13 +71,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """A parsed condition, the result of `mask_predicate` or `image_predicate`.
-
-    Attributes:
-        text: the condition in a normal form, which does not depend on spaces.
-        fields: the fields in the condition.
-        tree: the parsed and checked text.
-    """
+    """A parsed condition; `text` is its normal form, which does not depend on spaces."""
 
     text: str
     fields: frozenset[str]

@@ -72,13 +72,10 @@ class Selected:
 
     Attributes:
         path: path or URL of the view's document.
-        of_images: images in the dataset directory.
         masks, of_masks: masks of the view's images that pass the mask condition, and all their masks. None if
             not counted, because no condition needs the numbers.
         without_masks: images of the view without a mask that passes; None if not counted.
         missing: ids of the file that are not in the dataset, ascending.
-        list_missing: whether all missing ids are printed.
-        name: readable alias of the view; None if it has no alias.
         opens: argument that opens the view: its name or digest, or a path if it was written with `out`.
     """
 
@@ -116,7 +113,9 @@ class Selected:
                 '--images-where "masks >= 1" drops them'
             )
         if len(self.missing):
-            lines.append(f"  missing {len(self.missing):,} ids of --ids are not in the dataset: left out")
+            lines.append(
+                f"  missing {len(self.missing):,} ids of --ids are not in the dataset and are skipped"
+            )
             if self.list_missing:
                 lines += map(str, self.missing.tolist())
         lines.append(f"  digest  {self.view.digest}")
@@ -282,8 +281,8 @@ def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool
     missing = missing_ids(ids, known)
     if len(missing) and selection.missing == "refuse":
         raise UsageError(
-            f"{selection.ids}: {listing(missing)}: not in {dataset.root}; leave them out with --missing "
-            "skip, or list all of them with --missing list"
+            f"{selection.ids}: {listing(missing)}: not in {dataset.root}; omit them with --missing skip, "
+            "or list all of them with --missing list"
         )
     is_listed = np.zeros(len(known), np.bool_)
     is_listed[np.searchsorted(known, np.setdiff1d(ids, missing, assume_unique=True))] = True

@@ -36,14 +36,10 @@ class ViewDocument:
     """The contents of a view's document.
 
     Attributes:
-        names: readable aliases, sorted.
-        images: number of images in the view.
         ids_sha256, rows_sha256: of the two files beside it.
-        masks_where: condition on masks, None: all masks.
         chosen_by: flags of the selection -> values, to repeat it; `sql`: the statement of `sa1b query`.
         dataset: images and ids_sha256 of the dataset directory that it was selected from.
         counts: further counts to print.
-        format: FORMAT or ROWS_ONLY.
         stem: path of the three files without their endings, relative to their reader.
     """
 
@@ -169,13 +165,7 @@ def is_path(which: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ViewTarget:
-    """Where `write_view` writes a view.
-
-    Attributes:
-        store: a dataset directory, or a folder of this machine.
-        folder: folder in the store; "" if the view has a file name.
-        file: name of the document in the store; None: the digest is its name.
-    """
+    """Where `write_view` writes: a folder of a store, or a `file` of it."""
 
     store: Store
     folder: str
@@ -227,15 +217,9 @@ def check_free(
     overwrite: bool,
     flag: str = "--name",
 ) -> None:
-    """Check that a view may be written: its name and its file `out` are free or belong to the same view.
+    """Raise UsageError if the name or the file `out` of a new view belongs to another view.
 
-    Args:
-        views: the existing views at the target, see `ViewTarget.views`.
-        digest: digest of the new view; None if it is not known yet, so that no existing view equals it.
-        flag: the flag that sets the name.
-
-    Raises:
-        UsageError: the name or the file belongs to another view, and `overwrite` is False.
+    `views` are those of the target. `digest` is that of the new view, None if it is not known yet.
     """
     is_file = out is not None and out.suffix == ".json"
     for view in views:
