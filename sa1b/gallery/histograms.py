@@ -22,11 +22,8 @@ class Distribution:
     """A histogram with the sum and the range of its values.
 
     Attributes:
-        title, axis: title of the chart and label of its x axis.
         unit: plural noun for the counted items.
         low, step: lower edge of the first bin and width of a bin (in decades if `log`).
-        counts: int64 [bins].
-        log: whether the bins are bins of the decimal logarithm.
         outside: number of values outside the bins.
         missing: number of NaN values, from annotations that lack the number.
     """
@@ -136,11 +133,8 @@ class Survey:
     ) -> None:
         """Count N images and all their masks.
 
-        Args:
-            widths, heights: sizes of the images in pixels, [N].
-            masks: number of masks of each image, [N].
-            area: areas of all masks in pixels, [sum of masks], image after image; below 0: unknown.
-            predicted_iou, stability_score, runs_count: values of all masks, [sum of masks].
+        Sizes and numbers of masks are [N], in pixels; the other arrays have all masks, image after image. An
+        area below 0 is unknown.
         """
         self.images += len(masks)
         self.masks += len(area)

@@ -43,14 +43,11 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
     """Read an input: a dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
 
-    Args:
-        progress: bar of bytes; this function sets its total.
-        survey_all: read the indexes of all shards of a dataset directory.
+    `progress` is a bar of bytes, whose total this function sets. `survey_all` reads all indexes.
 
     Raises:
         SourceError, ManifestError, ShardError: the input has nothing to show.
-        UsageError: the input does not contain a requested image, or `choice.images` is set and the input is
-            not a dataset directory.
+        UsageError: the input does not contain a requested image, or has no views.
     """
     root, path = path, Path(path)
     if path.name == manifest.DATASET:

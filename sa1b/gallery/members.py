@@ -28,15 +28,9 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
 @dataclass(slots=True)
 class _Half:
-    """One member of an image whose other member has not been read yet.
+    """One member of an image whose other member has not been read yet; `rank`: see Choice.
 
-    Attributes:
-        ending: ending of the member: "jpg", "json" or "masks".
-        rank: see Choice.
-        frame: height and width of the JPEG in pixels.
-        annotations: without masks if the image can no longer be chosen.
-        data: the JPEG, or None if the image can no longer be chosen.
-        kept_bytes: bytes in memory.
+    Masks and data are dropped if the image can no longer be chosen.
     """
 
     ending: str

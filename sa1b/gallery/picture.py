@@ -45,8 +45,6 @@ class Picture:
     """One decoded image, ready to be drawn at its size or a smaller one.
 
     Attributes:
-        place: name of the shard, tar or folder of the image.
-        pixels: RGB uint8 [height, width, 3].
         runs: masks at source resolution, in the order of `order`.
         order: int64 [N], mask indices by area, largest first, so that small masks are drawn on top.
         predicted: the masks that a model predicted for `runs`, in the same order.

@@ -24,13 +24,9 @@ from sa1b.masks.runs import Runs
 class Predicted:
     """The masks that a model predicted for N masks of an image.
 
-    Attributes:
-        mask_id: int64 [N], ids of the true masks.
-        points: float64 [N, 2], x and y of the prompts in source pixels.
-        iou: float64 [N], IoU of prediction and true mask.
-        predicted_iou: float64 [N], the model's estimate of `iou`.
-        runs: the predicted masks at source resolution.
-        phrases: the phrases that were the prompts; empty if points were.
+    `mask_id`, `points` (x and y in source pixels) and `iou` are those of the true masks and prompts;
+    `predicted_iou` is the model's estimate. `runs` are at source resolution. `phrases` is empty if points
+    were the prompts.
     """
 
     mask_id: npt.NDArray[np.int64]

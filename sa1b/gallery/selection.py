@@ -94,10 +94,8 @@ class Gathered:
         known_images, known_masks: totals of the input, if the survey covers a part of it; masks may be None.
         facts: labels and texts of additional facts.
         parts: name, images, masks and bytes of each file; None where unknown.
-        part_noun: what a file is.
         rule: how the images were chosen.
         surveyed: names of the surveyed shards and the number of all shards; None: all were surveyed.
-        skipped: members that cannot be used.
         exhibits: chosen images, smallest rank first, with spare ones at the end.
         found: requested ids that the input contains, also those of bad images.
     """

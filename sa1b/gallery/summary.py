@@ -10,10 +10,8 @@ class GallerySummary:
     """The result of writing a gallery.
 
     Attributes:
-        bytes: size of the page.
         images, masks: totals of the input; masks is None if they were not counted.
         shown: ids of the images, in the order of the page.
-        longer_side: largest longer side of the images in pixels.
         left_out: number of chosen images that did not fit.
         skipped: reason -> number of members that cannot be used.
         surveyed: number of surveyed shards and of all shards; None: the whole input.
