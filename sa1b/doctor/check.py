@@ -22,8 +22,6 @@ class RankProcess:
     """This process, its rank, and the settings of the user.
 
     Attributes:
-        root: dataset directory, a folder or a URL; None: not given.
-        out: folder in which a run would write; None: not given.
         seconds: duration of each measurement of a rate.
         timeout: seconds that a rank waits for the others.
         largest_message: bytes of the largest message of the bandwidth sweep.
@@ -93,7 +91,6 @@ class Check:
     """A check by one rank alone.
 
     Attributes:
-        name: as in the table and in the documentation.
         work: checks a process; a finding without ranks and host gets those of the process.
         needs: names of checks; if one of them failed, this check is skipped.
         measures: takes several seconds, which is announced.

@@ -41,7 +41,6 @@ class Gpus:
         build: version of CUDA for which torch was built; None: a CPU build.
         driver: version of the kernel driver; None: no driver is visible.
         nodes: GPUs of this machine, by their files in /dev.
-        visible: GPUs that torch sees.
         error: torch's reason for not seeing a GPU; empty if it gives none.
     """
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.doctor.check import RankProcess
@@ -25,7 +25,7 @@ def environment(process: RankProcess) -> Iterator[Finding]:
     chosen = sorted(name for name in settings if _OURS.match(name) or name in RULES)
     values = {name: settings[name] for name in chosen}
     for name in chosen:
-        state, figure, remedy = _checked(name, settings[name].strip(), settings, process)
+        state, figure, remedy = _checked(name, settings[name].strip(), process)
         where = " (in a configuration file of NCCL)" if name not in process.environment else ""
         text = f"{name}={settings[name]}{where}: {figure}"
         yield Finding("environment", state, text, remedy, values={name: settings[name]})
@@ -35,9 +35,7 @@ def environment(process: RankProcess) -> Iterator[Finding]:
     yield from _rendezvous(process)
 
 
-def _checked(
-    name: str, value: str, settings: Mapping[str, str], process: RankProcess
-) -> tuple[State, str, str]:
+def _checked(name: str, value: str, process: RankProcess) -> tuple[State, str, str]:
     """State, figure and remedy of a variable."""
     unset = f"Unset {name}"
     if name in _INTERFACES:

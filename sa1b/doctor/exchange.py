@@ -83,7 +83,7 @@ class RankExchange:
         )
 
     def wrap(self, store: Any) -> Any:
-        """The store with the keys of this exchange."""
+        """The store itself; a subclass may replace it."""
         return store
 
     def send(self, topic: str, value: object) -> None:

@@ -29,13 +29,10 @@ _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link that limits a collective of all ranks.
+    """The link that limits a collective: NVLink, PCIe, InfiniBand, Ethernet or memory.
 
-    Attributes:
-        kind: NVLink, PCIe, InfiniBand, Ethernet or memory.
-        nominal: bytes per second in one direction; 0: not known, so that rates are not checked.
-        low, high: the expected range, as fractions of `nominal`.
-        remedy: what to check if the rate is lower.
+    `nominal` is in bytes per second in one direction, 0 if it is not known; `low` and `high` are the expected
+    range as fractions of it. The remedy is for a lower rate.
     """
 
     kind: str

@@ -76,10 +76,8 @@ def connection_findings(
 ) -> Iterator[Finding]:
     """The findings of a host: one for each reason why it cannot reach some of the others.
 
-    Args:
-        hosts: rank -> host.
-        targets: rank -> address and port; rank -1 is the rendezvous.
-        reasons: rank -> why the connection failed; empty: it succeeded.
+    `targets`: rank -> address and port, where rank -1 is the rendezvous; `reasons`: rank -> why the
+    connection failed, empty if it did not.
     """
     groups: dict[str, list[str]] = {}
     for rank, reason in reasons.items():

@@ -3,7 +3,7 @@
 The N ranks form a ring, in which each sends to the next one only, and the tensor has N chunks. In step s of
 the first N - 1 steps (reduce-scatter), rank r sends chunk r - s, adds what it receives to chunk r - s - 1,
 and so, at the end, has the complete sum of chunk r + 1 (all modulo N). In N - 1 further steps (all-gather),
-rank r sends chunk r + 1 - s. For D bytes, all ranks together send 2 (N - 1) D bytes for any D. This is 2 (N -
+rank r sends chunk r + 1 - s. For D bytes, all ranks together send 2 (N - 1) D bytes. This is 2 (N -
 1) / N D for each rank if N divides the elements; else the chunks, and so the ranks, differ by an element or
 two. No algorithm sends less (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
 workstations, 2009).
@@ -134,7 +134,7 @@ def first_error(
     def verify(number: int, buffer: Tensor) -> None:
         received(number, buffer)
         step = programs[number]
-        # The chunk comes from rank - 1, to which in step s the chunk of s further ranks was added.
+        # In step s of the reduce-scatter, rank - 1 sends the sum of the chunks of s + 1 ranks.
         senders = range(number + 1) if step.adds else range(world_size)
         expected = torch.stack(
             [

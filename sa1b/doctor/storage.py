@@ -95,13 +95,7 @@ def read_rate(process: RankProcess) -> Iterator[Finding]:
 
 
 class Rates(NamedTuple):
-    """Measured rates of a dataset directory.
-
-    Attributes:
-        samples: random samples per second, with verification.
-        sample_bytes: mean size of a sample.
-        sequential: bytes per second of one shard from start to end.
-    """
+    """Random samples per second, verified, their mean size, and sequential bytes per second of a shard."""
 
     samples: float
     sample_bytes: float

@@ -1,9 +1,8 @@
 """Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
 
-Comparing parameters between ranks would prove nothing: DDP copies those of rank 0 when it is built, so they
-are equal before the first step in any case. Comparing gradients between ranks is not enough either: a sum
-that is not divided by the number of ranks is wrong and equal everywhere. So each rank computes the gradient
-of the data of all ranks alone, without communication, and compares its own with it.
+Equal parameters or gradients on all ranks would prove nothing: DDP copies the parameters of rank 0, and a sum
+that is not divided by the number of ranks is equal everywhere. So each rank computes the gradient of the data
+of all ranks alone, without communication, and compares its own with it.
 """
 
 import zlib
@@ -23,7 +22,7 @@ from sa1b.engine.parallel import ParallelConfig, wrap
 
 GRADIENTS = "gradients"
 _DATA = 8  # different inputs; rank r has number r % 8, so that thousands of ranks need no thousands of passes
-_TOLERANCE = 1e-4  # of the largest value of a gradient: ranks are summed in another order
+_TOLERANCE = 1e-4  # relative to the largest value of a gradient: the ranks are summed in another order
 
 Gradients = Mapping[str, Tensor]
 
