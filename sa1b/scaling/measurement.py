@@ -163,7 +163,7 @@ def _reason(event: Event) -> str:
 
 
 def _lost_another(event: Event) -> bool:
-    """Whether a rank ended because another one did."""
+    """Whether a rank ended because another rank had ended."""
     failure = event.value
     return isinstance(failure, Failure) and (
         failure.kind.startswith("Dist") or any(sign in failure.message for sign in PEER_LOST)

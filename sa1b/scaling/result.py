@@ -64,7 +64,7 @@ class CaseResult:
 
     @property
     def compute(self) -> float:
-        """Seconds of all other work; with the communication if that was not measured."""
+        """Seconds of all other work, including communication if it was not measured."""
         return self.step - self.data - (self.communication or 0.0)
 
     @property
