@@ -1,4 +1,4 @@
-"""Job scripts of SLURM: an array of tasks that convert sources, checks of nodes, and training on them.
+"""Job scripts of SLURM: arrays that convert sources, jobs that check nodes, and training jobs.
 
 A script is plain text with comments, so that a user can read it and adapt it to a site. It contains nothing
 of this machine but the command of this installation.
