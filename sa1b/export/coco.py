@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.errors import UsageError
-from sa1b.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks
+from sa1b.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks, by_source
 from sa1b.export.part_files import PartFiles
 from sa1b.masks import geometry, outline
 from sa1b.names import member_name
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import READING
 from sa1b.shards.sample import Sample
 from sa1b.storage.atomic import commit, flush
 from sa1b.storage.processes import temporary_path
@@ -45,11 +46,13 @@ class Coco(Format):
         segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
             same masks. A mask without a pixel has run lengths.
         annotations_only: write no JPEGs.
+        categories: those of the sources as JSON, in every file, also without a mask.
     """
 
     images_per_file: int | None = None
     segmentation: Segmentation = "rle"
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
+    categories: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -63,6 +66,14 @@ class Coco(Format):
     def without_images(self) -> Format:
         return replace(self, annotations_only=True)
 
+    def of(self, dataset: Dataset, rows: Rows) -> Format:
+        readings: dict[str, Any] = dataset.manifest.get(READING, {})
+        found: dict[int, dict[str, Any]] = {}
+        for name, _ in by_source(dataset, rows) if readings else ():
+            for category in readings.get(name, {}).get("categories", ()):
+                _add(found, category, name)
+        return replace(self, categories=tuple(map(json.dumps, found.values())))
+
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return blocks([("annotations", rows)], self.images_per_file or IMAGES_PER_PART)
 
@@ -72,7 +83,7 @@ class Coco(Format):
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         entries = []
-        categories: dict[int, dict[str, Any]] = {}
+        categories = {one["id"]: one for one in map(json.loads, self.categories)}
         first = 1
         with files.open(self._path(part)) as file:
             file.write(_HEAD.encode())
@@ -148,10 +159,10 @@ def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
 
 def _add(categories: dict[int, dict[str, Any]], one: dict[str, Any], part: str) -> None:
     """Add a category to those of a file, in which each id is one category."""
-    known = categories.setdefault(one["id"], one)
-    if known != one:
+    names = [str(found.get("name", one["id"])) for found in (categories.setdefault(one["id"], one), one)]
+    if names[0] != names[1]:
         raise UsageError(
-            f"category {one['id']} of {part}: is {known['name']!r} in one source and {one['name']!r} in "
+            f"category {one['id']} of {part}: is {names[0]!r} in one source and {names[1]!r} in "
             "another; export the sources apart, each with a view"
         )
 

@@ -154,6 +154,7 @@ def export(
     _check_out(out)
     _check_link_from(link_from)
     chosen, missing = _chosen(dataset, ids, images)
+    form = form.of(dataset, chosen)
     parts = dict(form.parts(dataset, chosen))
     contents = {name: content_digest(table, rows, form.identity) for name, rows in parts.items()}
     record = read_record(out)

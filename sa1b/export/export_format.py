@@ -85,6 +85,10 @@ class Format:
         """The format for a dataset directory without images; None: the format needs images."""
         return None
 
+    def of(self, dataset: Dataset, rows: Rows) -> "Format":
+        """The format with what it writes about the sources of these rows."""
+        return self
+
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
 

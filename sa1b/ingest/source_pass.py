@@ -148,10 +148,11 @@ class SourcePass:
         if not self.sealed:
             raise NoPairError(f"{self.source.label}: no usable pair; {self._problems()}")
         self.quarantine.flush()  # the task file, written later, counts its contents
-        return self._task(digests.get("sha256"))
+        return self._task(digests.get("sha256"), reader.categories())
 
-    def _task(self, sha256: str | None) -> Task:
+    def _task(self, sha256: str | None, categories: list[dict[str, Any]]) -> Task:
         source, quarantine = self.source, self.quarantine
+        reading = {**self.policy.reading(source), **({"categories": categories} if categories else {})}
         is_all = source.wanted is None
         return Task(
             source={
@@ -161,7 +162,7 @@ class SourcePass:
                 "mtime_ns": source.mtime_ns if is_all else None,
                 "sha256": sha256,
                 "md5": self.policy.md5,
-                **({"reading": reading} if (reading := self.policy.reading(source)) else {}),
+                **({"reading": reading} if reading else {}),
             },
             options=self.options,
             versions=versions(),

@@ -37,6 +37,7 @@ MAX_JSON_DEPTH = 100  # real files: 5; readers parse it again, also from deep ca
 
 IMAGE_KEYS = ("image_id", "width", "height", "file_name")
 PROVENANCE = "provenance"  # key of an annotation file for the origin of masks that are not SA-1B's
+NO_ORIGIN: dict[str, str | int] = {"category": "", "category_id": -1, "iscrowd": 0, "fields": "{}"}
 ORIGIN = {"category": np.str_, "category_id": np.int64, "iscrowd": np.int64, "fields": np.str_}
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
@@ -163,9 +164,8 @@ class Annotations:
 
 def no_origin(masks: int) -> dict[str, npt.NDArray[Any]]:
     """The columns of `Annotations.origin` for masks that come from no file in COCO's format."""
-    values = {"category": "", "category_id": -1, "iscrowd": 0, "fields": "{}"}
     return {
-        name: np.full(masks, value, np.array(value, ORIGIN[name]).dtype) for name, value in values.items()
+        name: np.full(masks, value, np.array(value, ORIGIN[name]).dtype) for name, value in NO_ORIGIN.items()
     }
 
 

@@ -70,6 +70,7 @@ class _Reading(Struct):
     images: bool | UnsetType = UNSET
     ignore: list[str] | UnsetType = UNSET
     max_pixels: Count | UnsetType = UNSET
+    categories: list[dict[str, Any]] | UnsetType = UNSET
     part: bool | UnsetType = UNSET
 
 

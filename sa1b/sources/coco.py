@@ -39,7 +39,11 @@ class _NoImageError(Exception):
 
 
 class CocoReader:
-    """One pass over a file in COCO's format: `items()`, then `digests()` and `check_unchanged()`."""
+    """One pass over a file in COCO's format: `items()`, then `digests()` and `check_unchanged()`.
+
+    Attributes:
+        categories: those of the file, with all their fields, once the first item is there.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class CocoReader:
     ) -> None:
         self.path, self._name, self._options = path, name, options
         self._progress = progress
+        self.categories: list[dict[str, Any]] = []
         self._sha256 = hashlib.sha256()
         self._files: list[tuple[Path, bytes]] = []  # each file with its state when it was read
 
@@ -58,6 +63,7 @@ class CocoReader:
         """The jpg and the json of each image in the order of the file; refused annotations follow theirs."""
         self._read(self.path, keep=False)
         file = CocoFile(self.path, self._name, self._options)
+        self.categories = file.listed
         for image in file.images:
             yield from self._image(file, image)
         for key, numbers in file.unlisted.items():

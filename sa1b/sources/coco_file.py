@@ -88,6 +88,7 @@ class CocoFile:
     Attributes:
         folder: folder of the images.
         categories: id of a category -> its name.
+        listed: the categories with integers as ids, with all their fields.
         images: the images in the order of the file.
         unlisted: numbers of the annotations of images that are not in the file, by id of the image.
 
@@ -101,10 +102,12 @@ class CocoFile:
         self.path = path
         self.folder = options.images or path.parent
         self._file = _parse(path)
+        found = [one for one in self._file.categories or [] if isinstance(one, dict)]
+        self.listed = [one for one in found if type(one.get("id")) is int]
         self.categories = {
             one["id"]: str(one.get("name", one["id"]))
-            for one in self._file.categories or []
-            if isinstance(one, dict) and isinstance(one.get("id"), int | str)
+            for one in found
+            if isinstance(one.get("id"), int | str)
         }
         rows: dict[Any, int] = {}
         for row, entry in enumerate(self._file.images):

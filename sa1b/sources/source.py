@@ -129,6 +129,10 @@ class SourceReader:
                     f"{self.source.path}: changed before it was read; run the same command again"
                 )
 
+    def categories(self) -> list[dict[str, Any]]:
+        """The categories of a COCO file, with all their fields; empty for other sources."""
+        return self._reader.categories if isinstance(self._reader, CocoReader) else []
+
     def close(self) -> None:
         """Close the file. Call `check_unchanged` first."""
         self._reader.close()

@@ -143,7 +143,8 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: np.negative, ast.UAdd: np.positive}
 _INSTEAD = {"BitAnd": "write `and`", "BitOr": "write `or`"}
-_EQUALS = re.compile("""'[^']*'|"[^"]*"|[<>!:]?=+""")
+_TEXT = re.compile("""'[^']*'|"[^"]*\"""")
+_EQUALS = re.compile(f"{_TEXT.pattern}|[<>!:]?=+")
 _SUPPORTED = "use comparisons, `and`, `or`, `not`, `+ - * /`, numbers and fields"
 
 
@@ -181,7 +182,8 @@ def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
         raise PredicateError(f"{kind} condition: empty; write for example `{_EXAMPLES[kind]}`")
     if len(text) > MAX_TEXT:
         raise PredicateError(f"{kind} condition: longer than {MAX_TEXT:,} characters; simplify it")
-    for place, character in enumerate(text, 1):
+    without_texts = _TEXT.sub(lambda found: "x" * len(found[0]) if found[0].isprintable() else found[0], text)
+    for place, character in enumerate(without_texts, 1):
         if not " " <= character <= "~":
             raise PredicateError(
                 f"{kind} condition: {character!r} at column {place} is not printable ASCII; remove it"
@@ -277,6 +279,14 @@ class _Check:
                 raise self.refused(
                     part, "is not a text", "compare a text with a text, as in `category == 'dog'`"
                 )
+            if isinstance(part, ast.Constant) and not _is_plain(
+                ast.get_source_segment(self.text, part) or ""
+            ):
+                raise self.refused(
+                    part,
+                    "is no text in one pair of quotes without a backslash",
+                    "compare category_id instead",
+                )
             if isinstance(part, ast.Name):
                 if part.id not in self.known:
                     raise self._unknown(part, part.id)
@@ -286,19 +296,26 @@ class _Check:
         token = ast.get_source_segment(self.text, node) or ""
         shown = token if len(token) <= 40 else token[:37] + "..."
         return PredicateError(
-            f"{self.kind} condition: `{shown}` at column {node.col_offset + 1} {why}; {instead}"
+            f"{self.kind} condition: `{shown}` at column {self._column(node)} {why}; {instead}"
         )
 
     def _unknown(self, node: ast.expr, name: str) -> PredicateError:
         near = difflib.get_close_matches(name, self.known, 1)
         guess = f"did you mean {near[0]}? " if near else ""
         return PredicateError(
-            f"{self.kind} condition: unknown field `{name}` at column {node.col_offset + 1}; "
+            f"{self.kind} condition: unknown field `{name}` at column {self._column(node)}; "
             f"{guess}{self.listing()}"
         )
 
+    def _column(self, node: ast.expr) -> int:
+        return len(self.text.encode()[: node.col_offset].decode()) + 1
+
     def listing(self) -> str:
         return f"fields of {self.kind}s: {', '.join(self.known)}"
+
+
+def _is_plain(text: str) -> bool:
+    return _TEXT.fullmatch(text) is not None and "\\" not in text
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -21,11 +21,12 @@ import pyarrow as pa
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.progress import bar
+from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids
 from sa1b.shards.locate import shard_sources
-from sa1b.shards.manifest import no_dataset
+from sa1b.shards.manifest import READING, no_dataset
 from sa1b.storage.errors import StorageError
 from sa1b.storage.store import open_store
 from sa1b.views.connection import connected, interrupts
@@ -233,7 +234,7 @@ def open_query(
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
         query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
         try:
-            for statement in _views(dataset):
+            for statement in _views(dataset, connection):
                 connection.execute(statement)
             described = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description
             query.columns.update((str(column[0]), str(column[1])) for column in described)
@@ -308,8 +309,8 @@ def write_query_view(
     )
 
 
-def _views(dataset: Dataset) -> Iterator[str]:
-    """The statements that define the views `images` and `masks`."""
+def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
+    """The statements that define the views `images` and `masks`, each executed before the next is taken."""
     files = [shard_files(shard)[1] for shard in dataset.shards]
     reader = dataset.reader
     # DuckDB takes paths as patterns, so that a folder with such a character is read like a URL.
@@ -325,7 +326,9 @@ def _views(dataset: Dataset) -> Iterator[str]:
     )
     yield f"INSERT INTO sa1b_shards VALUES {values}"
     listed = ", ".join(map(_literal, paths))
-    yield f"CREATE VIEW sa1b_indexes AS SELECT * FROM read_parquet([{listed}], filename = true)"
+    of_coco = any(reading["kind"] == "coco" for reading in dataset.manifest.get(READING, {}).values())
+    union = ", union_by_name = true" * of_coco  # indexes of other sources lack the columns of COCO files
+    yield f"CREATE VIEW sa1b_indexes AS SELECT * FROM read_parquet([{listed}], filename = true{union})"
     per_image = ", ".join(_PER_IMAGE)
     yield (
         f"CREATE VIEW images AS SELECT {per_image}, len(runs_count) AS masks, shard, source "
@@ -336,6 +339,14 @@ def _views(dataset: Dataset) -> Iterator[str]:
         for name, (column, part) in MASK_FIELDS.items()
         if name not in ("mask_id", "area_fraction", "width", "height")
     )
+    if of_coco:
+        found = connection.execute("SELECT * FROM sa1b_indexes LIMIT 0").description
+        stored = {str(column[0]) for column in found}
+        per_mask += "".join(
+            f", coalesce({name}[i], {_literal(value)}) AS {name}"
+            for name, value in NO_ORIGIN.items()
+            if name in stored  # earlier versions wrote none
+        )
     # One list of positions is unnested and not every column, so that unused columns are not read.
     yield (
         f"CREATE VIEW masks AS SELECT image_id, mask_id[i] AS mask_id, width, height, {per_mask}, "

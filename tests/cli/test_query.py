@@ -190,7 +190,7 @@ def test_a_url_is_read_by_ranges_and_damage_names_the_index(root: Path, query: Q
 
 
 def test_ctrl_c_before_the_query_ends_the_command(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
-    def views(_: object) -> Iterator[str]:
+    def views(*_: object) -> Iterator[str]:
         yield "CREATE VIEW images AS SELECT 1 AS image_id"
         raise RuntimeError("Query interrupted")  # what DuckDB raises in the main thread
 

@@ -19,6 +19,7 @@ from pycocotools.coco import COCO
 
 import sa1b
 from sa1b.cli import main
+from sa1b.cli.query import main as query
 from sa1b.cli.reshard import main as reshard
 from sa1b.cli.view import main as view
 from sa1b.errors import SourceError, UsageError
@@ -30,6 +31,7 @@ from sa1b.sources.coco_file import CocoFile, CocoOptions
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import Member
+from sa1b.verify.rebuild import rebuild_root
 from sa1b.verify.verify import verify
 from tests.shards import tiny
 
@@ -524,3 +526,73 @@ def test_categories_are_columns_that_select_masks_and_are_exported(tmp_path, cap
     assert [one["iscrowd"] for one in document["annotations"]] == [0, 1, 0]
     assert document["annotations"][0]["keypoints"] == [1, 2]
     assert [(one["id"], one["name"]) for one in document["categories"]] == [(3, "dog"), (7, "cat")]
+
+
+def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, capsys):
+    """From COCO to shards and back; the indexes of an SA-1B source lack the columns of COCO files."""
+    names = {3: "größe 犬 🐕", 4: "o'neil", 9: "no mask"}
+    categories = [
+        {"id": key, "name": name, "supercategory": "tïer", "color": [key]} for key, name in names.items()
+    ]
+    annotations = [
+        {
+            "id": number,
+            "image_id": 1,
+            "segmentation": [[number, 1, number + 2, 1, number + 2, 5, number, 5]],
+            "category_id": 3 + number % 2,
+            "iscrowd": number % 2,
+            "attributes": {"héllo": [number, None]},
+        }
+        for number in range(1, 5)
+    ]
+    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
+    text = {**json.loads(path.read_text()), "annotations": annotations, "categories": categories}
+    path.write_text(json.dumps(text, ensure_ascii=False))
+    tiny.make_tar(tmp_path / "sa_000020.tar", [700])
+    root = tmp_path / "root"
+    assert reshard((str(path), str(tmp_path / "sa_000020.tar")), out=str(root), json_output=True) == 0
+    for lost in ("", "tasks/m.json", "dataset.json"):  # either of these documents has the categories
+        if lost:
+            (root / lost).unlink()
+            rebuild_root(root, quiet=True)
+        assert verify(root, workers=0, quiet=True).findings == []
+        capsys.readouterr()
+        query(
+            str(root),
+            "SELECT category, category_id, iscrowd, fields FROM masks ORDER BY mask_id",
+            json_output=True,
+        )
+        rows = json.loads(capsys.readouterr().out)
+        found = [row for row in rows if row["category_id"] >= 0]
+        assert {row["category"] for row in rows if row not in found} == {""}
+        assert [row["category"] for row in found] == [names[one["category_id"]] for one in annotations]
+        assert [json.loads(row["fields"])["attributes"] for row in found] == [
+            one["attributes"] for one in annotations
+        ]
+        query(str(root), f"SELECT count(*) AS n FROM masks WHERE category = '{names[3]}'", json_output=True)
+        assert json.loads(capsys.readouterr().out) == [{"n": 2}]
+        assert view(str(root), masks_where=f"category = '{names[3]}'", name="dogs", overwrite=True) == 0
+    ids = tmp_path / "ids"
+    ids.write_text("1\n")
+    for form in (Coco(), Coco(images_per_file=1)):
+        export(root, tmp_path / repr(form), form, ids=ids, workers=1, quiet=True)
+        (exported,) = map(json.loads, map(Path.read_text, (tmp_path / repr(form)).glob("annotations*.json")))
+        assert exported["categories"] == categories
+        kept = ("category_id", "iscrowd", "attributes")
+        assert [{key: one[key] for key in kept} for one in exported["annotations"]] == [
+            {key: one[key] for key in kept} for one in annotations
+        ]
+    assert (
+        reshard(
+            (str(tmp_path / repr(Coco()) / "annotations.json"),),
+            out=str(tmp_path / "again"),
+            images=tmp_path / repr(Coco()) / "images",
+            json_output=True,
+        )
+        == 0
+    )
+    export(tmp_path / "again", tmp_path / "twice", Coco(), workers=1, quiet=True)
+    first, second = (
+        json.loads((tmp_path / name / "annotations.json").read_text()) for name in (repr(Coco()), "twice")
+    )
+    assert second == first

@@ -222,6 +222,10 @@ def test_an_image_without_masks():
         ("category", "is a text"),
         ("category > 'a'", "orders texts"),
         ("category == 1", "`1` at column 13 is not a text"),
+        ("category == 'ö' and stabilty > 1", "unknown field `stabilty` at column 21"),
+        ("category == 'a\x1b'", "'\\x1b' at column 15 is not printable ASCII"),
+        ("category = 'o''neil'", "`'o''neil'` at column 13 is no text in one pair of quotes"),
+        ("category = 'a\\tb'", "is no text in one pair of quotes without a backslash; compare category_id"),
         ("(area > 1", "'(' was never closed at column 1"),
         ("area > 1\nand area < 2", "at column 9 is not printable ASCII"),
         ("area > \x001", "is not printable ASCII"),
@@ -260,4 +264,8 @@ def test_texts_are_compared_also_as_sql_writes_it() -> None:
     for text in ("category = 'dog'", 'category=="dog"', "not (category != 'dog')"):
         assert mask_predicate(text)(values).tolist() == [True, False, False]
     assert mask_predicate("category = 'a = b' or area = 3")(values).tolist() == [False, False, True]
+    for name in ("größe 犬 🐕", "o'neil", 'a "b"'):
+        values["category"] = np.array([name, "cat", ""])
+        found = mask_predicate(f"category = {name!r} and area > 0")
+        assert found(values).tolist() == mask_predicate(found.text)(values).tolist() == [True, False, False]
     assert mask_predicate("category = 'dog'").text == "category == 'dog'"
