@@ -192,7 +192,7 @@ def fetch(
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
     search = Search(names, homes, everywhere=everywhere)
     if not everywhere:
-        search.learn(read_searched(store, partial(_size_and_time, local, remote)))
+        search.learn(read_searched(store, partial(_source_now, local, remote)))
     sizes = None if store.is_local or not tasks else store.sizes().get
     gone = {name: path for name, task in tasks.items() if (path := missing_file(task, store, sizes))}
     stored = {name: stored_ids(store, task) for name, task in tasks.items()}
@@ -289,12 +289,11 @@ def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
     summary.refused = np.setdiff1d(left, missing, assume_unique=True)
 
 
-def _size_and_time(local: dict[str, Source], remote: dict[str, Link], name: str) -> tuple[int, int] | None:
-    """Size and modification time of a source now; None: it is not among the sources."""
-    found = local.get(name)
-    if found is None and name in remote:
-        found = next(iter(remote_sources({name: remote[name]})[0]), None)
-    return None if found is None else (found.size, found.mtime_ns)
+def _source_now(local: dict[str, Source], remote: dict[str, Link], name: str) -> Source | None:
+    """A source with its size and time now; None: it is not among the sources, or cannot be reached."""
+    if name in local or name not in remote:
+        return local.get(name)
+    return next(iter(remote_sources({name: remote[name]})[0]), None)
 
 
 def _joined(parts: Any) -> Ids:

@@ -5,11 +5,13 @@ shards were copied. So `sa1b reshard` with this source converts it completely. T
 source was read to its end.
 
 tasks/<source>.searched records what a source that was read to its end does not contain, so that the next run
-does not read it again for the same images. It has the size and time of the source: another download of it is
-read again. There is none for a source with damage, which may contain what was not found.
+does not read it again for the same images. It has the size, the time and a digest of the ends of the source:
+another download of it is read again. There is none for a source with damage, which may contain what was not
+found.
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,9 +30,11 @@ from sa1b.shards.sample_table import open_table
 from sa1b.sources.source import Source
 from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.reader import Reader
 from sa1b.storage.store import Store
 
 _ENDING = ".searched"
+_END = 1 << 16  # bytes at each end of a tar: a gzip stream ends with the CRC-32 of its content
 
 
 def ingest_wanted(
@@ -82,7 +86,7 @@ def ingest_wanted(
     searched = Searched(part.first, part.last, part.found(), part.absent())
     name = f"{TASKS}/{source.name}{_ENDING}"
     if part.is_whole and not part.damage:
-        record = {"size": source.size, "mtime_ns": source.mtime_ns, "first": part.first, "last": part.last}
+        record = {**state_of(source), "first": part.first, "last": part.last}
         root.put(name, json_bytes({**record, "absent": searched.absent.tolist()}))
     else:
         root.remove(name)
@@ -112,17 +116,31 @@ def known_ids(root: Store, name: str) -> Ids:
     return np.unique(np.concatenate(read))
 
 
-def read_searched(root: Store, current: Callable[[str], tuple[int, int] | None]) -> dict[str, Searched]:
+def state_of(source: Source) -> dict[str, object]:
+    """Size in bytes, time in ns and sha256 of both ends of a source, which differ for another download."""
+    digest = hashlib.sha256()
+    if source.kind == "tar":
+        root, name = (source.path.parent, source.path.name) if source.link is None else source.link.split()
+        options = None if source.link is None else source.link.reader_options
+        length = min(_END, source.size)
+        with Reader(root, options=options) as reader:
+            for start in sorted({0, source.size - length}):
+                digest.update(reader.read_range(name, start, length))
+    return {"size": source.size, "mtime_ns": source.mtime_ns, "ends_sha256": digest.hexdigest()}
+
+
+def read_searched(root: Store, sources: Callable[[str], Source | None]) -> dict[str, Searched]:
     """The sources that earlier runs have read to the end, by name, if they have not changed since.
 
     Args:
-        current: name of a source -> its size in bytes and modification time in ns now; None: unknown.
+        sources: name -> source, measured now; None: unknown.
     """
     found = {}
     for name in root.names(TASKS, _ENDING):
-        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, FileNotFoundError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, OSError):
             document = json.loads(root.read(f"{TASKS}/{name}"))
-            if current(name.removesuffix(_ENDING)) != (document["size"], document["mtime_ns"]):
+            source = sources(name.removesuffix(_ENDING))
+            if source is None or not state_of(source).items() <= document.items():
                 continue
             absent = np.array(document["absent"], np.uint64)
             found[name.removesuffix(_ENDING)] = Searched(

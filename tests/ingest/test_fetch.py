@@ -19,6 +19,7 @@ from sa1b.ingest.fetch import fetch as fetch_images
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.worker import Run
 from sa1b.shards.manifest import Options
+from sa1b.sources.link_list import link_of
 from sa1b.storage.bucket import BucketStore
 from tests.cli.verb import runner
 from tests.ingest.test_several_runs import files
@@ -290,6 +291,52 @@ def test_another_download_of_a_tar_is_searched_again(tmp_path: Path, downloads: 
     done = fetch(tar, "--ids", ids, "--out", root)
     assert done.returncode == 0, done.stdout
     assert stored(root) == [first + 2, first + 6]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_another_download_of_equal_size_and_time_is_searched_again(
+    tmp_path: Path, downloads: Path, linked: bool
+) -> None:
+    tar, first = downloads / "sa_000019.tar", FIRST["sa_000019"]
+    ids = np.array([first, first + 2], np.uint64)
+
+    def download(*images: int) -> None:
+        tiny.write_tar(tar, [one for i in images for one in tiny.pair_members(i)], False)
+        with tar.open("ab") as file:
+            file.truncate(65536)
+        os.utime(tar, (1e9, 1e9))
+
+    def missing() -> tuple[list[int], list[str]]:
+        summary = fetch_images(ids, paths, tmp_path / "root", Options(), Policy(), run)
+        return summary.missing.tolist(), summary.work.done
+
+    download(first, first + 1)
+    with Service("range_server", tmp_path) as server:
+        links = (link_of(f"{server.url}/host/linked/{tar.name}"),) if linked else ()
+        run, paths = Run(quiet=True, links=links), [] if linked else [tar]
+        assert missing() == ([first + 2], ["sa_000019"])
+        assert missing() == ([first + 2], [])
+        download(first, first + 2)
+        assert missing() == ([], ["sa_000019"])
+
+
+def test_files_of_the_user_in_the_spill_folder_stay(tmp_path: Path, downloads: Path) -> None:
+    spill = tmp_path / "spill"
+    mine = [spill / "thesis" / "data" / "results.csv", spill / "owner", spill / "host-1" / "sa_1.tar"]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (spill / "empty").mkdir()
+    two_hours_ago = time.time() - 7200
+    for path in (*spill.rglob("*"), spill, *downloads.iterdir()):
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    ids, before = np.array([7, FIRST["sa_000019"]], np.uint64), {*spill.rglob("*"), *downloads.iterdir()}
+    for folder in (spill, downloads):
+        policy = Policy(spill=folder)
+        summary = fetch_images(ids, [downloads], tmp_path / "root", Options(), policy, Run(quiet=True))
+        assert (summary.stored, summary.missing.tolist()) == (1, [7])
+        assert {*spill.rglob("*"), *downloads.iterdir()} == before
+        assert [path.read_text() for path in mine] == ["mine"] * 3
 
 
 def test_a_shard_of_an_earlier_part_that_is_gone_is_read_again(tmp_path: Path, downloads: Path) -> None:

@@ -209,15 +209,23 @@ def test_a_cut_shard_costs_the_samples_behind_the_cut_and_no_other(
         shutil.copyfile(tmp_path / "whole", copy / SHARD)
 
 
-def test_an_object_that_is_shorter_than_listed_stops_the_stream(copy: Path, tmp_path: Path) -> None:
-    """Its upload was incomplete: the store is damaged, not single samples."""
+@pytest.mark.parametrize("protocol", ["http", "s3"])
+@pytest.mark.parametrize("size", [0, 1024])
+def test_an_object_that_is_shorter_than_listed_stops_the_stream(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str, size: int
+) -> None:
+    """Its upload was incomplete: the store is damaged, not single samples. A file is damaged sample by sample."""
     with (copy / SHARD).open("r+b") as file:
-        file.truncate(1024)
-    with (
-        Service("range_server", copy.parent) as server,
-        pytest.raises(StorageError, match=f"{SHARD}: 1,024 bytes, .* listed in dataset.json"),
-    ):
-        epoch(f"{server.url}/{copy.name}", tmp_path / "damage_log")
+        file.truncate(size)
+    (copy.parent / "bucket").mkdir()
+    copy.rename(copy.parent / "bucket" / "root")
+    with Service("range_server", copy.parent) as server:
+        root = f"{server.url}/bucket/root" if protocol == "http" else "s3://bucket/root"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with pytest.raises(StorageError, match=f"{SHARD}: {size:,} bytes, .* listed in dataset.json"):
+            epoch(root, tmp_path / "damage_log")
     assert not (tmp_path / "damage_log").exists()
 
 
