@@ -74,7 +74,8 @@ class RunPlan:
     """The estimates.
 
     Attributes:
-        parameters: of the model; trained: those that are not frozen.
+        parameters: of the model.
+        trained: those of them that are not frozen.
         saved: bytes of a checkpoint.
         step_flops: operations of a step for the largest number of masks.
         memory: bytes of each rank.

@@ -75,6 +75,10 @@ class Recipe:
             raise ValueError(f"--recipe.iou-masks {self.iou_masks!r}: must be best or all")
         if self.iteration_loss not in ("mean", "sum"):
             raise ValueError(f"--recipe.iteration-loss {self.iteration_loss!r}: must be mean or sum")
+        if self.box_noise_kind not in ("normal", "uniform"):
+            raise ValueError(f"--recipe.box-noise-kind {self.box_noise_kind!r}: must be normal or uniform")
+        if self.box_masks not in ("three", "one"):
+            raise ValueError(f"--recipe.box-masks {self.box_masks!r}: must be three or one")
 
 
 def _flag(name: str) -> str:

@@ -51,8 +51,9 @@ class SampleLocation:
     Attributes:
         image_id: id of the image.
         shard: name of the shard.
-        start: offset of the jpg's content in the shard, in bytes; masks_start: offset of the record's
-            content; stop: end of the record.
+        start: offset of the jpg's content in the shard, in bytes.
+        masks_start: offset of the record's content.
+        stop: end of the record.
         jpg_bytes: size of the jpg in bytes.
         jpg_crc, masks_crc: CRC-32C of the jpg and of the record.
     """

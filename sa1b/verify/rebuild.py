@@ -43,7 +43,8 @@ class RebuildSummary:
     """Result of a rebuild.
 
     Attributes:
-        seconds: total time. bytes: read from shards.
+        seconds: total time.
+        bytes: read from shards.
         shards, images, masks: covered by an index after the rebuild.
         resumed: shards whose index was built before an interruption.
         failed: shard -> reason why its index could not be built.

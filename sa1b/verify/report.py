@@ -113,7 +113,8 @@ class Report:
         root: path or URL of the dataset directory.
         deep: every JPEG and mask was decoded.
         seconds: duration of this check, without that of an interrupted check before it.
-        shards, images, masks: numbers checked. bytes: read from shards and indexes.
+        shards, images, masks: numbers checked.
+        bytes: read from shards and indexes.
         found: all damage.
         unchecked: shard -> why it could not be checked, such as lack of memory or threads; not damage.
         notes: useful facts that are not damage.

@@ -174,6 +174,8 @@ def test_the_recipe_is_the_published_one_by_default():
         ({"iteration_loss": "median"}, "--recipe.iteration-loss 'median': must be mean or sum"),
         ({"iou_loss": "cubed"}, "--recipe.iou-loss 'cubed': must be squared or absolute"),
         ({"iou_masks": "none"}, "--recipe.iou-masks 'none': must be best or all"),
+        ({"box_noise_kind": "even"}, "--recipe.box-noise-kind 'even': must be normal or uniform"),
+        ({"box_masks": "two"}, "--recipe.box-masks 'two': must be three or one"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(changed, message):
