@@ -23,6 +23,7 @@ from sa1b.errors import UsageError
 from sa1b.workers import STALL_RETRIES, Event, failure_of
 
 MEMORY = 700 << 20  # bytes that a task reserves: ingest of a source takes up to 600 MB
+_ANSWER = 120.0  # seconds within which the actor with the progress reports answers
 _POLL = 0.2  # seconds between two looks at the progress reports
 _CONNECT = 5.0  # seconds; Ray itself tries for 35 s
 _IDLE = 30.0  # seconds without a running task until a note is printed
@@ -143,13 +144,22 @@ class _Pool:
         self.folder = str(Path.cwd())
         here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.board: Any = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        try:
-            ray.get(self.board.take.remote())
-        except ray.exceptions.RayError as error:
-            raise UsageError(f"--engine ray: {_described(error)}") from None
+        self.take()
         self.work = ray.remote(_work).options(
             num_cpus=1, memory=MEMORY, max_retries=0, scheduling_strategy="SPREAD"
         )
+
+    def take(self) -> list[tuple[tuple[int, int], Any]]:
+        """The reports since the last call."""
+        try:
+            reports: list[tuple[tuple[int, int], Any]]
+            reports = self.ray.get(self.board.take.remote(), timeout=_ANSWER)
+            return reports
+        except self.ray.exceptions.RayError as error:
+            raise UsageError(
+                f"--engine ray: the actor with the progress reports, on this machine: {_described(error)}; "
+                "see `ray status`, and start the same command again"
+            ) from None
 
     def start(self) -> None:
         """Submit the next task."""
@@ -167,7 +177,7 @@ class _Pool:
     def reports(self) -> Iterator[Event]:
         """The reports of the running attempts since the last call."""
         attempts = {(running.task, running.attempt): running for running in self.running.values()}
-        for name, value in self.ray.get(self.board.take.remote()):
+        for name, value in self.take():
             running = attempts.get(name)
             if running is None:  # of an attempt that has ended
                 continue
@@ -261,7 +271,8 @@ def _work(
         answer = ("done", function(*arguments, report))
     except Exception as error:
         answer = ("failed", failure_of(error))
-    ray.get(last)  # calls of one caller are executed in order, so all reports have arrived
+    with suppress(ray.exceptions.RayError):  # without its reports the work is done all the same
+        ray.get(last, timeout=_ANSWER)  # calls of one caller are in order, so all reports have arrived
     return answer
 
 
@@ -286,5 +297,6 @@ def _described(error: Exception) -> str:
         "OutOfMemoryError": "killed because the machine was out of memory; use fewer workers",
         "WorkerCrashedError": "the worker process died, perhaps out of memory",
         "NodeDiedError": "the machine was lost",
+        "GetTimeoutError": f"no answer within {_ANSWER:.0f} s",
     }
     return known.get(name, f"{name}: {' '.join(text.split())[:200]}")

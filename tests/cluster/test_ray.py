@@ -91,6 +91,37 @@ def test_events_are_those_of_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_actor_with_the_reports_that_hangs_or_dies_ends_the_command_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    program = """
+import os, signal
+from sa1b.cluster import ray_tasks
+from sa1b.errors import UsageError
+from tests.cluster import ray_work
+with ray_tasks.cluster(None, 2):
+    pool = ray_tasks._Pool(ray_work.folder, [()], 0, None)
+    board = pool.ray.get(pool.board.__ray_call__.remote(lambda actor: os.getpid()))
+    ray_tasks._ANSWER = 2.0
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        os.kill(board, number)
+        try:
+            pool.take()
+        except UsageError as error:
+            print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    hung, dead = (line for line in done.stderr.splitlines() if line.startswith("--engine ray"))
+    assert hung.startswith(
+        "--engine ray: the actor with the progress reports, on this machine: no answer within 2 s"
+    )
+    assert "ActorDiedError" in dead
+    assert dead.endswith("start the same command again")
+
+
+@pytest.mark.slow
 def test_tasks_run_in_the_folder_of_the_command_and_the_user_is_told_why_none_starts(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     program = """

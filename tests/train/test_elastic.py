@@ -103,10 +103,10 @@ class Machines:
         pid = self.agents[name].pid
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def kill(self, name: str) -> None:
-        """Kill an agent and its ranks at once."""
-        ranks, agent = self.ranks_of(name), self.agents.pop(name)
-        for pid in (agent.pid, *ranks):
+    def kill(self, name: str, *, ranks: bool = True) -> None:
+        """Kill an agent, and its ranks at once."""
+        killed, agent = self.ranks_of(name) if ranks else [], self.agents.pop(name)
+        for pid in (agent.pid, *killed):
             os.kill(pid, signal.SIGKILL)
         agent.wait()
 
@@ -211,6 +211,20 @@ def test_a_machine_is_killed_and_joins_again(machines: Callable[..., Machines]) 
     steps = found.stop()
     assert_as_undisturbed(found, steps)
     assert {one["world_size"] for one in starts(found.out)} >= {1, 2}
+
+
+@pytest.mark.slow
+def test_an_agent_is_killed_and_its_ranks_live_on(machines: Callable[..., Machines]) -> None:
+    """They end when those of the other agent are started again, and disturb the new ones in nothing."""
+    found = machines(most=2, forked=False)  # a forked rank gets SIGINT when its agent ends
+    found.join("a")
+    found.join("b")
+    found.wait_for(2)
+    found.kill("b", ranks=False)
+    found.wait_for(1)
+    found.join("b")
+    found.wait_for(2)
+    assert_as_undisturbed(found, found.stop())
 
 
 @pytest.mark.slow
