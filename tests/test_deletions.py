@@ -28,7 +28,9 @@ TEMPORARY = "a path that this call made, with a random name or in its own tempor
 PROCESS = "a name of `temporary_path` or `temporary_name` whose process has ended"
 FINAL = "renames its own temporary file to the path that the user named for it"
 OWNER = "a folder with its own name and the owner file of that name"
-CHECKPOINT = "a folder named step-N in RUN/checkpoints, which this run has locked"
+CHECKPOINT = "files with the names that a run gives, in step-N of RUN/checkpoints, which this run has locked"
+COPY = "the copy of a checkpoint in the scratch folder of a run's URL, which is named by a digest"
+SHARDS = "shards and indexes by the pattern of the names of a source, which this process has claimed"
 NAMED = "a name that the package gives to a file of a dataset directory, for a source whose name was checked"
 CLAIM = "a claim or a lock, by its content"
 CACHE = "a file with its own name in a folder of a cache that is named by a sha256"
@@ -40,11 +42,11 @@ REASONS = {
     "cli/query.py _write_parquet": TEMPORARY,
     "engine/checkpoint/bucket.py _make_free": CHECKPOINT,
     "engine/checkpoint/bucket.py _sweep": CHECKPOINT,
-    "engine/checkpoint/bucket.py discard": CHECKPOINT,
-    "engine/checkpoint/bucket.py download": CHECKPOINT,
-    "engine/checkpoint/bucket.py drop": CHECKPOINT,
-    "engine/checkpoint/bucket.py fetch": CHECKPOINT,
-    "engine/checkpoint/bucket.py prepare": CHECKPOINT,
+    "engine/checkpoint/bucket.py discard": COPY,
+    "engine/checkpoint/bucket.py download": COPY,
+    "engine/checkpoint/bucket.py drop": COPY,
+    "engine/checkpoint/bucket.py fetch": COPY,
+    "engine/checkpoint/bucket.py prepare": COPY,
     "engine/checkpoint/bucket.py remove": CHECKPOINT,
     "engine/checkpoint/checkpoints.py _commit": CHECKPOINT,
     "engine/checkpoint/files.py clear": CHECKPOINT,
@@ -66,16 +68,16 @@ REASONS = {
     "ingest/admission.py release_options": NAMED,
     "ingest/finish.py drop_source": NAMED,
     "ingest/finish.py remove_rows": NAMED,
-    "ingest/finish.py remove_shards": NAMED,
+    "ingest/finish.py remove_shards": SHARDS,
     "ingest/finish.py finish": "lists with the names that `record_expected` gives",
     "ingest/part.py ingest_wanted": NAMED,
     "sam/embedding_cache.py _write": TEMPORARY,
     "sam/published.py write_weights": TEMPORARY,
-    "shards/commit.py _remove_dataset": NAMED,
+    "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",
     "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest",
     "shards/commit.py _withdraw": NAMED,
     "shards/commit.py commit_quarantine": "files with the names that `Quarantine` gives",
-    "shards/commit.py commit_task": NAMED,
+    "shards/commit.py commit_task": SHARDS,
     "shards/commit.py join_tables": TEMPORARY,
     "shards/commit.py remove_quarantine": "files with the names that `Quarantine` gives",
     "shards/staging.py _remove": OWNER,

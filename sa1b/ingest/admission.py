@@ -15,6 +15,7 @@ from sa1b.ingest.source_pass import Policy
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from sa1b.shards.manifest import (
+    DATASET,
     FORMAT,
     PARTIAL,
     QUARANTINE,
@@ -189,6 +190,25 @@ def release_options(root: Root) -> None:
     store = open_store(root)
     if not store.names(TASKS, ".json") and not store.names(TASKS, ENDING):
         store.remove(OPTIONS)
+
+
+def check_not_foreign(root: Root) -> None:
+    """Refuse a directory without any source or shard whose dataset.json another program may have written.
+
+    Raises:
+        UsageError: naming the file.
+    """
+    store = open_store(root)
+    if store.names(TASKS, ".json") or any(map(parse_shard_name, store.names("", ".tar"))):
+        return  # a damaged dataset.json of this directory is written again
+    try:
+        read_dataset(store)
+    except ManifestError:
+        if store.exists(DATASET):
+            raise UsageError(
+                f"{store.url(DATASET)}: another program wrote it, or it is damaged; name another --out, or "
+                "move this file away"
+            ) from None
 
 
 def check_reading(

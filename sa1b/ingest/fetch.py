@@ -21,6 +21,7 @@ from sa1b.ingest.admission import (
     by_name,
     check_listed,
     check_names,
+    check_not_foreign,
     check_options,
     check_out,
     check_reading,
@@ -186,6 +187,7 @@ def fetch(
             f"--redo {min(strangers)}: no SOURCE has this name; choose one of {', '.join(names[:10])}"
         )
     tasks = known_tasks(store, without=run.redo)
+    check_not_foreign(store)
     check_options(store, tasks, options)
     check_listed(store, tasks, names)
     summary = FetchSummary(store.root, len(ids), len(names))

@@ -19,6 +19,7 @@ from sa1b.ingest.admission import (
     by_name,
     check_listed,
     check_names,
+    check_not_foreign,
     check_options,
     check_out,
     check_reading,
@@ -94,6 +95,7 @@ def reshard(
         store.scratch.mkdir(parents=True, exist_ok=True)
     remove_leftovers(store, policy.spill)
     tasks = known_tasks(store, without=run.redo)
+    check_not_foreign(store)
     check_options(store, tasks, options)
     check_listed(store, tasks, own_names)
     # A task file that `sa1b index` rebuilt from the shards has no size.

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sa1b.errors import UsageError
 from sa1b.ingest.admission import OPTIONS
+from sa1b.ingest.fetch import fetch
 from sa1b.ingest.finish import drop_source
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
@@ -86,3 +88,15 @@ def test_damaged_options_are_named(tar: Path, tmp_path: Path) -> None:
     (root / OPTIONS).write_bytes(b"\0\0")
     with pytest.raises(UsageError, match=r"\.options\.json: damaged; remove it"):
         run(tar, root, Options())
+
+
+@pytest.mark.parametrize("text", ['{"mine": 1}', "mine", "[]", ""])
+def test_a_document_of_another_program_is_not_overwritten(tar: Path, tmp_path: Path, text: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "dataset.json").write_text(text)
+    with pytest.raises(UsageError, match="dataset.json: another program wrote it, or it is damaged"):
+        reshard([tar], root, Options(), Policy(), QUIET)
+    with pytest.raises(UsageError, match="dataset.json: another program wrote it"):
+        fetch(np.array([100], np.uint64), [tar], root, Options(), Policy(), QUIET)
+    assert [(path.name, path.read_text()) for path in root.iterdir()] == [("dataset.json", text)]
