@@ -65,6 +65,7 @@ _EXPIRED = {
 }
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
+FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "Insufficient Storage")  # within error codes
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
 _REFUSED = {
     *("ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"),
@@ -189,7 +190,7 @@ def class_of_response(status: int, code: str) -> ErrorClass:
         return ErrorClass.CRC
     if code == "IncompleteBody":
         return ErrorClass.SHORT
-    if status == 501:
+    if status in (501, 507) or code.endswith(FULL):
         return ErrorClass.REFUSED
     if status >= 500 or status == 409 or code == "InternalError":
         return ErrorClass.SERVER_ERRORS

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from sa1b.storage.checksum import Crc, parts_of, wrong_parts
-from sa1b.storage.classify import ErrorClass, Fault
+from sa1b.storage.classify import FULL, ErrorClass, Fault
 from sa1b.storage.counters import CounterSet
 from sa1b.storage.credentials import advice
 from sa1b.storage.errors import (
@@ -190,6 +190,8 @@ class RetryState:
             way = "check the URL and the credentials"
             if "CERTIFICATE_VERIFY_FAILED" in fault.message:
                 way = CERTIFICATES
+            elif any(code in fault.message for code in FULL):
+                way = "the store is full: free space in it, or raise its quota"
             raise StorageError(f"{self}: the request was refused ({fault.message}); {way}", **self._range)
 
     def check_end(self, size: int) -> None:

@@ -2,7 +2,7 @@
 
 `python -m tests.storage.object_server FOLDER` serves FOLDER/<bucket>/<key> as /<bucket>/<key> on a free port of
 127.0.0.1 and writes the port. An entity tag is the md5 of the object. There are no uploads in parts, so an object
-has at most 16 MiB. The bucket `denied` answers 403 AccessDenied, and `kept` does for DELETE. A line on standard input answers the number of
+has at most 16 MiB. A bucket is full while FOLDER/<bucket>.full exists. The bucket `denied` answers 403 AccessDenied, and `kept` does for DELETE. A line on standard input answers the number of
 requests.
 """
 
@@ -77,6 +77,11 @@ class Handler(BaseHTTPRequestHandler):
         match = self.headers.get("If-Match")
         if path.relative_to(self.folder).parts[0] == "denied":
             self._fail(403, "AccessDenied")
+        elif (
+            self.command == "PUT"
+            and (self.folder / f"{path.relative_to(self.folder).parts[0]}.full").exists()
+        ):
+            self._fail(403, "QuotaExceeded")
         elif match is not None and etag is None:
             self._fail(404, "NoSuchKey")
         elif (self.headers.get("If-None-Match") == "*" and etag) or match not in (None, f'"{etag}"'):

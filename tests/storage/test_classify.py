@@ -40,6 +40,8 @@ def response(status: int, code: str) -> BaseException:
         (403, "SignatureDoesNotMatch", ErrorClass.DENIED),
         (403, "InvalidAccessKeyId", ErrorClass.DENIED),
         (403, "RequestTimeTooSkewed", ErrorClass.DENIED),
+        (403, "QuotaExceeded", ErrorClass.REFUSED),
+        (507, "XMinioStorageFull", ErrorClass.REFUSED),
         (400, "ExpiredToken", ErrorClass.EXPIRED),
         (403, "ExpiredToken", ErrorClass.EXPIRED),
         (400, "InvalidToken", ErrorClass.EXPIRED),

@@ -9,7 +9,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
     fill    the rank fills the disk that the folder "disk" is on, before the step
-    close   the rank makes the folders "folders" read-only, before the step
+    command the rank runs the command "command", before the step
     freeze  the rank is stopped by SIGSTOP, before the step
     spin    the rank computes the loss of the step for ever
     block   reads of the rank block, from the step on: they open the FIFO "fifo"
@@ -100,9 +100,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _slow(mishap["seconds"], mishap["parts"])
     elif mishap["what"] == "fill":
         _before(mishap["step"], partial(_fill, Path(mishap["disk"])))
-    elif mishap["what"] == "close":
-        command = ["chattr", "+i", *mishap["folders"]]
-        _before(mishap["step"], partial(subprocess.run, command, check=True))
+    elif mishap["what"] == "command":
+        _before(mishap["step"], partial(subprocess.run, mishap["command"], check=True))
     elif mishap["what"] in ("freeze", "spin", "block", "loop"):
         _hang(mishap)
     elif mishap.get("moment") == "evaluating":

@@ -92,6 +92,25 @@ def test_a_killed_run_of_two_machines_continues_on_two_others(
     assert not [path for name in "cd" for path in files(tmp_path / "scratch" / name)]
 
 
+def test_a_store_that_is_full_is_named_and_the_same_command_continues(
+    root: Path, whole: Whole, bucket: Path, tmp_path: Path
+) -> None:
+    full = bucket.parent.with_suffix(".full")
+    flags = ("--scratch", str(tmp_path / "scratch"), "--checkpoint.tolerate", "0")
+    mishap = {"what": "command", "step": 3, "command": ["touch", str(full)]}
+    ended = start(root, RUN, *flags, mishap=mishap)
+    assert ended.codes == [1], ended.outputs
+    last = ended.outputs[0].splitlines()[-1]
+    assert "QuotaExceeded" in last
+    assert "the store is full: free space in it, or raise its quota" in last
+    assert "Traceback" not in ended.outputs[0]
+    full.unlink()
+    again = start(root, RUN, *flags)
+    assert again.codes == [0], again.outputs
+    assert losses(bucket) == losses(whole("none", 1))
+    assert_same_state(bucket, whole("none", 1))
+
+
 def test_a_url_that_cannot_be_written_is_refused_before_training(
     root: Path, bucket: Path, tmp_path: Path
 ) -> None:

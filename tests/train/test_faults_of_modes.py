@@ -75,7 +75,8 @@ def read_only(tmp_path: Path) -> Iterator[list[str]]:
 def test_a_folder_that_becomes_read_only(
     root: Path, tmp_path: Path, read_only: list[str], whole: Whole, mode: str
 ) -> None:
-    out, mishap = tmp_path / "run", {"what": "close", "step": 3, "folders": read_only}
+    out = tmp_path / "run"
+    mishap = {"what": "command", "step": 3, "command": ["chattr", "+i", *read_only]}
     ended = run(root, out, mode, "--checkpoint.tolerate", "0", "--checkpoint.no-asynchronous", mishap=mishap)
     assert_refused(ended, "Operation not permitted")
     ended = run(root, out, mode)
