@@ -10,7 +10,7 @@ from statistics import mean, median
 
 import pytest
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from tests.engine import pipeline_ranks
 from tests.engine.launch import launch
 

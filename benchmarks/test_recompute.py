@@ -2,7 +2,7 @@
 
 For each value of `--model.checkpoint-blocks`: processor time of the encoder of ViT-B, forward and backward,
 for two images of 512 pixels on one thread, and memory of the tensors at the peak of a training step with
-them (sa1b.engine.fake_step). Every round measures every value.
+them (sa1b.engine.planner.fake_step). Every round measures every value.
 """
 
 import time
@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 
-from sa1b.engine import fake_step
 from sa1b.engine.config import build
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.planner import fake_step
 from sa1b.engine.presets import PRESETS
+from sa1b.engine.settings import ParallelConfig
 from sa1b.scaling.synthetic_batch import synthetic_batch
 
 VALUES = ("none", "every:2", "all")

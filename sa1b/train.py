@@ -8,20 +8,14 @@ The same command resumes a run that ended or was killed, with any number of rank
 0: done, or stopped with a checkpoint; 1: failed; 2: a setting is invalid; 130: interrupted before training.
 """
 
-import contextlib
 import gc
-import json
 import logging
 import os
-import select
 import signal
-import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from sa1b.console import before_training, broken_pipe
 
@@ -29,25 +23,33 @@ if __name__ == "__main__":
     before_training()
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sa1b.engine import config as settings
-from sa1b.engine import estimate, network
-from sa1b.engine.compression import undo_reduction
-from sa1b.engine.config import Config, build, has_checkpoints
-from sa1b.engine.control import TABLE_SIGNAL, Stop, handle
-from sa1b.engine.evaluation import score
-from sa1b.engine.gradients import Buffers, clear, finish, micro_batch, warm_up
+from sa1b.engine import network
+from sa1b.engine.agreement import DisagreementError
+from sa1b.engine.buffers import Buffers
+from sa1b.engine.config import Config
+from sa1b.engine.evaluate_only import score, scored_model
+from sa1b.engine.failure import (
+    exit_at_once,
+    explain,
+    how_it_stopped,
+    refused,
+    stdout_is_closed,
+    tell_torchrun,
+)
+from sa1b.engine.gradients import clear, finish, micro_batch, reduction_of, warm_up
 from sa1b.engine.health import HealthError
 from sa1b.engine.optim import lr_at, set_lr, update_ema
-from sa1b.engine.parallel import set_timeout, start, stop
 from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.presets import PRESETS
+from sa1b.engine.process_group import set_timeout, start, stop
 from sa1b.engine.profiler import StepProfiler
-from sa1b.engine.ranks import DisagreementError, RankInfo, explain, lost_peer
+from sa1b.engine.ranks import RankInfo
 from sa1b.engine.remote_run import RemoteRun
-from sa1b.engine.run import Run, fitted
-from sa1b.engine.watchdog import Watchdog
+from sa1b.engine.run import PLANNER, Run, fitted, watched
+from sa1b.engine.signals import TABLE_SIGNAL, handle
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
@@ -61,6 +63,7 @@ def train(run: Run) -> None:
     """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
+    wrapper, reduction = run.wrapper, reduction_of(module)
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     phases.enter(OTHER, step=run.step)
     run.evaluate_if_missing()
@@ -89,9 +92,10 @@ def train(run: Run) -> None:
                 grad_clip=config.optim.grad_clip,
             )  # fmt: skip
             numbers = run.numbers(ids)
-            images = sum(map(len, ids)) if run.counts else 0
+            images = sum(map(len, ids)) if wrapper is None or wrapper.counts else 0
             figures = control.exchange(totals, norm, images, numbers)  # waits for the device
-        run.check_images(figures)
+        if wrapper is not None:
+            wrapper.check(run.step + 1, figures.ranks, config.folder)
         with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
@@ -99,7 +103,8 @@ def train(run: Run) -> None:
                 update_ema(optimizer, config.optim, run.step)
                 buffers.share()
             else:
-                undo_reduction(module)
+                if reduction is not None:
+                    reduction.undo()
                 buffers.restore()
                 if run.health.skipped == 1:
                     run.metrics.say(
@@ -132,18 +137,15 @@ def _run(config: Config) -> int:
     connection.apply()
     rank_info = start(config.parallel)
     config = settings.agree(config.resolved(), rank_info)
-    watchdog = Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)
     if config.dry_run:
-        estimate.plan(config, rank_info, connection)
-        stop()
-        estimate.print_memory(config, rank_info)
+        PLANNER.load()(config, rank_info, connection)
     elif config.evaluate_only:
         if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
             sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
-        with watchdog:
+        with watched(config, rank_info, phases):
             score(config, partial(scored_model, config), rank_info, phases)
     else:
-        with watchdog:
+        with watched(config, rank_info, phases):
             code = train_and_close(begin(config, rank_info, phases))
     stop()  # not after an error, because this rank would wait for the others
     return code
@@ -159,16 +161,6 @@ def begin(config: Config, rank_info: RankInfo, phases: Phases) -> Run:
     except BaseException:
         remote.release()
         raise
-
-
-def scored_model(config: Config) -> nn.Module:
-    """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
-    if config.init is None and not has_checkpoints(config):
-        raise UsageError(
-            f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
-            "a run"
-        )
-    return build(config, config.init or config.out)
 
 
 def train_and_close(run: Run) -> int:
@@ -197,25 +189,10 @@ def train_and_close(run: Run) -> int:
         if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
             write_whole(Path(marker), b"")
     elif control.stopping and rank_info.rank == 0:
-        print(_how_it_stopped(run), flush=True)
+        print(how_it_stopped(run.step, config.deadline, control), flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)
-
-
-def _how_it_stopped(run: Run) -> str:
-    deadline, stop = run.config.deadline, run.control.stop
-    before = f", before --deadline {deadline}," if stop is Stop.DEADLINE else ""
-    if not run.step:
-        return f"stopped before the first step{before.rstrip(',')}; run the same command to start again"
-    stopped = f"stopped after step {run.step:,}{before} and saved a checkpoint"
-    if run.control.restarts:
-        return f"{stopped}, because a machine leaves or joins; torchrun starts the ranks again"
-    if stop is Stop.TERMINATED and "TORCHELASTIC_RUN_ID" in os.environ:
-        return f"{stopped}; unless torchrun starts the ranks again, run the same command to resume"
-    if stop is Stop.DEADLINE and "T" in str(deadline):
-        return f"{stopped}; run the same command with a later --deadline to resume"
-    return f"{stopped}; run the same command to resume"
 
 
 def main(
@@ -247,63 +224,15 @@ def main(
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        _tell_torchrun(error)
-        return _refused(error, rank, on_all=config is None)
+        tell_torchrun(error)
+        return refused(error, rank, on_all=config is None)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return broken_pipe()
-        _tell_torchrun(error)
+        tell_torchrun(error)
         # One write, so that lines of several ranks do not mix.
         sys.stderr.write(explain(error, rank, world_size))
         return 1
-
-
-def _tell_torchrun(error: Exception) -> None:
-    """Write the error to the file for torchrun's summary, unless this rank only lost another one."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not lost_peer(error):
-        extra = {"timestamp": str(int(time.time()))}
-        document = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps(document), encoding="utf-8")
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the error is a closed standard output, and not another closed pipe or socket."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return bool(poll.poll(0))
-
-
-def _refused(error: UsageError, rank: int, *, on_all: bool) -> int:
-    """Print why this rank cannot start, and return the exit code.
-
-    Args:
-        on_all: all ranks have this error. Otherwise it may be that of one machine, which lacks a file or a
-            GPU, and its ranks must print it.
-    """
-    first = rank == 0 or (not on_all and os.environ.get("LOCAL_RANK") == "0")
-    if not first and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(5)  # torchrun ends all ranks of a machine, also those with the same error, when one ends
-    if rank == 0 or not on_all:  # one write, so that lines of several ranks do not mix
-        where = "error" if rank == 0 else f"error on rank {rank} (host {socket.gethostname()})"
-        sys.stderr.write(f"{where}: {error}\n")
-    return 2
-
-
-def exit_at_once(code: int) -> NoReturn:
-    """End this process without waiting for other ranks or for threads.
-
-    A failed rank must not destroy its process group, because that waits for the other ranks. A successful
-    rank has written and closed everything. Threads of torch's process groups that outlive the interpreter can
-    abort it, and torchrun would then report a successful run as failed.
-    """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = code or broken_pipe()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

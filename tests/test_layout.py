@@ -1,5 +1,6 @@
 """Rules for every file: names, light imports, and help texts of tools."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -35,6 +36,55 @@ def test_modules_are_one_noun_long() -> None:
     assert {
         path.name: length for path in MODULES if (length := len(path.read_text().splitlines())) > 400
     } == {}
+
+
+ENGINE = REPOSITORY / "sa1b" / "engine"
+# What a step of training needs. Each technique below hangs on it at a `Place`, and can be deleted.
+CORE = (
+    REPOSITORY / "sa1b" / "train.py",
+    *(ENGINE / f"{name}.py" for name in ("run", "gradients", "parallel", "sharding", "optim", "ranks")),
+    *(ENGINE / f"{name}.py" for name in ("control", "feed", "evaluation", "technique")),
+    *sorted((ENGINE / "checkpoint").glob("*.py")),
+)
+TECHNIQUES = ("zero1", "compression", "pipeline", "shares", "planner", "stragglers", "watchdog")
+
+
+def files_of(technique: str) -> list[Path]:
+    folder = ENGINE / technique
+    return sorted(folder.glob("*.py")) if folder.is_dir() else [ENGINE / f"{technique}.py"]
+
+
+def test_the_core_of_training_is_short() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in CORE) < 3000
+
+
+def test_the_core_asks_for_no_class_of_an_optional_technique() -> None:
+    classes = {
+        node.name
+        for technique in TECHNIQUES
+        for path in files_of(technique)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    } | {"ZeroRedundancyOptimizer"}
+    for path in CORE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(node.args[1])}
+                assert not names & classes, f"{path.name}, line {node.lineno}"
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_no_module_imports_an_optional_technique(technique: str) -> None:
+    module = f"sa1b.engine.{technique}"
+    importing = set()
+    for path in set(MODULES) - set(files_of(technique)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
+            if any(f"{name}.".startswith(f"{module}.") for name in names):
+                importing.add(path.name)
+    assert importing == ({"plan_train.py"} if technique == "planner" else set())  # the command of the planner
 
 
 def imported(code: str) -> set[str]:

@@ -21,7 +21,7 @@ from sa1b.annotate.document import annotation_file, content_id
 from sa1b.annotate.folder import AnnotationFolder, open_folder
 from sa1b.annotate.images import InputImage, find_images, read_image
 from sa1b.console import command, counted
-from sa1b.engine.gradients import autocast, set_float32
+from sa1b.engine.precision import autocast, set_float32
 from sa1b.errors import BadSample, UsageError
 from sa1b.names import parse_member_name
 from sa1b.progress import bar

@@ -119,9 +119,10 @@ def module_of(verb: str) -> ModuleType:
 def _run(verb: str, arguments: list[str]) -> NoReturn:
     if verb == "train":
         before_training()
-        from sa1b import train
+        from sa1b.engine.failure import exit_at_once
+        from sa1b.train import main
 
-        train.exit_at_once(train.main(arguments=arguments, prog=command("train")))
+        exit_at_once(main(arguments=arguments, prog=command("train")))
     with loading():
         module = module_of(verb)
     forwards = verb in ("slurm", "plan train")

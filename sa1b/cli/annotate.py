@@ -106,7 +106,7 @@ def main(
         raise UsageError(f"--quality {quality}: must be from 1 to 100")
     with loading():
         from sa1b.annotate.annotate import annotate
-        from sa1b.engine.checkpoint.weights import load_model
+        from sa1b.engine.weights import load_model
         from sa1b.sam.mask_generator import GeneratorConfig
     try:
         config = GeneratorConfig(

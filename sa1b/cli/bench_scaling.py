@@ -82,7 +82,7 @@ def main(
     if report is not None and not report.absolute().parent.is_dir():
         raise UsageError(f"--report {report}: there is no folder {report.parent}; create it first")
     with loading():
-        from sa1b.engine.gradients import Precision
+        from sa1b.engine.precision import Precision
         from sa1b.engine.presets import SAM_PRESETS
         from sa1b.scaling.cases import MODES, modes_for, series
         from sa1b.scaling.machine import Machine

@@ -24,7 +24,7 @@ from sa1b.errors import UsageError
 from sa1b.report import duration_text, size_text
 
 if TYPE_CHECKING:
-    from sa1b.engine.run_plan import RunPlan
+    from sa1b.engine.planner import RunPlan
 
 PCIE = 32.0  # GB per second of PCIe 4.0 x16 in one direction
 CPUS_PER_GPU = 12  # as `sa1b slurm train` requests
@@ -90,8 +90,8 @@ def main(
     with loading():
         from sa1b.engine import config as settings
         from sa1b.engine.hardware import Cluster, Gpu, gpu_named
+        from sa1b.engine.planner import NO_ROOT, plan
         from sa1b.engine.presets import PRESETS
-        from sa1b.engine.run_plan import NO_ROOT, plan
     known = Gpu("other", 0, 0, 0, 0, PCIE * 1e9) if gpu is None else gpu_named(gpu)
     config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):

@@ -182,7 +182,7 @@ def _check_train(arguments: tuple[str, ...], ranks: int, gpus: int) -> None:
     with loading():
         from sa1b.engine import config, parallel
         from sa1b.engine.presets import PRESETS
-        from sa1b.engine.sharding import replicas_note
+        from sa1b.engine.process_group import replicas_note
     found = config.parse(arguments, None, PRESETS, command("train"), world_size=ranks)
     parallel.check_ranks(found.parallel, ranks)
     if not found.evaluate_only:

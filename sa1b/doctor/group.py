@@ -13,8 +13,9 @@ from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.report import Finding
 from sa1b.engine.network import choose
-from sa1b.engine.parallel import ParallelConfig, start
+from sa1b.engine.process_group import start
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import ParallelConfig
 
 GROUP = "process group"
 _RANKS = re.compile(r"[Rr]anks? \[?(\d+(?:, *\d+)*)")

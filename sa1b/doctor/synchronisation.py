@@ -18,7 +18,8 @@ from sa1b.doctor.exchange import RankExchange
 from sa1b.doctor.group import joined
 from sa1b.doctor.report import Finding, ranges
 from sa1b.doctor.small_step import small_inputs, small_model
-from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.parallel import wrap
+from sa1b.engine.settings import ParallelConfig
 
 GRADIENTS = "gradients"
 _DATA = 8  # different inputs; rank r has number r % 8, so that thousands of ranks need no thousands of passes

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sa1b.engine.gradients import autocast
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.precision import autocast
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import coco
 from sa1b.masks.dense import runs_of

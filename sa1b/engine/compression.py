@@ -17,8 +17,7 @@ GPUs the hook only enqueues them, on a stream of its own, beside the rest of the
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.model import stored
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 
 _POWERSGD = re.compile(r"powersgd:([1-9]\d*)")
@@ -51,33 +51,37 @@ def compression_rank(compress: str) -> int | None:
     return int(low_rank[1]) if low_rank else None
 
 
-def compress_reduction(module: DistributedDataParallel, compress: str, after: int) -> None:
-    """Let DDP compress the gradients that it sends.
-
-    Args:
-        compress: --parallel.compress.
-        after: for PowerSGD, number of first steps whose gradient is sent without compression.
+class Compression:
+    """The value of --parallel.compress, as `sa1b.engine.parallel.GradientHook`.
 
     Raises:
-        UsageError: see `compression_rank`.
+        UsageError: the value is not valid, or does not fit the precision.
     """
-    rank = compression_rank(compress)
-    if rank is not None:
-        powersgd = PowerSGD(module, rank, after)
-        module.register_comm_hook(powersgd, _reduce)
-        object.__setattr__(module, "powersgd", powersgd)  # a module takes only tensors and modules
-    elif compress == "fp16":
-        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif compress == "bf16":
-        module.register_comm_hook(None, _reduce_bf16)
 
+    def __init__(self, config: ParallelConfig) -> None:
+        self._rank, self._config = compression_rank(config.compress), config
+        if self._rank is not None and config.precision == "fp16":
+            raise UsageError(
+                f"--parallel.compress {config.compress}: does not fit --parallel.precision fp16, whose scale "
+                "changes between a gradient and its correction; pass --parallel.precision bf16"
+            )
 
-def kept_numbers(module: nn.Module, compress: str) -> tuple[int, int]:
-    """Numbers that PowerSGD keeps of a step on each rank: errors and factors; 0 for the other values."""
-    rank = compression_rank(compress) or 0
-    trained = [one for one in stored(module).parameters() if one.requires_grad]
-    sizes = [_sizes(parameter, rank) for parameter in trained]
-    return sum(n * m for n, m, r in sizes if r), sum(m * r for _, m, r in sizes)
+    def attach(self, module: DistributedDataParallel) -> None:
+        """Let DDP compress the gradients that it sends."""
+        if self._rank is not None:
+            powersgd = PowerSGD(module, self._rank, self._config.compress_after)
+            module.register_comm_hook(powersgd, _reduce)
+            object.__setattr__(module, "reduction", powersgd)  # a module takes only tensors and modules
+        elif self._config.compress == "fp16":
+            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            module.register_comm_hook(None, _reduce_bf16)
+
+    def kept(self, module: nn.Module) -> tuple[int, int]:
+        """Numbers that PowerSGD keeps of a step on each rank: errors and factors; 0 for the other values."""
+        trained = [one for one in stored(module).parameters() if one.requires_grad]
+        sizes = [_sizes(parameter, self._rank or 0) for parameter in trained]
+        return sum(n * m for n, m, r in sizes if r), sum(m * r for _, m, r in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class _Kept:
 
 
 class PowerSGD:
-    """PowerSGD of one DDP module, which has it as its attribute `powersgd`.
+    """PowerSGD of one DDP module: see `sa1b.engine.gradients.Reduction`.
 
     Each rank has its own error feedback. The factors are equal on all ranks. The state belongs to parameters,
     so that buckets of another size can continue from it.
@@ -195,6 +199,10 @@ class PowerSGD:
         Returns:
             Why the error feedback is dropped; empty: it is used, or there was none.
         """
+        reason = self._dropped(saved)
+        return f"the error feedback of PowerSGD is dropped: {reason}" if reason else ""
+
+    def _dropped(self, saved: Mapping[str, Any]) -> str:
         self._steps = int(saved["steps"])
         if saved["rank"] != self._rank:
             self._kept = {}
@@ -205,29 +213,6 @@ class PowerSGD:
         expected = any(_sizes(parameter, self._rank)[2] for parameter in self._names)
         lost = expected and not self._kept and self._steps > self._after
         return "it was saved by another number of ranks" if lost else ""
-
-
-def powersgd_of(module: nn.Module) -> PowerSGD | None:
-    """The PowerSGD of a wrapped module; None: it has none."""
-    found: PowerSGD | None = vars(module).get("powersgd")
-    return found
-
-
-@contextmanager
-def uncompressed(module: nn.Module) -> Iterator[None]:
-    """Context in which reductions do not change the state of PowerSGD."""
-    powersgd = powersgd_of(module)
-    if powersgd is not None:
-        powersgd.paused = True
-    yield
-    if powersgd is not None:
-        powersgd.paused = False
-
-
-def undo_reduction(module: nn.Module) -> None:
-    """Call this if the step of the last reduction is skipped."""
-    if (powersgd := powersgd_of(module)) is not None:
-        powersgd.undo()
 
 
 def _reduce_bf16(group: None, bucket: GradBucket) -> Future[Tensor]:

@@ -23,20 +23,18 @@ from torch import nn
 
 from sa1b.arguments import plain_root, was_url
 from sa1b.console import command, plain_word, usage_errors
-from sa1b.engine import deadline, step_division, vocabulary
+from sa1b.engine import deadline, parallel, vocabulary
+from sa1b.engine.agreement import DisagreementError
+from sa1b.engine.bucket_checkpoints import committed
 from sa1b.engine.checkpoint import files
-from sa1b.engine.checkpoint.bucket import committed
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
-from sa1b.engine.checkpoint.weights import load_weights
-from sa1b.engine.evaluation import EvaluationConfig
-from sa1b.engine.feed import DataConfig
+from sa1b.engine.data_config import DataConfig
 from sa1b.engine.health import HealthConfig
 from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.model import Model, declared
-from sa1b.engine.optim import OptimConfig
-from sa1b.engine.parallel import ParallelConfig
-from sa1b.engine.ranks import DisagreementError, RankInfo
+from sa1b.engine.ranks import RankInfo
 from sa1b.engine.remote_run import local_folder
+from sa1b.engine.settings import CheckpointConfig, EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.weights import load_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.protocols import READ_ONLY, protocol_of
@@ -132,7 +130,7 @@ class Config(ABC):
         Raises:
             UsageError: the global batch does not fit this number of ranks.
         """
-        return step_division.micro_batches(self.data, self.parallel, world_size)
+        return parallel.micro_batches(self.data, self.parallel, world_size)
 
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -305,7 +303,8 @@ def _check(config: Config) -> None:
             "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
             "--evaluation.images"
         )
-    if not config.parallel.divides_steps and (config.evaluation.every or config.evaluate_only):
+    divided = parallel.mode_of(config.parallel).divides_steps
+    if not divided and (config.evaluation.every or config.evaluate_only):
         flag = "--evaluate-only" if config.evaluate_only else "--evaluation.every"
         raise UsageError(
             f"{flag}: does not work with --parallel.mode pipeline, in which no rank has the complete model; "

@@ -1,26 +1,16 @@
-"""The gradient of a global batch, accumulated over micro-batches and ranks, and the number formats of a step.
+"""The gradient of a global batch, accumulated over micro-batches and ranks.
 
 Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
 weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
-masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks. The stages of
-a pipeline have different parameters, which are not averaged.
-
-| precision | matrix products           | everything else, weights, optimizer |
-|-----------|---------------------------|-------------------------------------|
-| fp32      | float32                   | float32                             |
-| tf32      | float32 with 10-bit mantissas, on tensor cores | float32        |
-| bf16      | bfloat16 by autocast      | float32 where autocast keeps it     |
-| fp16      | float16 by autocast, loss scaled | float32 where autocast keeps it |
-
-The weights are float32 in every mode. With FSDP the weights of the model's units are gathered in the
-format of the matrix products (`sa1b.engine.parallel.wrap`): autocast would round them to it anyway.
+masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks. Ranks
+of a `Wrapper` have different parameters, which are not averaged.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,22 +21,56 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sa1b.engine.compression import uncompressed
-from sa1b.engine.pipeline import Pipeline
+from sa1b.engine.buffers import Buffers
+from sa1b.engine.model import Wrapper
+from sa1b.engine.precision import Precision, autocast
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
 from sa1b.report import first_names
 
 
+class Reduction(Protocol):
+    """The state of what reduces the gradients of a module, which has it as its attribute `reduction`.
+
+    Attributes:
+        paused: reductions do not change the state.
+    """
+
+    paused: bool
+
+    def undo(self) -> None:
+        """Restore the state before the last step, which is skipped."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of this rank by name, not copied; they are saved with a checkpoint."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the tensors by the result of `tensors` of an earlier run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of the state that is not tensors, as JSON values."""
+        ...
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> str:
+        """Continue from the `state_dict` of an earlier run; return what is printed about it, or nothing."""
+        ...
+
+
+def reduction_of(module: nn.Module) -> Reduction | None:
+    """The state of the reduction of a wrapped module; None: it has none."""
+    found: Reduction | None = vars(module).get("reduction")
+    return found
+
+
 @contextmanager
 def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
     """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients.
 
-    Until then each rank keeps unsharded gradients in float32, under FSDP too. A pipeline runs all
-    micro-batches of the step with the last one.
+    Until then each rank keeps unsharded gradients in float32, under FSDP too.
     """
-    if isinstance(module, Pipeline):
+    if isinstance(module, Wrapper):
         module.last = last
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
@@ -55,6 +79,31 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def forward_backward(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    divisor: float,
+    precision: Precision,
+    rank_info: RankInfo,
+    scaler: GradScaler,
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
+) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
+
+    Args:
+        module: wrapped model, in the context of `micro_batch`.
+        inputs: the arguments of the model's `forward`.
+        divisor: the loss is divided by it; see `loss_divisor`. The caller must divide its count by it too.
+        backward: runs the backward pass of the scaled loss.
+    """
+    if isinstance(module, Wrapper):
+        return module.forward_backward(inputs, divisor)
+    with unused_named(module), autocast(precision, rank_info.device):
+        sums: dict[str, Tensor] = module(*inputs)
+    backward(scaler.scale(sums["loss"] / divisor))
+    return {name: value.detach() for name, value in sums.items()}
 
 
 def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
@@ -80,12 +129,16 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
         run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
             optimizer.
     """
-    buffers = Buffers(module)
+    buffers, reduction = Buffers(module), reduction_of(module)
     buffers.keep()
+    if reduction is not None:
+        reduction.paused = True
     is_static = isinstance(module, DistributedDataParallel) and module.static_graph
     for _ in range(2 if is_static else 1):
-        with micro_batch(module, last=True), uncompressed(module):
+        with micro_batch(module, last=True):
             run()
+    if reduction is not None:
+        reduction.paused = False
     buffers.restore()
     clear(module, module)
 
@@ -124,74 +177,6 @@ def unused_named(module: nn.Module) -> Iterator[None]:
             f"{first_names(names, 4)}: has no gradient in a step of this rank, and the other ranks wait "
             "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
         ) from None
-
-
-class Buffers:
-    """The buffers of a module, such as the statistics of BatchNorm layers, which forward passes change.
-
-    Args:
-        shared: after each step, all ranks take those of rank 0 (--parallel.broadcast-buffers).
-    """
-
-    def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        self._buffers = [one for one in module.buffers() if not one.is_meta]
-        self._shared = shared and bool(self._buffers)
-        self._kept: list[Tensor] = []
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Copy the values, before a step."""
-        self._kept = [one.clone() for one in self._buffers]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Return to the last copy: the step is skipped."""
-        for one, before in zip(self._buffers, self._kept, strict=True):
-            one.copy_(before)
-
-    @torch.no_grad()
-    def share(self) -> None:
-        """Take the values of rank 0, if they are shared; collective."""
-        if not self._shared:
-            return
-        flat = torch.cat([one.reshape(-1).double() for one in self._buffers])
-        dist.broadcast(flat, src=0)
-        parts = torch.split(flat, [one.numel() for one in self._buffers])
-        for one, values in zip(self._buffers, parts, strict=True):
-            one.copy_(values.view_as(one))
-
-
-def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
-    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
-
-    Without this, each rank would normalise with the statistics of its own samples and save them, because
-    buffers are not broadcast.
-
-    Args:
-        sync: --parallel.sync-batchnorm.
-        accepted: --parallel.broadcast-buffers: no conversion.
-
-    Raises:
-        UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
-    """
-    norms = nn.modules.batchnorm._BatchNorm
-    found = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not found or rank_info.world_size == 1 or accepted:
-        return module
-    named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
-    if not sync:
-        raise UsageError(
-            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
-            "keep the statistics of rank 0, or build the model with another norm"
-        )
-    if rank_info.device.type != "cuda":
-        raise UsageError(
-            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
-            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
-        )
-    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(module)
 
 
 def loss_divisor(expected: int) -> float:
@@ -241,63 +226,16 @@ def finish(
     found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
-    averaged = 1 if isinstance(module, Pipeline) else rank_info.world_size
+    averaged = 1 if isinstance(module, Wrapper) else rank_info.world_size
     factor = torch.where(total > 0, averaged / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
     if rank_info.mesh is not None:
         # Replicas have equal shards, of which each counts once.
         dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
-    elif isinstance(module, Pipeline) and rank_info.world_size > 1:
+    elif isinstance(module, Wrapper) and rank_info.world_size > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt() * factor
     if grad_clip > 0:
         factor = factor * (grad_clip / (norm + 1e-6)).clamp(max=1)
     torch._foreach_mul_(held, factor)
     return norm
-
-
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-
-
-def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype in which autocast computes matrix products; None: no autocast."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-
-
-def set_float32(precision: Precision, device: torch.device) -> None:
-    """Set the precision of float32 products in this process: exact, or tf32.
-
-    Torch's default is tf32 for convolutions.
-
-    Raises:
-        UsageError: the device does not support tf32 or bf16.
-    """
-    if precision == "tf32" and device.type != "cuda":
-        raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
-    if precision in ("tf32", "bf16") and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise UsageError(
-                f"--parallel.precision {precision}: needs a GPU of compute capability 8.0, this one has "
-                f"{major}.{minor}; pass fp16 or fp32"
-            )
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Context for every forward pass, also in evaluations; the backward pass runs outside of it.
-
-    The model turns autocast off for values that must not be rounded, such as coordinates and sums of losses.
-    """
-    dtype = compute_dtype(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
-
-
-def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The scaler of losses for fp16; for other formats it does nothing.
-
-    All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
-    torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
-    """
-    return GradScaler(device.type, enabled=precision == "fp16")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sa1b.engine.checkpoint.weights import find_weights
+from sa1b.engine.weights import find_weights
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding, is_grounding
 from sa1b.grounding.recipe import GroundingRecipe

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sa1b.engine.gradients import Precision
+from sa1b.engine.model import Model
+from sa1b.engine.precision import Precision
+from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 
 
@@ -160,3 +162,11 @@ class Cluster:
     def world_size(self) -> int:
         """Number of ranks, one for each GPU."""
         return self.nodes * self.gpus
+
+
+def peak_seconds(
+    model: Model, images: float, masks: float, precision: Precision, rank_info: RankInfo
+) -> float | None:
+    """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
+    peak = peak_flops(rank_info.device, precision)
+    return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None

@@ -60,8 +60,8 @@ class Metrics:
     RUN/metrics.jsonl has lines of several kinds. Each start of the run writes {"run": {...}}, so it is the
     first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
     "evaluation": {...}, "seconds": ...}. Each window of steps writes {"step": 52, "ranks": {...}} and
-    {"step": 52, "loader": {...}}, see `sa1b.engine.window`. A failed write is reported to `control`, which
-    stops all ranks.
+    {"step": 52, "loader": {...}}, see `sa1b.engine.stragglers`. A failed write is reported to `control`,
+    which stops all ranks.
 
     Args:
         run: folder of the run.

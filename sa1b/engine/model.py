@@ -68,7 +68,7 @@ class Model(Protocol):
     others. The result then depends on the number of ranks. For values that do not, see `inputs`.
 
     Evaluation is optional. If `evaluates` of the settings is true, the model either has a method
-    `scorer(device)` that returns a `sa1b.engine.evaluation.Scorer`, or its `forward` accepts `evaluate=True`
+    `scorer(device)` that returns a `sa1b.engine.scorer.Scorer`, or its `forward` accepts `evaluate=True`
     and returns intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.
 
     Attributes:
@@ -182,15 +182,42 @@ class Divisible(Model, Protocol):
 
 
 class Wrapper(nn.Module):
-    """A module around a model, in addition to those of torch.
+    """A module around a model that takes steps in its own way, for modes whose ranks have other parameters.
+
+    Every rank reads all images of a step.
 
     Attributes:
         module: the model.
+        last: whether the next micro-batch is the last one of its step; see `micro_batch` of
+            `sa1b.engine.gradients`.
+        counts: whether the images and sums of this rank count; those of one rank do.
+        elsewhere: names, in `weights()`, of the trained parameters that only other ranks have.
     """
+
+    last = True
+    counts = True
+    elsewhere: frozenset[str] = frozenset()
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+    def forward_backward(self, inputs: tuple[Any, ...], divisor: float) -> dict[str, Tensor]:
+        """Take a micro-batch; see `sa1b.engine.gradients.forward_backward`."""
+        raise NotImplementedError
+
+    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
+        """Further numbers that the ranks exchange after a step, from the ids of its images."""
+        return {}
+
+    def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
+        """Check the numbers of all ranks after a step; an error is raised on all ranks.
+
+        Args:
+            step: number of the step.
+            ranks: the numbers by name, one of each rank.
+            folder: folder of the run, for the message.
+        """
 
 
 def unwrap(module: nn.Module) -> nn.Module:

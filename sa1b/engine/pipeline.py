@@ -16,19 +16,27 @@ to other stages are on the meta device: their names and shapes are known on all 
 has their values.
 """
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from sa1b.console import command, counted
+from sa1b.engine.agreement import DisagreementError
+from sa1b.engine.data_config import DataConfig
 from sa1b.engine.model import Divisible, Wrapper, declared
+from sa1b.engine.parallel import Mode
+from sa1b.engine.precision import autocast
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import ParallelConfig, Schedule
 from sa1b.errors import UsageError
-
-Schedule = Literal["1f1b", "gpipe"]
 
 
 class Pipeline(Wrapper):
@@ -42,9 +50,7 @@ class Pipeline(Wrapper):
         autocast: makes the context of each forward pass.
 
     Attributes:
-        last: whether the next micro-batch is the last one of its step; see `micro_batch`.
         counts: whether this rank computes the losses; the sums of the other ranks are 0.
-        elsewhere: names, in `weights()`, of the trained parameters of the other stages.
     """
 
     def __init__(
@@ -56,7 +62,6 @@ class Pipeline(Wrapper):
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:
         super().__init__(module)
-        self.last = True
         self.counts = rank_info.rank == len(stages) - 1
         self._model = _divisible(module)
         self._stages, self._rank_info = stages, rank_info
@@ -115,6 +120,28 @@ class Pipeline(Wrapper):
     def forward(self, *inputs: Any, **options: Any) -> dict[str, Tensor]:
         """Not available: no rank has the complete model."""
         raise NotImplementedError("a pipeline has no forward pass without a backward pass")
+
+    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
+        """A number that represents the images of a step and their order; exact as float64."""
+        return {"images": float(zlib.crc32(torch.cat(ids).cpu().numpy().tobytes()))}
+
+    def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
+        """Check that all stages have read the same images in this step.
+
+        A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
+        features of one image with the masks of another.
+
+        Raises:
+            DisagreementError: raised on all ranks.
+        """
+        digests = ranks["images"]
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise DisagreementError(
+                f"step {step}: {counted(len(others), 'stage')} of the pipeline (rank "
+                f"{', '.join(map(str, others[:8]))}) read other images than rank 0, because a sample is "
+                f"damaged for some ranks only; {folder / 'damaged.jsonl'} lists it. Repair that copy of the "
+                f"dataset (`{command('verify')}`), and start the same command again"
+            )
 
     def _make_schedule(self, count: int) -> Any:
         """The schedule of steps with this number of micro-batches of the size of the collected ones."""
@@ -220,3 +247,53 @@ def _drop(weights: nn.Module, names: set[str]) -> None:
             owner._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         else:
             owner._buffers[leaf] = empty
+
+
+class PipelineMode(Mode):
+    """--parallel.mode pipeline: every rank reads all images of a step, and has some blocks of the model."""
+
+    divides_steps = False
+    checks_model = True
+
+    def fitted(self, data: DataConfig, config: ParallelConfig, world_size: int) -> DataConfig:
+        """The data with the largest micro-batches that a pipeline can use, unless they are set."""
+        batch = data.global_batch
+        if data.micro_batch is not None:
+            return data
+        least = world_size if config.schedule == "1f1b" else 1
+        counts = (count for count in range(least, batch + 1) if batch % count == 0)
+        return replace(data, micro_batch=batch // next(counts, batch))
+
+    def check(self, config: ParallelConfig) -> None:
+        """See `Mode`."""
+        if config.precision == "fp16":
+            raise UsageError(
+                "--parallel.precision fp16: does not fit --parallel.mode pipeline, whose stages would detect "
+                "different overflows; pass --parallel.precision bf16"
+            )
+
+    def check_division(self, batch: int, size: int, count: int, config: ParallelConfig, ranks: int) -> None:
+        """Every rank has all micro-batches of a step. They must be equal: stages send one shape only."""
+        if batch % size:
+            raise UsageError(
+                f"--data.micro-batch {size}: does not divide --data.global-batch {batch}, and "
+                "--parallel.mode pipeline needs equal micro-batches; pass one that does"
+            )
+        if config.schedule == "1f1b" and count < ranks:
+            raise UsageError(
+                f"--data.micro-batch {size}: {counted(count, 'micro-batch', 'es')} of a step for {ranks} "
+                "stages, and 1f1b needs one for each; lower it, or pass --parallel.schedule gpipe"
+            )
+
+    def check_model(self, module: nn.Module, ranks: int) -> None:
+        """See `divide`."""
+        divide(module, ranks)
+
+    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+        """See `Pipeline`."""
+        stages = divide(module, rank_info.world_size)
+        context = partial(autocast, config.precision, rank_info.device)
+        return Pipeline(module, stages, rank_info, config.schedule, context)
+
+
+MODE = PipelineMode()

@@ -5,10 +5,9 @@ from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig
 from sa1b.engine.config import Config
-from sa1b.engine.feed import DataConfig
-from sa1b.engine.optim import OptimConfig
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.settings import CheckpointConfig, OptimConfig
 from sa1b.engine.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding

@@ -39,12 +39,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sa1b.engine.model import Wrapper
+from sa1b.engine.optim import Sharded
 from sa1b.engine.phase import OTHER, PARTS, Phase, Phases
-from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import RankInfo
 
 WORK = ("data", "compute", "update")  # a rank's own work; "sync" is waiting and communication
@@ -112,9 +112,9 @@ class RankTime:
         self._waiting: Moment | None = None
         self._joins = isinstance(module, DistributedDataParallel | FSDPModule)
         self.separable = all(self._observe(group, name) for group in _fsdp_groups(module) for name in _TIMED)
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            self.separable &= self._observe(optimizer, "_sync_params")
-        self.separable &= not isinstance(module, Pipeline)
+        if isinstance(optimizer, Sharded):
+            self.separable &= all(self._observe(optimizer, name) for name in optimizer.waits)
+        self.separable &= not isinstance(module, Wrapper)
         phases.observer = self._enter
 
     def backward(self, loss: Tensor) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sa1b.console import counted
 from sa1b.errors import UsageError
 
 Settings = Mapping[str, Any]  # result of `Config.document`
@@ -49,6 +50,15 @@ def check_trained(saved: Settings, own: Settings, out: str) -> None:
             f"--out {out}: was trained with --optim.ema {decays[0]}, this run has none; pass --optim.ema "
             f"{decays[0]}, or another --out with --init {out}"
         )
+
+
+def lines(saved: Settings, own: Settings, out: str, step: int, steps: int, position: int) -> list[str]:
+    """What is printed when a run resumes after `step` of `steps` steps."""
+    if step >= steps:
+        more = "" if step == steps else f" and is at step {step:,}"
+        has = f"{out} has all {counted(steps, 'step')}{more}"
+        return [f"{has}: raise --optim.steps to continue training"]
+    return [f"resuming after step {step:,} at position {position:,}", *changes(saved, own, step)]
 
 
 def changes(saved: Settings, own: Settings, step: int) -> list[str]:

@@ -1,45 +1,62 @@
 """The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
 
 import time
-import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
 
-from sa1b.console import command, counted
-from sa1b.engine import deadline, estimate, metrics, resume, step_division
+from sa1b.engine import deadline, metrics, resume
+from sa1b.engine.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.tensors import MismatchError
-from sa1b.engine.compression import powersgd_of
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.control import Control, StepFigures
 from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import (
-    autocast,
-    grad_scaler,
-    loss_divisor,
-    seed_generators,
-    unused_named,
-)
+from sa1b.engine.gradients import forward_backward, loss_divisor, reduction_of, seed_generators
+from sa1b.engine.hardware import peak_seconds
 from sa1b.engine.health import Health
-from sa1b.engine.model import declared
+from sa1b.engine.model import Wrapper, declared
+from sa1b.engine.network import Connection
 from sa1b.engine.optim import averaged, freeze, lr_line, make_optimizer
-from sa1b.engine.parallel import check_ranks, rank_shares, wrap
+from sa1b.engine.parallel import check_ranks, mode_of, rank_shares, wrap
 from sa1b.engine.phase import Phases
-from sa1b.engine.pipeline import Pipeline, divide
+from sa1b.engine.precision import grad_scaler
 from sa1b.engine.rank_time import RankTime
-from sa1b.engine.ranks import DisagreementError, RankInfo, agree, check_shared_folder, hosts
+from sa1b.engine.ranks import RankInfo
 from sa1b.engine.remote_run import RemoteRun
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.technique import Place
 from sa1b.engine.utilisation import Sampler
-from sa1b.engine.window import Window
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.resume import ResumeError
+
+Watching = AbstractContextManager[object]
+
+
+class StepWindow(Protocol):
+    """What summarises the numbers of the ranks over some steps, on rank 0."""
+
+    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
+        """Add the numbers of a step, see `Run.numbers`; `asked`: print the table of the ranks."""
+
+
+# Optional techniques around the loop; those of modes are in `sa1b.engine.parallel`.
+STRAGGLERS: Place[Callable[..., StepWindow]] = Place("sa1b.engine.stragglers:Window", "--logging.window")
+WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases], Watching]] = Place(
+    "sa1b.engine.watchdog:Watchdog", "--health.stall"
+)
+PLANNER: Place[Callable[[Config, RankInfo, Connection], None]] = Place(
+    "sa1b.engine.planner:dry_run", "--dry-run"
+)
 
 
 class Run:
@@ -65,7 +82,8 @@ class Run:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
-        divided = config.parallel.divides_steps
+        mode = mode_of(config.parallel)
+        divided = mode.divides_steps
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
         config = self.config = with_steps(config, len(self.feed.stream.view))
         self.held_out = held_out_feed(
@@ -76,9 +94,8 @@ class Run:
         freeze(module, config.optim)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
-        self.optimizer = make_optimizer(
-            self.module, config.optim, data.global_batch, sharded=config.parallel.mode == "zero1"
-        )
+        self.wrapper = self.module if isinstance(self.module, Wrapper) else None
+        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch, mode.optimizer)
         self.times = RankTime(phases, self.module, self.optimizer, rank_info)
         self.sampler = Sampler(rank_info.device)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
@@ -101,8 +118,8 @@ class Run:
             shown=self.model.shown,
         )
         machines, self.window = hosts(rank_info), None
-        if rank_info.rank == 0:
-            self.window = Window(
+        if rank_info.rank == 0 and (make := STRAGGLERS.find()) is not None:
+            self.window = make(
                 machines,
                 config.logging.window,
                 self.metrics,
@@ -137,32 +154,18 @@ class Run:
                 raise
             if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
                 self.scaler.load_state_dict(state["scaler"])
-            self._resume_compression(state.get("compression"))
+            reduction, of_reduction = reduction_of(self.module), state.get("compression")
+            if reduction is not None and of_reduction is not None:
+                note = reduction.load_state_dict(of_reduction)
+                if note and self.rank_info.rank == 0:
+                    print(note)
             if self.rank_info.rank == 0:
-                self._print_resume(saved, state["stream"]["position"])
+                steps, position = self.config.optim.steps, state["stream"]["position"]
+                print("\n".join(resume.lines(saved, own, out, self.step, steps, position)))
                 for one in noted:  # on all ranks, as warnings, they would be printed many times
                     print(f"warning: {one.message}")
         agree(self.module, self.rank_info)
         return None if state is None else state.get("metrics")
-
-    def _resume_compression(self, saved: dict[str, Any] | None) -> None:
-        powersgd = powersgd_of(self.module)
-        if powersgd is None or saved is None:
-            return
-        reason = powersgd.load_state_dict(saved)
-        if reason and self.rank_info.rank == 0:
-            print(f"the error feedback of PowerSGD is dropped: {reason}")
-
-    def _print_resume(self, saved: resume.Settings, position: int) -> None:
-        steps = self.config.optim.steps
-        if self.step >= steps:
-            more = "" if self.step == steps else f" and is at step {self.step:,}"
-            has = f"{self.config.out} has all {counted(steps, 'step')}{more}"
-            print(f"{has}: raise --optim.steps to continue training")
-            return
-        print(f"resuming after step {self.step:,} at position {position:,}")
-        for line in resume.changes(saved, self.config.document(), self.step):
-            print(line)
 
     def save(self, line: dict[str, Any] | None) -> None:
         """Save a checkpoint of the current state.
@@ -170,13 +173,13 @@ class Run:
         Args:
             line: the metrics of the last step that are known.
         """
-        powersgd = powersgd_of(self.module)
+        reduction = reduction_of(self.module)
         state = {
             "step": self.step,
             "metrics": line,
             "stream": self.feed.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "compression": None if powersgd is None else powersgd.state_dict(),
+            "compression": None if reduction is None else reduction.state_dict(),
             "config": self.config.document(),
         }
         self.checkpoints.save(self.step, self.module, self.optimizer, state)
@@ -225,24 +228,18 @@ class Run:
         """
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
         inputs = self.model.inputs(batch, self.config.seed)
-        if isinstance(self.module, Pipeline):
-            return self.module.forward_backward(inputs, self.divisor)
-        with unused_named(self.module), autocast(self.config.parallel.precision, self.rank_info.device):
-            sums: dict[str, Tensor] = self.module(*inputs)
-        self.times.backward(self.scaler.scale(sums["loss"] / self.divisor))
-        return {name: sums[name].detach() for name in (*self.model.figures, "count")}
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank counts the images of its batches: in a pipeline, all ranks read the same ones."""
-        return not isinstance(self.module, Pipeline) or self.module.counts
+        precision, backward = self.config.parallel.precision, self.times.backward
+        sums = forward_backward(
+            self.module, inputs, self.divisor, precision, self.rank_info, self.scaler, backward
+        )
+        return {name: sums[name] for name in (*self.model.figures, "count")}
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:
         """Numbers of this rank that the ranks exchange after each step.
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
         `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
-        of the loader's stages so far; in a pipeline `images`: see `check_images`.
+        of the loader's stages so far; those of a `Wrapper`.
 
         Args:
             ids: ids of this rank's images, int64 [B] for each micro-batch.
@@ -254,33 +251,15 @@ class Run:
             "peak_memory": metrics.peak_memory(self.rank_info.device),
             **self.sampler.latest(),
             **dict(zip(BUSY, busy.values(), strict=True)),
-            **({"images": _digest(ids)} if isinstance(self.module, Pipeline) else {}),
+            **({} if self.wrapper is None else self.wrapper.numbers(ids)),
         }
-
-    def check_images(self, figures: StepFigures) -> None:
-        """Check that all stages of a pipeline have read the same images in this step.
-
-        A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
-        features of one image with the masks of another.
-
-        Raises:
-            DisagreementError: raised on all ranks.
-        """
-        digests = figures.ranks.get("images", [])
-        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-            raise DisagreementError(
-                f"step {self.step + 1}: {counted(len(others), 'stage')} of the pipeline (rank "
-                f"{', '.join(map(str, others[:8]))}) read other images than rank 0, because a sample is "
-                f"damaged for some ranks only; {self.config.folder / 'damaged.jsonl'} lists it. Repair that "
-                f"copy of the dataset (`{command('verify')}`), and start the same command again"
-            )
 
     def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
         self.checkpoints.poll()
         took = self.phases.total()
         precision = self.config.parallel.precision
-        ideal = estimate.peak_seconds(self.model, figures.images, figures.count, precision, self.rank_info)
+        ideal = peak_seconds(self.model, figures.images, figures.count, precision, self.rank_info)
         saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
         if saves:
             # The process may be killed after the checkpoint and before the step's line is written.
@@ -322,23 +301,29 @@ class Run:
 def fitted(config: Config, world_size: int) -> Config:
     """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
 
-    A pipeline without --data.micro-batch gets micro-batches that fit.
-
     Raises:
         UsageError: the message names the flag.
     """
+    window = config.logging.window != metrics.LoggingConfig().window
+    asked = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
+    for place in [place for place, is_asked in asked if is_asked]:
+        place.load()
     check_ranks(config.parallel, world_size)
-    config = replace(config, data=step_division.fitting(config.data, config.parallel, world_size))
+    mode = mode_of(config.parallel)
+    config = replace(config, data=mode.fitted(config.data, config.parallel, world_size))
     if not config.evaluate_only:
         config.micro_batches(world_size)
-    if config.parallel.mode == "pipeline":
+    if mode.checks_model:
         with torch.device("meta"):
             module = build(config, None)
         freeze(module, config.optim)
-        divide(module, world_size)
+        mode.check_model(module, world_size)
     return config
 
 
-def _digest(ids: list[Tensor]) -> float:
-    """A number that represents the images of a step and their order; exact as float64."""
-    return float(zlib.crc32(torch.cat(ids).cpu().numpy().tobytes()))
+def watched(config: Config, rank_info: RankInfo, phases: Phases) -> Watching:
+    """Context that reports a run without progress; without the watchdog, nothing."""
+    make = WATCHDOG.find()
+    if make is None:
+        return nullcontext()
+    return make(config.health.stall, config.parallel, config.folder, rank_info, phases)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.errors import UsageError
 
@@ -67,35 +66,6 @@ def shard_module(
         offload_policy=kept,
     )
     return module
-
-
-def replicas_on(world_size: int, demanded: int) -> int:
-    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
-
-    More copies than demanded would need more memory on each rank. A single rank has one copy.
-    """
-    fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
-    return max(replicas for replicas in fitting if world_size % replicas == 0)
-
-
-def replicas_note(world_size: int, demanded: int) -> str:
-    """A line that --parallel.replicas does not fit the ranks; empty if it fits."""
-    replicas = replicas_on(world_size, demanded)
-    if replicas == demanded:
-        return ""
-    return (
-        f"--parallel.replicas {demanded}: does not fit {counted(world_size, 'rank')}, so it is "
-        f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
-        f"restart with a multiple of {demanded} ranks, at least {2 * demanded}\n"
-    )
-
-
-def mesh_of(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    """The mesh of FSDP's ranks: see `RankInfo.mesh`."""
-    if replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, world_size // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:

@@ -12,7 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from sa1b.engine.checkpoint.weights import find_weights
+from sa1b.engine.weights import find_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.model import is_grounding
 from sa1b.sam.embedding_cache import EmbeddingCache

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from sa1b.engine.optim import OptimConfig
+from sa1b.engine.settings import OptimConfig
 from sa1b.errors import UsageError
 
 _BATCH = (

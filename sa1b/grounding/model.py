@@ -175,7 +175,7 @@ class Grounding(nn.Module):
         return passes * images * encoder_flops(self.config) + 3 * masks * phrase
 
     def scorer(self, device: torch.device) -> GroundingScore:
-        """The scorer of an evaluation; see `sa1b.engine.evaluation.Scorer`."""
+        """The scorer of an evaluation; see `sa1b.engine.scorer.Scorer`."""
         return GroundingScore.empty(device)
 
     def forward(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sa1b.console import counted
-from sa1b.engine.gradients import Precision
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.precision import Precision
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from sa1b.scaling.machine import Device
 

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sa1b.engine.config import Config
-from sa1b.engine.ranks import PEER_LOST
+from sa1b.engine.failure import PEER_LOST
 from sa1b.progress import Bar, bar
 from sa1b.scaling.cases import Case, Series, cases_of
 from sa1b.scaling.machine import Device, Placement

@@ -24,11 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from sa1b.engine.config import Config, build
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, loss_divisor, micro_batch, warm_up
-from sa1b.engine.model import declared
+from sa1b.engine.gradients import clear, finish, forward_backward, loss_divisor, micro_batch, warm_up
+from sa1b.engine.model import Wrapper, declared
 from sa1b.engine.optim import freeze, make_optimizer, of_rank, set_lr
-from sa1b.engine.parallel import start, stop, wrap
-from sa1b.engine.pipeline import Pipeline
+from sa1b.engine.parallel import mode_of, wrap
+from sa1b.engine.precision import grad_scaler
+from sa1b.engine.process_group import start, stop
 from sa1b.engine.ranks import RankInfo
 from sa1b.scaling.cases import Case
 from sa1b.scaling.machine import Device, bind
@@ -115,7 +116,7 @@ def measure(case: Case, launch: Launch, rank_info: RankInfo) -> StepTimes:
     step = TrainingStep(config, rank_info)
     whole: tuple[float, ...] = ()
     if config.data.root:
-        divided = config.parallel.divides_steps
+        divided = mode_of(config.parallel).divides_steps
         feed = Feed(config.data, config.image_size, rank_info, launch.folder, config.seed, divided=divided)
         try:
             step.warm_up([feed.peek()])
@@ -129,7 +130,7 @@ def measure(case: Case, launch: Launch, rank_info: RankInfo) -> StepTimes:
         step.warm_up(kept[0])
         step.take(kept[0])
     synchronised, queued = _timed(launch.steps, rank_info, lambda number: step.take(kept[number]))
-    alone = not isinstance(step.module, Pipeline)
+    alone = not isinstance(step.module, Wrapper)
     try:
         if alone:
             step.separate()
@@ -162,7 +163,7 @@ def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> 
     """The micro-batches of step `number` of this rank."""
     data = config.data
     images, first = case.images, number * case.global_batch + rank_info.rank * case.images
-    if not config.parallel.divides_steps:
+    if not mode_of(config.parallel).divides_steps:
         images, first = case.global_batch, number * case.global_batch
     size = data.target_size or config.image_size // 4
     return [
@@ -200,7 +201,7 @@ class TrainingStep:
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
         self.optimizer = make_optimizer(
-            self.module, config.optim, config.data.global_batch, sharded=config.parallel.mode == "zero1"
+            self.module, config.optim, config.data.global_batch, mode_of(config.parallel).optimizer
         )
         for optimizer in (self.optimizer, of_rank(self.optimizer)):
             set_lr(optimizer, 0.0)
@@ -256,9 +257,6 @@ class TrainingStep:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         inputs = self.model.inputs(batch, self.config.seed)
-        if isinstance(self.module, Pipeline):
-            return self.module.forward_backward(inputs, self.divisor)["count"]
-        with autocast(self.config.parallel.precision, self.rank_info.device):
-            sums: dict[str, Tensor] = self.module(*inputs)
-        torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
-        return sums["count"].detach()
+        precision = self.config.parallel.precision
+        sums = forward_backward(self.module, inputs, self.divisor, precision, self.rank_info, self.scaler)
+        return sums["count"]

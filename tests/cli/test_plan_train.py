@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sa1b.cli import plan_train
-from sa1b.engine import run_plan
-from sa1b.engine.fake_step import StepMemory
+from sa1b.engine import planner
+from sa1b.engine.planner.fake_step import StepMemory
 from sa1b.errors import UsageError
 from tests.cli.verb import runner
 from tests.train.command import FLAGS, make_root
@@ -23,7 +23,7 @@ CLUSTER = ("--gpu", "H100", "--gpus", "2")
 @pytest.fixture
 def of_15_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes 15 GB, without measuring it."""
-    monkeypatch.setattr(run_plan, "measure", lambda config, world_size: MEMORY)
+    monkeypatch.setattr(planner, "measure", lambda config, world_size: MEMORY)
 
 
 def test_a_run_on_a_dataset_is_planned_as_json(tmp_path: Path) -> None:

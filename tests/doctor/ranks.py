@@ -16,7 +16,7 @@ from sa1b.doctor.bandwidth import bandwidth
 from sa1b.doctor.check import RankProcess
 from sa1b.doctor.exchange import CheckTogether, RankExchange
 from sa1b.doctor.report import Finding
-from sa1b.engine.parallel import stop
+from sa1b.engine.process_group import stop
 
 PATIENCE = 120  # seconds
 

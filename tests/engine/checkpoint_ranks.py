@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
-from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.parallel import wrap
 from sa1b.engine.ranks import RankInfo
 from sa1b.engine.remote_run import RemoteRun
+from sa1b.engine.settings import CheckpointConfig, ParallelConfig
 from sa1b.errors import CheckpointError
 from sa1b.storage.bucket import BucketStore
 from tests.engine.launch import group

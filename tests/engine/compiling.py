@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from sa1b.sam.interactive import Interactive
 from tests.engine import training
 from tests.engine.launch import group

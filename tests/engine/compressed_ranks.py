@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.compression import PowerSGD, powersgd_of, undo_reduction
+from sa1b.engine.compression import PowerSGD
+from sa1b.engine.gradients import reduction_of
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from tests.engine.launch import group
 from tests.engine.traffic import Traffic
 from tests.engine.training import OPTIM, Run, begin
@@ -54,7 +55,9 @@ def interrupted() -> dict[str, Any]:
         before = state(run)
         spoiled_step(run, 4)
         spoiled = state(run)
-        undo_reduction(run.module)
+        reduction = reduction_of(run.module)
+        assert reduction is not None
+        reduction.undo()
         after = state(run)
         run.step(4)
         end = run.weights()
@@ -97,7 +100,7 @@ def without_gradient_for_a_step() -> dict[str, float]:
         name = "model.image_encoder.blocks.0.attn.qkv.weight"
         parameter = unwrap(run.module).get_parameter(name)
         handle = parameter.register_hook(torch.zeros_like)
-        powersgd = powersgd_of(run.module)
+        powersgd = reduction_of(run.module)
         assert powersgd is not None
         for tensor in powersgd.tensors().values():
             tensor.zero_()  # as if the gradient had always been zero
@@ -125,6 +128,6 @@ def spoiled_step(run: Run, number: int) -> None:
 
 
 def state(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    found = powersgd_of(run.module)
+    found = reduction_of(run.module)
     assert isinstance(found, PowerSGD)
     return found.state_dict(), {name: tensor.clone() for name, tensor in found.tensors().items()}

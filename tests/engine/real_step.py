@@ -8,11 +8,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sa1b.engine.config import build
-from sa1b.engine.fake_step import blank_batch
-from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, micro_batch
+from sa1b.engine.gradients import clear, finish, micro_batch
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer
-from sa1b.engine.parallel import wrap
+from sa1b.engine.parallel import mode_of, wrap
+from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.precision import autocast, grad_scaler
 from sa1b.engine.presets import PRESETS, SamConfig
 from tests.engine.launch import group
 
@@ -58,7 +59,7 @@ def _steps(config: SamConfig) -> None:
         freeze(module, config.optim)
         module = wrap(module, parallel, rank_info)
         module.train()
-        optimizer = make_optimizer(module, config.optim, data.global_batch, sharded=parallel.mode == "zero1")
+        optimizer = make_optimizer(module, config.optim, data.global_batch, mode_of(parallel).optimizer)
         scaler = grad_scaler(parallel.precision, rank_info.device)
         batch = blank_batch(MICRO_BATCH, data.masks, config.image_size, config.image_size // 4)
         for _ in range(2):

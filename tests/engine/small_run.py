@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
-from sa1b.engine.checkpoint.files import MANIFEST, folder_name, measure, seal
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.files import folder_name
+from sa1b.engine.sealed_folder import MANIFEST, measure, seal
+from sa1b.engine.settings import CheckpointConfig
 
 
 class SmallRun:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.engine.feed import DataConfig, Feed
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.feed import Feed
 from sa1b.engine.ranks import RankInfo
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.targets import Targets

@@ -13,8 +13,10 @@ from random import Random
 import pytest
 import torch
 
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
-from sa1b.engine.checkpoint.files import newest, read, steps
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.files import read, steps
+from sa1b.engine.settings import CheckpointConfig
+from sa1b.engine.weights import newest
 from sa1b.errors import CheckpointError
 from tests.engine import small_run
 from tests.engine.small_run import FUNCTIONS, Hostile, SmallRun, place, resume, write_run

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from tests.engine import checkpoint_ranks
 from tests.engine.checkpoint_ranks import equal
 from tests.engine.launch import launch

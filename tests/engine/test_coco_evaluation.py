@@ -15,7 +15,7 @@ from pycocotools import mask as coco_mask
 
 import sa1b
 from sa1b.engine.coco_evaluation import CocoError, load_image, read_coco
-from sa1b.engine.evaluation import EvaluationConfig
+from sa1b.engine.settings import EvaluationConfig
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed_size
 from sa1b.sam.model import ModelConfig, Sam

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from tests.engine import checks
 from tests.engine.compiling import counted
 from tests.engine.launch import launch

@@ -8,9 +8,10 @@ from datetime import datetime
 
 import pytest
 
-from sa1b.engine.control import Control, Stop
+from sa1b.engine.control import Control
 from sa1b.engine.deadline import of, started, timestamp
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.signals import Stop
 from sa1b.errors import UsageError
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of

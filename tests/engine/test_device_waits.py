@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sa1b.engine.config import build
-from sa1b.engine.fake_step import blank_batch
 from sa1b.engine.gradients import finish
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze
+from sa1b.engine.planner.fake_step import blank_batch
 from sa1b.engine.presets import PRESETS
 from sa1b.engine.ranks import RankInfo
 from sa1b.stream.batch import Batch

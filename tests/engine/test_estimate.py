@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sa1b.engine import estimate, hardware
+from sa1b.engine import hardware
+from sa1b.engine.planner import estimate
 from sa1b.engine.presets import PRESETS
 from sa1b.sam import flops
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
@@ -73,7 +74,7 @@ def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
 
 def test_a_cpu_has_no_known_peak() -> None:
     assert hardware.peak_flops(torch.device("cpu"), "bf16") is None
-    assert estimate.peak_seconds(PRESETS["tiny"].build(), 8, 100, "bf16", place_of()) is None
+    assert hardware.peak_seconds(PRESETS["tiny"].build(), 8, 100, "bf16", place_of()) is None
 
 
 @pytest.mark.parametrize(

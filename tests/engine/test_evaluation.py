@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 import sa1b
 from sa1b.engine.control import Control
-from sa1b.engine.evaluation import EvaluationConfig, evaluate, held_out_feed
-from sa1b.engine.feed import DataConfig, Feed
-from sa1b.engine.optim import OptimConfig, freeze
-from sa1b.engine.parallel import ParallelConfig, wrap
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.feed import Feed
+from sa1b.engine.optim import freeze
+from sa1b.engine.parallel import wrap
 from sa1b.engine.phase import Phases
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import EvaluationConfig, OptimConfig, ParallelConfig
 from sa1b.errors import UsageError
 from sa1b.gallery.predictions import read_predictions
 from sa1b.masks.geometry import bbox

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sa1b.engine.fake_step import StepMemory, measure
-from sa1b.engine.live_memory import LiveMemory
+from sa1b.engine.planner.fake_step import StepMemory, measure
+from sa1b.engine.planner.live_memory import LiveMemory
 from sa1b.engine.presets import PRESETS
 from sa1b.errors import UsageError
 from tests.engine.launch import launch

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from sa1b.engine import parallel
-from sa1b.engine.gradients import shared_statistics
+from sa1b.engine.buffers import shared_statistics
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import ParallelConfig, start, stop, wrap
+from sa1b.engine.parallel import wrap
+from sa1b.engine.process_group import replicas_on, start, stop
 from sa1b.engine.ranks import RankInfo
-from sa1b.engine.sharding import replicas_on
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import group, launch

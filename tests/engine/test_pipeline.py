@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.pipeline import divide
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine import pipeline_ranks
 from tests.engine.launch import launch

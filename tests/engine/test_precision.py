@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.gradients import autocast, finish, grad_scaler, loss_divisor, seed_generators, warm_up
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.gradients import finish, loss_divisor, seed_generators, warm_up
+from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.engine.settings import ParallelConfig
 from tests.engine import checks
 from tests.engine.launch import launch
 from tests.engine.stream_root import place_of

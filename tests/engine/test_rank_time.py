@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.gradients import micro_batch
-from sa1b.engine.parallel import ParallelConfig
 from sa1b.engine.phase import OTHER, Phases
 from sa1b.engine.rank_time import RankTime
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.zero1 import Zero1Optimizer
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
@@ -184,7 +184,7 @@ def seconds_of(file: Path) -> dict[tuple[str, float, float], list[dict[str, floa
                     fully_shard(part, mesh=mesh)
             optimizer: Any = torch.optim.SGD(module.parameters())
             if mode == "zero1":
-                optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD)
+                optimizer = Zero1Optimizer(module.parameters(), torch.optim.SGD)
                 optimizer.optim.register_step_pre_hook(partial(update, module.module))
             times = LogicalTime(phases, module, optimizer, rank_info, clock.moment)
             times.clock = clock

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from sa1b.engine import run_plan
-from sa1b.engine.fake_step import StepMemory
+from sa1b.engine import planner
 from sa1b.engine.hardware import GPUS, Cluster, gpu_named
+from sa1b.engine.planner import ALL_OF_SA1B, NO_ROOT, RunPlan, plan
+from sa1b.engine.planner.fake_step import StepMemory
 from sa1b.engine.presets import PRESETS, SamConfig
-from sa1b.engine.run_plan import ALL_OF_SA1B, NO_ROOT, RunPlan, plan
 from sa1b.errors import UsageError
 from tests.train.command import make_root
 
@@ -131,7 +131,7 @@ def test_the_largest_micro_batch_that_fits_is_measured(monkeypatch: pytest.Monke
         sizes.append(size)
         return replace(MEMORY, activations=3 * size * 10**9, gradients=(1 if count == 1 else 4) * 10**9)
 
-    monkeypatch.setattr(run_plan, "measure", measure)
+    monkeypatch.setattr(planner, "measure", measure)
     whole = replace(config(), data=replace(config().data, micro_batch=None))  # ten images
     cluster = replace(H100, fragmentation=0.0, reserved=0.0)
     # 5 GB and 3 GB for each image; 3 GB more with several micro-batches.
@@ -144,7 +144,7 @@ def test_the_largest_micro_batch_that_fits_is_measured(monkeypatch: pytest.Monke
 
 def test_a_dataset_directory_has_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make_root(tmp_path)
-    monkeypatch.setattr(run_plan, "measure", lambda config, world_size: MEMORY)
+    monkeypatch.setattr(planner, "measure", lambda config, world_size: MEMORY)
     own = replace(config(), out=str(tmp_path / "run"))
     found = plan(replace(own, data=replace(own.data, root=str(root))), H100).data
     assert (found.images, found.files, found.kind) == (23, 4, "shard")

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.settings import ParallelConfig
 from tests.engine import traffic
 from tests.engine.launch import launch
 from tests.engine.training import build

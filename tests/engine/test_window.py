@@ -9,7 +9,7 @@ import pytest
 from sa1b.engine.control import Control
 from sa1b.engine.data_wait import BUSY, LoaderSettings
 from sa1b.engine.metrics import LoggingConfig, Metrics
-from sa1b.engine.window import Window
+from sa1b.engine.stragglers import Window
 from tests.engine.stream_root import place_of
 
 SETTINGS = LoaderSettings(

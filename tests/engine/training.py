@@ -12,12 +12,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.engine.gradients import autocast, clear, finish, grad_scaler, micro_batch, warm_up
+from sa1b.engine.agreement import agree
+from sa1b.engine.gradients import clear, finish, forward_backward, micro_batch, warm_up
 from sa1b.engine.model import unwrap
-from sa1b.engine.optim import OptimConfig, freeze, lr_at, make_optimizer, set_lr
-from sa1b.engine.parallel import ParallelConfig, wrap
-from sa1b.engine.pipeline import Pipeline
-from sa1b.engine.ranks import RankInfo, agree
+from sa1b.engine.optim import freeze, lr_at, make_optimizer, set_lr
+from sa1b.engine.parallel import mode_of, wrap
+from sa1b.engine.precision import grad_scaler
+from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import OptimConfig, ParallelConfig
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -100,13 +102,10 @@ class Run:
 
     def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
-            if isinstance(self.module, Pipeline):
-                sums = self.module.forward_backward(micro, 1.0)
-                return sums["loss"], sums["count"]
-            with autocast(self.config.precision, self.rank_info.device):
-                sums = self.module(*micro)
-            self.scaler.scale(sums["loss"]).backward()
-        return sums["loss"].detach(), sums["count"]
+            sums = forward_backward(
+                self.module, micro, 1.0, self.config.precision, self.rank_info, self.scaler
+            )
+        return sums["loss"], sums["count"]
 
     def step(self, number: int, spoil: Callable[[nn.Module], object] = lambda _: None) -> None:
         set_lr(self.optimizer, lr_at(self.optim, BATCH, number))
@@ -154,7 +153,7 @@ def begin(
     interactive = build(seed=0 if state is None else 1)
     freeze(interactive, optim)
     module = wrap(interactive, config, rank_info)
-    optimizer = make_optimizer(module, optim, BATCH, sharded=config.mode == "zero1")
+    optimizer = make_optimizer(module, optim, BATCH, mode_of(config).optimizer)
     run = Run(
         rank_info,
         config,

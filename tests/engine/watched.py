@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sa1b.engine.parallel import ParallelConfig, start
+from sa1b.engine.failure import explain
 from sa1b.engine.phase import Phases
-from sa1b.engine.ranks import explain
+from sa1b.engine.process_group import start
+from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watchdog import Watchdog
 
 

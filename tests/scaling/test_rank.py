@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.parallel import start
 from sa1b.engine.presets import PRESETS, SamConfig
+from sa1b.engine.process_group import start
 from sa1b.scaling.cases import Case
 from sa1b.scaling.rank import Launch, TrainingStep, measure
 from sa1b.scaling.synthetic_batch import synthetic_batch

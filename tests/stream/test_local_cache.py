@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.engine.feed import DataConfig, Feed
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.feed import Feed
 from sa1b.engine.ranks import RankInfo
 from sa1b.errors import UsageError
 from sa1b.shards.commit import write_dataset

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from sa1b import train
 from sa1b.engine import config as settings
-from sa1b.engine.control import SIGNALS, TABLE_SIGNAL
 from sa1b.engine.presets import PRESETS
+from sa1b.engine.signals import SIGNALS, TABLE_SIGNAL
 from tests.train.command import FLAGS
 
 # The learning rate does not depend on the number of steps.

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from sa1b.engine.checkpoint.checkpoints import CheckpointConfig, Checkpoints
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.remote_run import RemoteRun
+from sa1b.engine.settings import CheckpointConfig
 from sa1b.storage import upload
 from sa1b.storage.bucket import BucketStore
 from tests.engine.small_run import SmallRun

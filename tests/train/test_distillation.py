@@ -13,7 +13,7 @@ import torch
 import sa1b
 from sa1b.cli import view
 from sa1b.engine.config import parse
-from sa1b.engine.fake_step import measure
+from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.presets import PRESETS, DistillConfig
 from sa1b.engine.teacher import TeacherConfig, open_cache
 from sa1b.errors import UsageError

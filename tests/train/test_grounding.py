@@ -14,12 +14,12 @@ import torch
 
 import sa1b
 from sa1b.cli import view
-from sa1b.engine.checkpoint.weights import convert
 from sa1b.engine.config import parse
-from sa1b.engine.fake_step import measure
 from sa1b.engine.feed import Feed
+from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.presets import PRESETS, GroundingConfig
 from sa1b.engine.ranks import RankInfo
+from sa1b.engine.weights import convert
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.gallery.predictions import read_predictions
 from tests.train.command import GROUNDING_FLAGS, STEPS, assert_same_state, losses, start, train_to_end

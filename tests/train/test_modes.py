@@ -10,8 +10,8 @@ import pytest
 
 from sa1b.engine import config as settings
 from sa1b.engine.hardware import Cluster
+from sa1b.engine.planner import plan
 from sa1b.engine.presets import PRESETS
-from sa1b.engine.run_plan import plan
 from tests.stream.test_stream import damage
 from tests.train.command import (
     FLAGS,

@@ -151,7 +151,7 @@ def test_a_model_without_an_evaluation_refuses_to_be_evaluated(
 
 NEUTRAL = (
     *("model.py", "run.py", "config.py", "feed.py", "parallel.py", "ranks.py", "gradients.py", "optim.py"),
-    *("estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
+    *("planner/estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
     *("checkpoint/files.py", "../train.py"),
 )
 NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|\biou"

@@ -26,8 +26,8 @@ host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying 
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,19 @@ from torch.optim import Optimizer
 
 from sa1b.engine.checkpoint import files as checkpoint_files
 from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.bucket import BucketLocation
-from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError, SealedFile, measure
+from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError
 from sa1b.engine.checkpoint.folder import FolderLocation
 from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.checkpoint.tensors import MismatchError
-from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
+from sa1b.engine.model import Wrapper
 from sa1b.engine.optim import of_rank
-from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import ranks
 from sa1b.engine.remote_run import RemoteRun
-from sa1b.errors import CheckpointError, UsageError
+from sa1b.engine.sealed_folder import SealedFile, measure
+from sa1b.engine.settings import CheckpointConfig
+from sa1b.engine.technique import Place
+from sa1b.engine.torch_metadata import METADATA, read_metadata
+from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import write_whole
 from sa1b.storage.errors import StorageError
 
@@ -57,33 +59,9 @@ _LOG = logging.getLogger(__name__)
 _REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """Settings of checkpoints: when they are written, and how many are kept.
-
-    Attributes:
-        every: Steps between checkpoints.
-        keep_last: Number of newest checkpoints to keep; by default two, in case one is damaged. The disk
-            needs space for one more.
-        keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
-        asynchronous: Continue training while a checkpoint is written (the default). This takes host memory
-            for a copy of each rank's tensors. With --checkpoint.no-asynchronous, training waits.
-        tolerate: Number of consecutive failed writes after which the run still continues; the older
-            checkpoint is kept.
-    """
-
-    every: int = 1000
-    keep_last: int = 2
-    keep_every: int = 0
-    asynchronous: bool = True
-    tolerate: int = 2
-
-    def __post_init__(self) -> None:
-        for flag, least in (("every", 1), ("keep_last", 1), ("keep_every", 0), ("tolerate", 0)):
-            if getattr(self, flag) < least:
-                raise UsageError(
-                    f"--checkpoint.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least {least}"
-                )
+BUCKET: Place[Callable[[RemoteRun], Location]] = Place(
+    "sa1b.engine.bucket_checkpoints:BucketLocation", "--out"
+)
 
 
 class Checkpoints:
@@ -112,10 +90,10 @@ class Checkpoints:
         self.seconds = 0.0
         self._began = 0.0  # when the newest save began
         self._location: Location
-        if isinstance(run, RemoteRun):
-            self._location = BucketLocation(run)
-        else:
+        if isinstance(run, Path):
             self._location = FolderLocation(run / "checkpoints", ranks())
+        else:
+            self._location = BUCKET.load()(run)
         self._ranks = self._location.ranks
         self._ranks.on_first(self._location.begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -154,7 +132,7 @@ class Checkpoints:
             self._ranks.rank,
             self._ranks.world_size,
             sharded=of_rank(optimizer) is not optimizer,
-            staged=isinstance(model, Pipeline),
+            staged=isinstance(model, Wrapper),
         )
         if self.config.asynchronous:
             self._writing = self._writer.submit(self._write, step, self._copied(own), text)

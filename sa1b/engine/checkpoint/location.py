@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from sa1b.engine.checkpoint.files import Found, SealedFile, folder_name
+from sa1b.engine.checkpoint.files import Found, folder_name
 from sa1b.engine.ranks import Ranks
+from sa1b.engine.sealed_folder import SealedFile
 
 
 class Location(ABC):

@@ -16,19 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
-from sa1b.engine.compression import powersgd_of
-from sa1b.engine.model import stored
+from sa1b.engine.gradients import reduction_of
+from sa1b.engine.model import Wrapper, stored
 from sa1b.engine.optim import of_rank
-from sa1b.engine.pipeline import Pipeline
 from sa1b.engine.ranks import Ranks
+from sa1b.engine.torch_metadata import Reader, Writer
 from sa1b.errors import CheckpointError
 
 MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
@@ -47,30 +43,6 @@ class MismatchError(CheckpointError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.state: dict[str, Any] = {}
-
-
-class _Reader(FileSystemReader):
-    """Reads tensors with a verified table of contents, never with the pickle in the folder."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.metadata = metadata
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return self.metadata
-
-
-class _Writer(FileSystemWriter):
-    """Reports the original error of a failed write; torch replaces it by an error of its own writer."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__
-            raise cause or error from None
 
 
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
@@ -93,9 +65,9 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
                 if not isinstance(value, Tensor):
                     raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value)}, not a tensor")
                 found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
-        if (powersgd := powersgd_of(model)) is not None:
+        if (reduction := reduction_of(model)) is not None:
             found |= {
-                f"{COMPRESSION}{dist.get_rank()}.{name}": one for name, one in powersgd.tensors().items()
+                f"{COMPRESSION}{dist.get_rank()}.{name}": one for name, one in reduction.tensors().items()
             }
     return found
 
@@ -129,7 +101,7 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         dict(tensors),
         # One thread, because torch loses errors of other threads. No prefetching of copies, because every
         # rank would create streams on the first GPU.
-        storage_writer=_Writer(folder, thread_count=1, per_thread_copy_ahead=0),
+        storage_writer=Writer(folder, thread_count=1, per_thread_copy_ahead=0),
         process_group=ranks.group,
         no_dist=ranks.group is None,
     )
@@ -155,9 +127,9 @@ def load(
     compression = _empty_compression(metadata, model, ranks) if optimizer is not None else {}
     targets |= compression
     ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
-    if (powersgd := powersgd_of(model)) is not None:
+    if (reduction := reduction_of(model)) is not None:
         of_own = f"{COMPRESSION}{ranks.rank}."
-        powersgd.load_tensors({name.removeprefix(of_own): one for name, one in compression.items()})
+        reduction.load_tensors({name.removeprefix(of_own): one for name, one in compression.items()})
     if optimizer is not None:
         names, kept = _names(model), of_rank(optimizer)
         packed = kept.state_dict()
@@ -200,7 +172,7 @@ def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: R
     # Every payload is loaded with weights_only=True by torch's reader; tensors are filled in place.
     state_dict_loader.load(
         dict(targets),
-        storage_reader=_Reader(folder, metadata),
+        storage_reader=Reader(folder, metadata),
         process_group=ranks.group,
         no_dist=ranks.group is None,
     )
@@ -252,7 +224,7 @@ def _empty_compression(metadata: Metadata, model: nn.Module, ranks: Ranks) -> di
     """Empty tensors for this rank's state of PowerSGD; none if other ranks have saved it."""
     entries = {name: one for name, one in _entries(metadata).items() if name.startswith(COMPRESSION)}
     savers = {name.split(".")[1] for name in entries}
-    if powersgd_of(model) is None or len(savers) != ranks.world_size:
+    if reduction_of(model) is None or len(savers) != ranks.world_size:
         return {}
     device = next(model.parameters()).device
     return {
@@ -274,7 +246,7 @@ def _empty_states(
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
     }
-    if isinstance(model, Pipeline):
+    if isinstance(model, Wrapper):
         trained |= {name: one for one, name in names.items() if name in model.elsewhere}
     states: dict[str, dict[str, Tensor]] = {}
     for full, entry in _entries(metadata).items():

@@ -4,7 +4,7 @@
         ...train: phases.begin(step), phases.part("compute"), ...
 
 Each rank has two threads that detect a stall. One publishes where the rank is and reads where the others are
-(`sa1b.engine.states`). The other one, which never waits for the network, detects that the phase of this rank
+(`states.py`). The other one, which never waits for the network, detects that the phase of this rank
 has not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all
 others, and every rank detects the stall on its own. Then
 
@@ -32,12 +32,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from sa1b.engine.parallel import ParallelConfig
+from sa1b.engine.failure import lost_peer
 from sa1b.engine.phase import Phases
-from sa1b.engine.ranks import RankInfo, lost_peer
-from sa1b.engine.ras import nccl_status
-from sa1b.engine.stall import Observed, table, verdict
-from sa1b.engine.states import StateExchange, store_address
+from sa1b.engine.ranks import RankInfo
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.watchdog.ras import nccl_status
+from sa1b.engine.watchdog.stall import Observed, table, verdict
+from sa1b.engine.watchdog.states import StateExchange, store_address
 from sa1b.storage.atomic import append, write_whole
 
 _SILENT = 3  # intervals that a thread may be late on a busy machine

@@ -16,20 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from sa1b.engine.checkpoint import files as checkpoint_files
-from sa1b.engine.checkpoint.files import (
-    MANIFEST,
-    Found,
-    RetrievalError,
-    SealedFile,
-    damaged,
-    encode,
-    folder_name,
-    is_own,
-    manifest_files,
-    step_of,
-)
+from sa1b.engine.checkpoint.files import Found, RetrievalError, folder_name, is_own, step_of
 from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.remote_run import CHECKPOINTS, RemoteRun
+from sa1b.engine.sealed_folder import MANIFEST, SealedFile, damaged, encode, manifest_files
 from sa1b.errors import CheckpointError
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError, StorageError
 from sa1b.storage.fetch import fetch

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.engine.checkpoint import bucket, files, tensors
+from sa1b.engine import bucket_checkpoints
+from sa1b.engine.checkpoint import files, tensors
+from sa1b.engine.checkpoint.files import Found, folder_name, none_good, read, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.grounding.model import is_grounding
@@ -123,7 +125,7 @@ def find_weights(
     if not source.is_dir():
         return str(source), read_file(source)
     if (source / "checkpoints").is_dir():
-        found = files.newest(source / "checkpoints")
+        found = newest(source / "checkpoints")
         if found is None:
             raise CheckpointError(
                 f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
@@ -131,7 +133,7 @@ def find_weights(
             )
     elif source.name == "checkpoints" and files.steps(source):
         raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
-    elif not files.is_checkpoint(source):
+    elif not is_checkpoint(source):
         raise CheckpointError(f"{source}: a folder without weights; pass {_KINDS}")
     else:
         found = files.read(source)
@@ -149,7 +151,7 @@ def _fetched_weights(
             return url, read_file(path)
     step = files.step_of(last)
     store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
-    steps = bucket.committed(store) if step is None else [step]
+    steps = bucket_checkpoints.committed(store) if step is None else [step]
     if not steps:
         raise CheckpointError(f"{url}: has no checkpoint; pass {_KINDS}")
     store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -159,7 +161,7 @@ def _fetched_weights(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for number in reversed(steps):
             try:
-                found = bucket.download(store, number, folder)
+                found = bucket_checkpoints.download(store, number, folder)
             except files.RetrievalError:
                 raise
             except CheckpointError as error:
@@ -249,3 +251,28 @@ def convert(
         image_size=config.image_size,
         parameters=sum(tensor.numel() for tensor in weights.values()),
     )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a path is a folder with the name of a committed checkpoint, good or damaged."""
+    return folder.is_dir() and step_of(folder.name) is not None
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest good checkpoint in RUN/checkpoints; None if there are no checkpoints.
+
+    Each damaged checkpoint is skipped with a logged warning. Call it in one process of a run.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is good.
+    """
+    refused = []
+    for step in reversed(steps(folder)):
+        try:
+            return read(folder / folder_name(step))
+        except (CheckpointError, OSError) as error:
+            refused.append(str(error))
+            _LOG.warning("skipping checkpoint %s: %s", folder_name(step), error)
+    if refused:
+        raise none_good(folder, refused)
+    return None

@@ -7,7 +7,7 @@ A step takes the longest of three times, which overlap: the GPUs' time, the time
 the images, and the time in which the processors decode them. The GPUs' time is that of the model's operations
 at a fraction of the peak, and the part of the communication that computation does not hide. Communication is
 that of a ring: each rank sends 2 (N - 1) / N of the gradients' bytes for an all-reduce, and half of it for a
-gather or a reduce-scatter. Memory is measured: `sa1b.engine.fake_step`.
+gather or a reduce-scatter. Memory is measured: `sa1b.engine.planner.fake_step`.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -18,18 +18,18 @@ import torch
 from torch import nn
 
 from sa1b.console import command
-from sa1b.engine.compression import kept_numbers
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.fake_step import StepMemory, measure
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import compute_dtype
 from sa1b.engine.hardware import Cluster
 from sa1b.engine.model import declared, stored
 from sa1b.engine.optim import freeze
-from sa1b.engine.parallel import rank_shares
+from sa1b.engine.parallel import mode_of, rank_shares
+from sa1b.engine.planner.estimate import dry_run as dry_run
+from sa1b.engine.planner.fake_step import StepMemory, kept_numbers, measure
+from sa1b.engine.precision import compute_dtype
+from sa1b.engine.process_group import replicas_on
 from sa1b.engine.ranks import RankInfo
-from sa1b.engine.sharding import replicas_on
 from sa1b.errors import UsageError
 
 NO_ROOT = "(all of SA-1B)"  # --data.root of a plan without data
@@ -272,7 +272,7 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
         StorageError: the data cannot be read.
     """
     ranks = cluster.world_size
-    if not config.parallel.divides_steps:
+    if not mode_of(config.parallel).divides_steps:
         raise UsageError(
             "--parallel.mode pipeline: has no plan, because its stages need unequal memory; pass "
             f"--parallel.mode ddp or fsdp, or see the estimates of `{command('train')} --dry-run`"
@@ -286,7 +286,7 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
     batch = config.data.global_batch
     trained = _numbers(module, trained=True)
     moments = 4 * trained * (3 if config.optim.ema else 2)
-    compression = 4 * ranks * sum(kept_numbers(module, config.parallel.compress))  # each rank has its own
+    compression = 4 * ranks * sum(kept_numbers(module, config.parallel))  # each rank has its own
     found = RunPlan(
         config,
         cluster,

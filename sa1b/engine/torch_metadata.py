@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from sa1b.errors import CheckpointError
 
@@ -142,3 +145,27 @@ def _whole(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers!r} are not sizes or offsets")
     return numbers
+
+
+class Reader(FileSystemReader):
+    """Reads tensors with a verified table of contents, never with the pickle in the folder."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return self.metadata
+
+
+class Writer(FileSystemWriter):
+    """Reports the original error of a failed write; torch replaces it by an error of its own writer."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None

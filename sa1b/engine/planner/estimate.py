@@ -8,24 +8,23 @@ from torch import nn
 from sa1b.console import counted, rounded
 from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.fake_step import measure
 from sa1b.engine.feed import Feed
-from sa1b.engine.gradients import Precision
-from sa1b.engine.hardware import peak_flops
-from sa1b.engine.live_memory import PURPOSES
-from sa1b.engine.model import Model, declared
+from sa1b.engine.hardware import peak_seconds
+from sa1b.engine.model import declared
 from sa1b.engine.network import Connection
 from sa1b.engine.optim import freeze, lr_line
-from sa1b.engine.parallel import rank_shares
+from sa1b.engine.parallel import mode_of, rank_shares
+from sa1b.engine.planner.fake_step import measure
+from sa1b.engine.planner.live_memory import PURPOSES
+from sa1b.engine.process_group import stop
 from sa1b.engine.ranks import RankInfo
 
 
-def peak_seconds(
-    model: Model, images: float, masks: float, precision: Precision, rank_info: RankInfo
-) -> float | None:
-    """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
-    peak = peak_flops(rank_info.device, precision)
-    return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
+def dry_run(config: Config, rank_info: RankInfo, connection: Connection) -> None:
+    """Print the estimates of a run, and destroy the process group; see `plan` and `print_memory`."""
+    plan(config, rank_info, connection)
+    stop()
+    print_memory(config, rank_info)
 
 
 def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
@@ -43,7 +42,7 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
         config.folder,
         config.seed,
         shares=shares,
-        divided=config.parallel.divides_steps,
+        divided=mode_of(config.parallel).divides_steps,
     )
     config = with_steps(config, len(feed.stream.view))
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
@@ -61,13 +60,13 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
 
 
 def print_memory(config: Config, rank_info: RankInfo) -> None:
-    """Measure the memory of a step (`sa1b.engine.fake_step`) and print it on rank 0, without a process group.
+    """Measure the memory of a step (`fake_step.py`) and print it on rank 0, without a process group.
 
     A model whose shapes depend on values cannot run on fake tensors. The line then states this.
     """
     if rank_info.rank > 0:
         return
-    if config.parallel.mode == "pipeline":
+    if not mode_of(config.parallel).divides_steps:
         print("peak memory   not measured: the stages of a pipeline need unequal memory")
         return
     try:
@@ -96,7 +95,7 @@ def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batch
     data, model = config.data, declared(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     batch = data.global_batch
-    staged = config.parallel.mode == "pipeline"
+    staged = not mode_of(config.parallel).divides_steps
     share = batch if staged else -(-batch // rank_info.world_size)
     micro = min(data.micro_batch or share, share)
     of_rank = (

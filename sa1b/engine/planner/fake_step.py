@@ -34,16 +34,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.compression import kept_numbers
 from sa1b.engine.config import Config, build
-from sa1b.engine.feed import DataConfig
-from sa1b.engine.gradients import autocast, clear, finish, micro_batch
-from sa1b.engine.live_memory import PURPOSES, LiveMemory
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.gradients import clear, finish, forward_backward, micro_batch
 from sa1b.engine.model import declared
 from sa1b.engine.optim import freeze, make_optimizer, of_rank, update_ema
-from sa1b.engine.parallel import ParallelConfig, check_ranks, distribute
+from sa1b.engine.parallel import COMPRESSION, check_ranks, mode_of
+from sa1b.engine.planner.live_memory import PURPOSES, LiveMemory
+from sa1b.engine.process_group import mesh_of, replicas_on
 from sa1b.engine.ranks import RankInfo
-from sa1b.engine.sharding import mesh_of, replicas_on
+from sa1b.engine.settings import ParallelConfig
 from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.text import Texts
 
@@ -103,7 +103,7 @@ def measure(config: Config, world_size: int) -> StepMemory:
         memory = stack.enter_context(LiveMemory())
         found = _step(config, parallel, module, rank_info, memory)
     # PowerSGD keeps the errors of the last two steps, because the last one may be skipped.
-    errors, factors = kept_numbers(module, config.parallel.compress)
+    errors, factors = kept_numbers(module, config.parallel)
     found = replace(found, gradients=found.gradients + 4 * (2 * errors + 3 * factors))
     offloaded = found.parameters + found.gradients + found.optimizer
     return replace(found, offloaded=offloaded if config.parallel.offload != "none" else 0)
@@ -119,7 +119,7 @@ def _step(
 
     module._apply(empty)
     freeze(module, config.optim)
-    module = distribute(module, parallel, rank_info)
+    module = mode_of(parallel).wrap(module, parallel, rank_info)
     if isinstance(module, DistributedDataParallel):
         _send_nothing(module)
     data = config.data
@@ -133,16 +133,15 @@ def _step(
         parts = (batch, batch.masks, *([] if batch.texts is None else [batch.texts]))
         tensors = [getattr(one, name.name) for one in parts for name in fields(one)]
         memory.mark((one for one in tensors if isinstance(one, Tensor)), "batches")
-    optimizer = make_optimizer(module, config.optim, data.global_batch, sharded=parallel.mode == "zero1")
+    optimizer = make_optimizer(module, config.optim, data.global_batch, mode_of(parallel).optimizer)
     memory.mark([*module.parameters(), *module.buffers()], "parameters")
     scaler = GradScaler(_CPU.type, enabled=False)  # fp16's has two numbers
 
     def run() -> Tensor:
-        with autocast(parallel.precision, _CPU):
-            sums: dict[str, Tensor] = module(*declared(module).inputs(batches[0], config.seed))
-        torch.autograd.backward(sums["loss"])
+        inputs = declared(module).inputs(batches[0], config.seed)
+        sums = forward_backward(module, inputs, 1.0, parallel.precision, rank_info, scaler)
         memory.mark((parameter.grad for parameter in module.parameters()), "gradients")
-        return sums["count"].detach()
+        return sums["count"]
 
     def update(masks: Tensor) -> None:
         finish(module, optimizer, scaler, masks, rank_info, grad_clip=config.optim.grad_clip)
@@ -280,3 +279,8 @@ def blank_batch(images: int, masks: int, image_size: int, target_size: int) -> B
         position=0,
         dense=torch.zeros(total, target_size, target_size, dtype=torch.uint8),
     )
+
+
+def kept_numbers(module: nn.Module, config: ParallelConfig) -> tuple[int, int]:
+    """See `GradientHook.kept`; zeros without compression."""
+    return (0, 0) if config.compress == "none" else COMPRESSION.load()(config).kept(module)

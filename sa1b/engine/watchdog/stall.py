@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from sa1b.engine.states import RankState
+from sa1b.engine.watchdog.states import RankState
 from sa1b.report import aligned
 
 _SHOWN = 16  # ranks with a separate row

@@ -1,0 +1,139 @@
+"""Scores of a model: the interface of its scorer, and mean IoU by clicks and boxes for models like SAM."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sa1b.gallery.predictions import Predicted
+from sa1b.masks import geometry
+from sa1b.masks.dense import runs_of
+from sa1b.masks.grid import framed_size
+from sa1b.masks.raster import rasterize
+from sa1b.masks.runs import Runs
+from sa1b.sam import protocol
+from sa1b.sam.prediction import at_source
+from sa1b.sam.protocol import ImageTruth, SamProtocol
+from sa1b.sam.score import PROMPTS, Score
+from sa1b.stream.batch import Batch
+
+
+class ClickScorer:
+    """Mean IoU by prompt and mask size; see sa1b.sam.score.
+
+    Args:
+        published: clicks of the protocol sam, not uniform ones.
+    """
+
+    def __init__(self, published: bool, device: torch.device) -> None:
+        self.published = published
+        self.score = Score.empty(device, protocol.PROMPTS if published else PROMPTS, by_size=published)
+        self.empty = torch.zeros((), dtype=torch.int64, device=device)
+        self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
+
+    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
+        """See `Scorer`."""
+        rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
+        if self.published:
+            found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
+        else:
+            found = module(*inputs, evaluate=True)
+            found = {name: values[rows] for name, values in found.items()}
+        weights = torch.ones_like(batch.areas[rows]) if self.published else inputs[1].weights[rows]
+        self.score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
+        self.empty += (weights == 0).sum()
+        self._last = rows, weights, found
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """See `Scorer`."""
+        assert self._last is not None
+        rows, weights, found = self._last
+        return prediction_lines(batch, rows[weights > 0], weights > 0, found)
+
+    def all_reduce(self) -> None:
+        """See `Scorer`."""
+        self.score.all_reduce()
+        dist.all_reduce(self.empty)
+
+    def result(self) -> dict[str, float]:
+        """See `Score.result`."""
+        return self.score.result() | {"empty": int(self.empty)}
+
+
+def source_truth(batch: Batch) -> list[ImageTruth]:
+    """The masks at source resolution for each image of a batch; an invalid image has none."""
+    runs = batch.masks.runs.cpu().numpy().view(np.uint32)
+    offsets = batch.masks.offsets.cpu().numpy()
+    made, start = [], 0
+    for count, valid, size in zip(
+        batch.masks.counts, batch.valid.tolist(), batch.source_sizes.tolist(), strict=True
+    ):
+        own = offsets[start : start + (count if valid else 0) + 1]
+        masks = Runs(runs[own[0] : own[-1]], own - own[0], *size)
+        corners = geometry.bbox(masks).astype(np.float64)
+        corners[:, 2:] += corners[:, :2] - 1
+        made.append(ImageTruth(rasterize(masks, dtype=np.bool_).astype(np.bool_, copy=False), corners))
+        start += count
+    return made
+
+
+def prediction_lines(
+    batch: Batch, rows: Tensor, counted: Tensor, found: dict[str, Tensor]
+) -> list[tuple[int, str]]:
+    """Position and line of the file, for each image of a micro-batch that has masks.
+
+    Args:
+        rows: int64 [N], the evaluated masks of the batch.
+        counted: bool [K], which of the masks in `found` are evaluated.
+        found: result of an evaluation of K masks. Their logits become masks at source resolution as in
+            `sa1b.predict`.
+    """
+    image = batch.masks.image[rows].cpu()
+    found = {name: values[counted].cpu() for name, values in found.items()}
+    image_size = batch.images.shape[-1]
+    iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
+    predicted = found["predicted_iou"].double().numpy()
+    # The protocol sam chooses its own clicks.
+    points = found.get("points", batch.points[rows].cpu()).double().numpy()
+    mask_ids = batch.mask_ids[rows].cpu().numpy()
+    made = []
+    for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
+        own = torch.nonzero(image == i).flatten().numpy()
+        if not len(own):
+            continue
+        size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
+        taken = framed_size(*size, image_size)
+        runs = runs_of(at_source(found["logits"][own], size, taken, image_size).numpy())
+        scale = np.array(size[::-1]) / taken[::-1]
+        some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
+        made.append((position, some.line(image_id)))
+    return made
+
+
+class Scorer(Protocol):
+    """The results of an evaluation: sums over all images, and masks to show."""
+
+    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
+        """Evaluate a micro-batch: call the module once, on every rank, with `inputs`."""
+        ...
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
+        ...
+
+    def all_reduce(self) -> None:
+        """Add the sums of all ranks; collective."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """The scores by name; "empty" is the number of masks that are left out, without a pixel."""
+        ...
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """A model with its own scorer."""
+
+    def scorer(self, device: torch.device) -> Scorer: ...

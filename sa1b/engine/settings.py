@@ -1,0 +1,366 @@
+"""The settings of ranks, optimizer, evaluations and checkpoints."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from sa1b.console import counted
+from sa1b.engine.network import Network
+from sa1b.engine.precision import Precision
+from sa1b.errors import UsageError
+
+Schedule = Literal["1f1b", "gpipe"]
+
+# Flags that have an effect in some modes only, with their defaults and these modes.
+_FLAGS_OF_MODES = (
+    ("shard", "full", ("fsdp",)),
+    ("replicas", 1, ("fsdp",)),
+    ("offload", "none", ("fsdp",)),
+    ("wrap", "block", ("fsdp",)),
+    ("reduce", "fp32", ("fsdp",)),
+    ("static_graph", False, ("ddp", "zero1")),
+    ("find_unused", False, ("ddp", "zero1")),
+    ("broadcast_buffers", False, ("ddp", "zero1")),
+    ("bucket", 25, ("ddp", "zero1")),
+    ("compress", "none", ("ddp", "zero1")),
+    ("compress_after", 1000, ("ddp", "zero1")),
+    ("schedule", "1f1b", ("pipeline",)),
+    ("shares", None, ("none", "ddp", "zero1", "fsdp")),
+    ("sync_batchnorm", False, ("none", "ddp", "zero1", "fsdp")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Ranks, devices and precision.
+
+    Attributes:
+        mode: none: one process. ddp: every rank has the complete model. zero1: as ddp, but each rank keeps
+            and updates a share of the optimizer state (ZeRO-1). fsdp: ranks have shards of the model,
+            gradients and optimizer state. pipeline: each rank has some of the encoder blocks, the last one
+            also the decoder; every rank reads all images of a step, and micro-batches pass through all ranks.
+        precision: Number format of the matrix products; weights and optimizer are always float32.
+        device: auto: the GPU of this rank if there is one, else the CPU.
+        shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
+            stay gathered between forward and backward.
+        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks, at least
+            two. If this number does not fit, as after the loss of a machine, the largest smaller divisor of
+            the world size is used, so that no rank holds more than replicas / world size of the model.
+        offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host
+            memory (cpu), or in pinned host memory (pinned: faster copies, GPU only).
+        wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M:
+            those of consecutive blocks, until there are at least 100 million parameters. none: the complete
+            model, in float32.
+        reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
+            bytes and rounds the gradient.
+        schedule: For pipeline: order of the micro-batches' forward and backward passes. 1f1b: a backward pass
+            as soon as possible, which keeps fewer activations; needs a micro-batch for each rank. gpipe: all
+            forward passes first.
+        shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as
+            fast; --data.micro-batch is that of the largest share. By default all ranks have the same.
+        compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
+            these formats. powersgd:4: approximated by matrices of rank 4; the error is added to the next
+            gradient. Not with --parallel.precision fp16, whose scale changes.
+        compress_after: For powersgd: number of first steps without compression, about a tenth of the run.
+        bucket: For ddp and zero1: MiB of gradients that are sent together.
+        static_graph: For ddp and zero1: promise that every step runs the same graph, so that torch can
+            optimise it.
+        find_unused: For ddp and zero1: search the graph of each step for parameters without a gradient, for
+            models with a branch that only some steps use. SAM has none.
+        broadcast_buffers: For ddp and zero1: after each step, all ranks take the buffers of rank 0, such as
+            the statistics of BatchNorm layers. Each rank normalises with its own images.
+        timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
+            reading, compiling and connecting.
+        timeout: Seconds that a rank waits for the others after the first step. It must
+            exceed --data.deadline: while the storage of one rank is down, that rank retries and the others
+            wait for it.
+        sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
+        network: Network between the machines; --dry-run prints the variables of NCCL and gloo that are set,
+            and why. Variables that are set already are kept. auto: infiniband if a port is active, else
+            ethernet.
+    """
+
+    mode: Literal["none", "ddp", "zero1", "fsdp", "pipeline"] = "none"
+    precision: Precision = "fp32"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    shard: Literal["full", "grad_op"] = "full"
+    replicas: int = 1
+    offload: Literal["none", "cpu", "pinned"] = "none"
+    wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    schedule: Schedule = "1f1b"
+    shares: Annotated[str | None, tyro.conf.arg(metavar="NUMBER,...")] = None
+    compress: str = "none"
+    compress_after: int = 1000
+    bucket: int = 25
+    static_graph: bool = False
+    find_unused: bool = False
+    broadcast_buffers: bool = False
+    timeout_first: float = 1800.0
+    timeout: float = 600.0
+    sync_batchnorm: bool = False
+    network: Network = "auto"
+
+    def check(self, world_size: int) -> None:
+        """Refuse settings that do not fit together, or not this number of ranks.
+
+        Raises:
+            UsageError: the message names the flag.
+        """
+        if self.mode == "none" and world_size > 1:
+            raise UsageError(
+                f"--parallel.mode none: is for one process, this run has {world_size}; "
+                "pass --parallel.mode ddp, zero1, fsdp or pipeline"
+            )
+        for flag, default, modes in _FLAGS_OF_MODES:
+            if self.mode not in modes and getattr(self, flag) != default:
+                raise UsageError(
+                    f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
+                    f"{self.mode}; drop one"
+                )
+        for one, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
+            if getattr(self, one) and getattr(self, other):
+                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
+                raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
+        if self.compress_after < 0:
+            raise UsageError(f"--parallel.compress-after {self.compress_after}: must not be negative")
+        if self.compress_after != 1000 and not self.compress.startswith("powersgd"):
+            raise UsageError(
+                f"--parallel.compress-after: is for --parallel.compress powersgd, not {self.compress}; "
+                "drop it"
+            )
+        if self.bucket < 1:
+            raise UsageError(f"--parallel.bucket {self.bucket}: must be at least 1 MiB")
+        if self.replicas < 1:
+            raise UsageError(f"--parallel.replicas {self.replicas}: must be at least 1")
+        for flag in ("timeout_first", "timeout"):
+            if not getattr(self, flag) > 0:
+                raise UsageError(
+                    f"--parallel.{flag.replace('_', '-')} {getattr(self, flag)}: must be more than 0 seconds"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    """Optimizer, learning rates and schedule.
+
+    Attributes:
+        lr: Learning rate of the last layer after warm-up, at the reference batch.
+        reference_batch: Global batch, in images, for which --optim.lr is specified.
+        batch_scaling: How the learning rate scales with the global batch: linear, sqrt, or none.
+        schedule: step: a tenth at each milestone. cosine: half a cosine down to --optim.min-lr-ratio times
+            the learning rate. rsqrt: 1 / sqrt(1 + t / timescale), t steps after warm-up, and linearly to zero
+            at the end (Zhai et al., "Scaling Vision Transformers", 2022).
+        steps: Length of the schedule in steps.
+        epochs: Length of the schedule in epochs, such as 2 or 0.5, in place of --optim.steps; rounded up to
+            complete steps.
+        warmup: Steps in which the learning rate rises linearly.
+        milestones: For step: steps after which the learning rate falls to a tenth.
+        min_lr_ratio: For cosine: fraction of the learning rate at the end.
+        timescale: For rsqrt: steps after warm-up until the learning rate has fallen by the square root of 2.
+        cooldown: For rsqrt: number of last steps, in which the learning rate falls linearly to zero.
+        layer_decay: Ratio of the learning rates of each layer and the next one; 1: the same for all layers.
+            The model numbers its layers.
+        weight_decay: Weight decay; biases, norms and position embeddings have none.
+        beta1: Decay of the running mean of gradients.
+        beta2: Decay of the running mean of squared gradients.
+        epsilon: Added to the root of the running mean of squared gradients.
+        grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
+        ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
+            evaluated and exported instead of the weights. The decay of the first steps is smaller: it
+            is (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without a
+            running mean can resume with it; the mean then starts from the weights of the checkpoint.
+        freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
+            They run as in evaluation, without drop path or dropout.
+        fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
+    """
+
+    lr: float = 8e-4
+    reference_batch: int = 256
+    batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    schedule: Literal["step", "cosine", "rsqrt"] = "step"
+    steps: int = 90_000
+    epochs: float | None = None
+    warmup: int = 250
+    milestones: tuple[int, ...] = (60_000, 86_666)
+    min_lr_ratio: float = 0.0
+    timescale: int = 1_000
+    cooldown: int = 0
+    layer_decay: float = 0.8
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    grad_clip: float = 1.0
+    ema: float = 0.0
+    freeze: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
+    fitting: tyro.conf.Suppress[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse invalid settings.
+
+        Raises:
+            UsageError: the message names the flag.
+        """
+        for flag in ("lr", "reference_batch", "steps", "timescale", "epsilon"):
+            if not getattr(self, flag) > 0:
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must be more than 0")
+        if self.epochs is not None and not self.epochs > 0:
+            raise UsageError(f"--optim.epochs {self.epochs}: must be more than 0")
+        for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
+            if not getattr(self, flag) >= 0:
+                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must not be negative")
+        for flag in ("beta1", "beta2", "ema"):
+            if not 0 <= getattr(self, flag) < 1:
+                raise UsageError(f"--optim.{flag} {getattr(self, flag)}: must be from 0 to below 1")
+        if not 0 < self.layer_decay <= 1:
+            raise UsageError(f"--optim.layer-decay {self.layer_decay}: must be above 0 and at most 1")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio}: must be from 0 to 1")
+        if self.min_lr_ratio and self.schedule != "cosine":
+            raise UsageError(
+                f"--optim.min-lr-ratio: is for --optim.schedule cosine, not {self.schedule}; drop one"
+            )
+        if self.cooldown and self.schedule != "rsqrt":
+            raise UsageError(
+                f"--optim.cooldown: is for --optim.schedule rsqrt, not {self.schedule}; drop one"
+            )
+        if self.cooldown and self.warmup + self.cooldown > self.steps:
+            raise UsageError(
+                f"--optim.warmup {self.warmup}, --optim.cooldown {self.cooldown}: must not be more than "
+                f"--optim.steps {self.steps} together"
+            )
+        if self.warmup >= self.steps:
+            raise UsageError(f"--optim.warmup {self.warmup}: must be less than --optim.steps {self.steps}")
+        marks = pairwise([self.warmup, *self.milestones])
+        if self.schedule == "step" and any(one >= other for one, other in marks):
+            raise UsageError(
+                f"--optim.milestones {self.milestones}: must be in ascending order and after "
+                f"--optim.warmup {self.warmup}"
+            )
+
+    def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
+        """These settings with the steps of `epochs`, if it is set, in complete steps; see `fitted`.
+
+        Args:
+            images: images of an epoch.
+            global_batch: images of a step.
+
+        Raises:
+            UsageError: these steps do not fit the schedule.
+        """
+        if self.epochs is None:
+            return self, []
+        steps = max(math.ceil(self.epochs * images / global_batch), 1)
+        try:
+            return replace(self, fitting=()).fitted(steps, self.fitting)
+        except UsageError as error:
+            raise UsageError(
+                f"--optim.epochs {self.epochs:g}: is {counted(steps, 'step')}; {error}"
+            ) from None
+
+    def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
+        """These settings with another number of steps, and lines that describe what changed.
+
+        Args:
+            fitting: of warmup and cooldown those that may be shortened in proportion, if they do not fit.
+
+        Raises:
+            UsageError: the steps do not fit the schedule.
+        """
+        changed: dict[str, Any] = {"steps": steps}
+        notes = list[str]()
+        for name in fitting if steps <= self.warmup + self.cooldown else ():
+            if before := getattr(self, name):
+                changed[name] = before * steps // self.steps
+                notes.append(
+                    f"--optim.{name} {changed[name]}: the preset's {before} of {self.steps:,} steps, in "
+                    f"proportion to --optim.steps {steps}"
+                )
+        return replace(self, **changed), notes
+
+
+def _dashed(flag: str) -> str:
+    return flag.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Schedule, data and protocol of evaluations.
+
+    Attributes:
+        view: View to evaluate on (`sa1b view ROOT --held-out ... --split held-out`); it must share no image
+            with the training view.
+        every: Steps between evaluations; there is also one at the end. 0: no evaluation during training.
+        protocol: uniform: clicks at uniform random pixels, IoU at the resolution of the losses, for curves.
+            sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
+        masks: Largest number of masks per image; the choice is the same in every evaluation.
+        coco: With --evaluate-only: a COCO-format annotation file to evaluate on instead of a view, with the
+            protocol sam and the annotations' boxes; see sa1b.engine.coco_evaluation.
+        images: With coco: the folder of its images.
+        detections: With coco: a file of COCO results whose boxes are the prompts; the result is the average
+            precision.
+        show: Number of images, from the start of the view, whose predicted masks are written to
+            OUT/predictions.jsonl. `sa1b gallery ROOT --predictions` draws them beside the annotated masks.
+    """
+
+    view: str | None = None
+    every: int = 0
+    protocol: Literal["uniform", "sam"] = "uniform"
+    masks: int = 16
+    coco: Path | None = None
+    images: Path | None = None
+    detections: Path | None = None
+    show: int = 24
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.masks < 1 or self.show < 0:
+            raise UsageError(
+                f"--evaluation.masks {self.masks}, --evaluation.every {self.every}, --evaluation.show "
+                f"{self.show}: must be at least 1, 0 and 0"
+            )
+        if (self.coco is None) != (self.images is None):
+            raise UsageError(
+                "--evaluation.coco, --evaluation.images: one of them is missing; pass both, annotations "
+                "and images"
+            )
+        if self.detections is not None and self.coco is None:
+            raise UsageError(
+                "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
+            )
+        if self.coco is not None and self.view is not None:
+            raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Settings of checkpoints: when they are written, and how many are kept.
+
+    Attributes:
+        every: Steps between checkpoints.
+        keep_last: Number of newest checkpoints to keep; by default two, in case one is damaged. The disk
+            needs space for one more.
+        keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
+        asynchronous: Continue training while a checkpoint is written (the default). This takes host memory
+            for a copy of each rank's tensors. With --checkpoint.no-asynchronous, training waits.
+        tolerate: Number of consecutive failed writes after which the run still continues; the older
+            checkpoint is kept.
+    """
+
+    every: int = 1000
+    keep_last: int = 2
+    keep_every: int = 0
+    asynchronous: bool = True
+    tolerate: int = 2
+
+    def __post_init__(self) -> None:
+        for flag, least in (("every", 1), ("keep_last", 1), ("keep_every", 0), ("tolerate", 0)):
+            if getattr(self, flag) < least:
+                raise UsageError(
+                    f"--checkpoint.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least {least}"
+                )

@@ -1,0 +1,81 @@
+"""Optional techniques hang on the training loop, which trains without their modules."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sa1b import train
+from sa1b.engine import parallel, run
+from sa1b.engine.checkpoint import checkpoints
+from sa1b.engine.technique import Place
+from tests.processes import REPOSITORY, Process, rank_environments
+from tests.train.command import FLAGS, losses
+from tests.train.without import TECHNIQUES
+
+
+def test_every_technique_has_one_place() -> None:
+    named = [*parallel.MODES.values(), *vars(parallel).values(), *vars(run).values()]
+    places = {one for one in named if isinstance(one, Place)}
+    assert sorted(one.module for one in places) == sorted(f"sa1b.engine.{name}" for name in TECHNIQUES)
+    for place in (*places, checkpoints.BUCKET):
+        assert place.load() is not None, place
+    assert train.PLANNER is run.PLANNER
+
+
+def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int], str]:
+    """Run the command without the techniques; returns the exit codes and the output of rank 0."""
+    command = [sys.executable, "-m", "tests.train.without", "--data.root", str(root), "--out", str(out)]
+    with rank_environments(ranks) as environments:
+        processes = []
+        for rank, environment in enumerate(environments):
+            with out.with_name(f"{rank}.log").open("w") as log:
+                processes.append(
+                    Process(
+                        [*command, *FLAGS, *flags],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        cwd=REPOSITORY,
+                        env=environment,
+                    )
+                )
+        codes = [process.wait(300) for process in processes]
+    return codes, out.with_name("0.log").read_text()
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
+    root: Path, whole: Callable[[str, int], Path], tmp_path: Path, mode: str, ranks: int
+) -> None:
+    codes, output = start(root, tmp_path / "run", "--parallel.mode", mode, ranks=ranks)
+    assert codes == [0] * ranks, output
+    assert output.splitlines()[-1] == "imported: []"
+    assert losses(tmp_path / "run") == losses(whole(mode, ranks))
+
+
+@pytest.mark.parametrize(
+    ("flags", "technique"),
+    [
+        (("--parallel.mode", "zero1"), "zero1"),
+        (("--parallel.mode", "pipeline"), "pipeline"),
+        (("--parallel.mode", "ddp", "--parallel.compress", "bf16"), "compression"),
+        (("--parallel.mode", "ddp", "--parallel.shares", "1"), "shares"),
+        (("--dry-run",), "planner"),
+        (("--health.stall", "60"), "watchdog"),
+        (("--logging.window", "7"), "stragglers"),
+    ],
+)
+def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
+    root: Path, tmp_path: Path, flags: tuple[str, ...], technique: str
+) -> None:
+    codes, output = start(root, tmp_path / "run", *flags)
+    lines = [line for line in output.splitlines() if line.startswith("error")]
+    flag = " ".join(flags[-2:]) if technique in ("zero1", "pipeline") else flags[-2 if len(flags) > 1 else 0]
+    assert codes == [2]
+    assert lines == [
+        f"error: {flag}: needs the module sa1b.engine.{technique}, which is not installed; drop the flag, or "
+        "install sa1b again"
+    ]
+    assert technique in TECHNIQUES

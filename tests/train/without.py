@@ -1,0 +1,46 @@
+"""The training command without its optional techniques: `python -m tests.train.without --flags`.
+
+The modules of the techniques cannot be imported, as if their files were deleted. All modules of the package are
+imported anew, so that none has one of them from before.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+TECHNIQUES = ("zero1", "compression", "pipeline", "shares", "planner", "stragglers", "watchdog")
+MODULES = tuple(f"sa1b.engine.{name}" for name in TECHNIQUES)
+
+
+class Absent:
+    """A finder of modules for which those of the techniques do not exist."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in MODULES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+def main() -> int:
+    for name in [one for one in sys.modules if one.partition(".")[0] == "sa1b"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Absent())
+    import torch
+
+    from sa1b import train
+
+    torch.set_num_threads(1)
+    code = train.main()
+    there = [name for name in sys.modules if name.startswith(MODULES)]
+    print(f"imported: {there}")
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    from sa1b.train import exit_at_once
+
+    exit_at_once(code)
