@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine import parallel
+from sa1b.engine import process_group
 from sa1b.engine.buffers import shared_statistics
 from sa1b.engine.model import unwrap
 from sa1b.engine.parallel import wrap
@@ -454,7 +454,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    assert parallel._device(DDP, local_rank) == torch.device("cuda", index)
+    assert process_group._device(DDP, local_rank) == torch.device("cuda", index)
     assert taken == [index]
 
 
@@ -462,7 +462,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="local rank 2: no GPU is left for it, this process sees 2"):
-        parallel._device(DDP, 2)
+        process_group._device(DDP, 2)
 
 
 def test_ranks_that_see_the_same_gpu_as_their_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,9 +474,9 @@ def test_ranks_that_see_the_same_gpu_as_their_only_one_are_refused(monkeypatch: 
     store.set("gpu/0", "another host GPU-1")
     store.set("gpu/2", f"{socket.gethostname()} GPU-1")
     with pytest.raises(UsageError, match=r"ranks 1 and 2: have the same GPU \(\S+ GPU-1\)"):
-        parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
+        process_group._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
     store.set("gpu/2", f"{socket.gethostname()} GPU-2")
-    parallel._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
+    process_group._refuse_shared_gpus(store, 1, 3, torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sa1b
 from sa1b.engine.checkpoint import files
+from sa1b.engine.weights import newest as newest_good
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
@@ -246,7 +247,7 @@ def checkpoint_steps(out: Path) -> list[int]:
 
 def newest(out: Path) -> Path:
     """Its newest checkpoint, checked."""
-    found = files.newest(out / "checkpoints")
+    found = newest_good(out / "checkpoints")
     assert found is not None
     return found.folder
 

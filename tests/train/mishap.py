@@ -77,7 +77,7 @@ PLACES = {
     "after an evaluation": (Metrics, "evaluation", 1),
     "save": (train.Run, "save", 1),
     "snapshot": (Checkpoints, "_copied", 1),
-    "write": (tensors._Writer, "write_data", 1),
+    "write": (tensors.Writer, "write_data", 1),
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train.Run, "close", 1),
 }
