@@ -6,8 +6,9 @@ import re
 _USER = re.compile(r"(?<=://)[^\s/]*@")
 # From the first sign of a query to the last character before the punctuation of a sentence.
 _END = r"(?=['\"<>)\]},;:.]*(?:\s|$))"
-_QUERY = re.compile(r"((?:https?|s3|gs|az|abfs)://[^\s?]*?)(?:\?|%3[fF])(?=[^\s])\S*?" + _END)
-_PART = re.compile(r"(https?://[^\s#;]*)[#;](?=[^\s'\"<>)\]},;:.])\S*?" + _END)
+_QUERY = re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s?]*?)(?:\?|%3[fF])(?=[^\s])\S*?" + _END)
+# In a key of a bucket, "#" and ";" are characters like others.
+_PART = re.compile(r"((?i:https?)://[^\s#;]*)[#;](?=['\"<>)\]},;:.]*[^\s'\"<>)\]},;:.])\S*?" + _END)
 _SIGNATURE = re.compile(r"\b(X-(?:Amz|Goog)-[A-Za-z-]+=)[^\s&'\"]+", re.IGNORECASE)
 # Characters that control a terminal or change the order of the others; not line breaks and tabs.
 _CONTROL = re.compile("[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -16,10 +16,21 @@ SECRETS = ("USER1", "PASS2", "TOK3", "SIG4", "FRAG5")
 SIGNS = ("", "'", '"', "<", ">", "%3F", ";", "#", "$", "&", ",")
 
 
+QUERIES = ("?token={0}TOK3&X-Amz-Signature=b{0}SIG4#{0}FRAG5", "%3Ftoken={0}TOK3")
+FORMS = [  # in the key of a bucket, "#" is a character like others
+    *(
+        (scheme, query)
+        for scheme in ("http", "https", "HTTP", "s3", "S3", "abfss", "hf")
+        for query in QUERIES
+    ),
+    ("http", "#{0}FRAG5"),
+]
+
+
 @pytest.mark.parametrize("sign", SIGNS)
-@pytest.mark.parametrize("scheme", ["http", "https"])
-def test_no_secret_of_a_url_is_left(scheme: str, sign: str) -> None:
-    url = f"{scheme}://USER1:a{sign}PASS2@host:80/folder/x.tar?token={sign}TOK3&X-Amz-Signature=b{sign}SIG4#{sign}FRAG5"
+@pytest.mark.parametrize(("scheme", "query"), FORMS)
+def test_no_secret_of_a_url_is_left(scheme: str, query: str, sign: str) -> None:
+    url = f"{scheme}://USER1:a{sign}PASS2@host:80/folder/x.tar{query.format(sign)}"
     for text in (
         url,
         f"{url}: denied; see 'x'",
