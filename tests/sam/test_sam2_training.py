@@ -17,12 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import sa1b
 from sa1b.engine.presets import SAM_PRESETS
 from sa1b.hashing import Purpose
 from sa1b.sam import clicks
 from sa1b.sam.iteration import Iteration, Scene
+from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.protocol import next_click
 from sa1b.sam.random_values import random_words, uniforms
+from tests.train.command import make_root
 
 SOURCES = os.environ.get("SA1B_SAM2_SOURCES", "")
 CASES, SIDE = 1000, 16
@@ -38,13 +41,15 @@ pytestmark = [
 def theirs() -> Iterator[SimpleNamespace]:
     """SAM 2's functions, without the modules of its trainer, which need more packages."""
     before = set(sys.modules)
-    for name in ("sam2", "sam2.utils", "sam2.modeling", "training", "training.utils"):
+    for name in ("sam2", "sam2.utils", "sam2.modeling", "training", "training.utils", "training.dataset"):
         package = ModuleType(name)
         package.__path__ = [str(Path(SOURCES, *name.split(".")))]
         sys.modules[name] = package
     trainer = ModuleType("training.trainer")
     trainer.CORE_LOSS_KEY = "core_loss"
     sys.modules["training.trainer"] = trainer
+    sys.modules["tensordict"] = ModuleType("tensordict")
+    sys.modules["tensordict"].tensorclass = lambda found: found  # of batches, which are not compared
     yield SimpleNamespace(
         utils=importlib.import_module("sam2.modeling.sam2_utils"),
         losses=importlib.import_module("training.loss_fns"),
@@ -153,3 +158,37 @@ def test_the_centre_of_an_error_is_theirs(theirs: SimpleNamespace) -> None:
     for i in range(CASES):
         click = next_click(predicted[i].numpy(), truth[i].numpy())
         assert click == (int(points[i, 0, 0]), int(points[i, 0, 1]), int(labels[i, 0]))
+
+
+def test_flips_and_normalised_pixels_are_theirs(theirs: SimpleNamespace, tmp_path: Path) -> None:
+    """The images are not scaled: SAM 2 stretches them to the square, which docs/recipes.md lists."""
+    pytest.importorskip("torchvision")
+    transforms = importlib.import_module("training.dataset.transforms")
+    data = importlib.import_module("training.utils.data_utils")
+    to_pil = importlib.import_module("torchvision.transforms.functional").to_pil_image
+    root, masks = make_root(tmp_path, images=80), 0
+    plain, flipped = (
+        sa1b.Stream(root, global_batch=1, image_size=160, masks=40, flip=share, seed=7)
+        for share in (0.0, 1.0)
+    )
+    for before, after in zip(plain, flipped, strict=True):
+        height, width = before.framed_sizes[0].tolist()
+        image, dense = before.images[0, :, :height, :width], before.masks.dense()[:, :height, :width]
+        objects = [data.Object(number, 0, one) for number, one in enumerate(dense)]
+        frame = data.Frame(to_pil(image), objects)
+        point = transforms.hflip(data.VideoDatapoint([frame], 0, (height, width)), 0)
+        own = after.images[0, :, :height, :width]
+        for mine, other in zip(after.masks.dense()[:, :height, :width], objects, strict=True):
+            assert torch.equal(mine, other.segment)
+            masks += 1
+        point = transforms.ToTensorAPI()(point)
+        assert torch.equal((frame.data * 255).round().to(torch.uint8), own)
+        transforms.NormalizeAPI([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])(point)
+        pixels = normalised(
+            after.images,
+            None,
+            torch.tensor(PIXEL_MEAN)[:, None, None],
+            torch.tensor(PIXEL_STD)[:, None, None],
+        )
+        torch.testing.assert_close(pixels[0, :, :height, :width], frame.data, rtol=1e-4, atol=1e-4)
+    assert masks >= CASES

@@ -118,15 +118,23 @@ class Machines:
 
     def wait_for(self, world_size: int) -> None:
         """Wait until so many ranks have done three steps since they started."""
+
+        def holds() -> bool:
+            last, done = starts(self.out)[-1], lines(self.out)[-1]["step"]
+            return last["world_size"] == world_size and done >= last["step"] + 3
+
+        self.wait_until(holds)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a condition on the files of the run."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             with suppress(OSError, ValueError, AssertionError, IndexError):  # the file is being written
-                last, done = starts(self.out)[-1], lines(self.out)[-1]["step"]
-                if last["world_size"] == world_size and done >= last["step"] + 3:
+                if holds():
                     return
             assert all(agent.poll() is None for agent in self.agents.values()), self.log()
             time.sleep(0.1)
-        raise AssertionError(f"no {world_size} ranks: {self.log()}")
+        raise AssertionError(f"it does not come: {self.log()}")
 
     def stop(self) -> int:
         """Stop the run on all machines by a signal to one rank; returns the number of steps."""
@@ -215,14 +223,17 @@ def test_a_machine_is_killed_and_joins_again(machines: Callable[..., Machines]) 
 
 @pytest.mark.slow
 def test_an_agent_is_killed_and_its_ranks_live_on(machines: Callable[..., Machines]) -> None:
-    """They end when those of the other agent are started again, and disturb the new ones in nothing."""
+    """They train on with the others, until an agent that joins starts all ranks again; then they end."""
     found = machines(most=2, forked=False)  # a forked rank gets SIGINT when its agent ends
     found.join("a")
     found.join("b")
     found.wait_for(2)
     found.kill("b", ranks=False)
-    found.wait_for(1)
+    before, begun = lines(found.out)[-1]["step"], len(starts(found.out))
+    found.wait_until(lambda: lines(found.out)[-1]["step"] > before + 3)
+    assert len(starts(found.out)) == begun
     found.join("b")
+    found.wait_until(lambda: len(starts(found.out)) > begun)
     found.wait_for(2)
     assert_as_undisturbed(found, found.stop())
 
