@@ -1,6 +1,8 @@
 """What may be printed: no secret of a URL, no character that controls a terminal."""
 
+import io
 import json
+import tarfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -119,3 +121,24 @@ def test_no_command_prints_or_writes_a_secret_of_a_url(
         assert "Traceback" not in said, (verb, said)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "links.txt"]
     assert not [(path, one) for path in files for one in SECRETS if one.encode() in path.read_bytes()]
+
+
+def test_names_of_others_do_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of members, files, columns and categories that somebody else chose."""
+    monkeypatch.chdir(tmp_path)
+    evil = "e\x1b]0;title\x07\x1b[31m\x9b31m\x7f\u202ex"
+    (tmp_path / evil).mkdir()
+    tiny.make_tar(tmp_path / evil / "sa_000001.tar", range(3), gzip=False)
+    with tarfile.open(tmp_path / evil / "sa_000001.tar", "a") as tar:
+        tar.addfile(tarfile.TarInfo(f"sa_7{evil}.jpg"), io.BytesIO(b""))
+    (tmp_path / evil / f"{evil}.tar").touch()
+    for verb, *arguments in (
+        ("reshard", evil, "--out", "refused"),
+        ("reshard", f"{evil}/sa_000001.tar", "--out", f"out{evil}"),
+        ("query", f"out{evil}", f"SELECT '{evil}' AS \"{evil}\""),
+        ("locate", f"out{evil}", "1"),
+    ):
+        done = runner(verb)(*arguments)
+        said = done.stdout + done.stderr
+        assert "\\x1b" in said, (verb, said)
+        assert not {*said} & {"\x1b", "\x07", "\x9b", "\x7f", "\u202e"}, (verb, said)
