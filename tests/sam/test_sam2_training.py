@@ -166,7 +166,7 @@ def test_flips_and_normalised_pixels_are_theirs(theirs: SimpleNamespace, tmp_pat
     transforms = importlib.import_module("training.dataset.transforms")
     data = importlib.import_module("training.utils.data_utils")
     to_pil = importlib.import_module("torchvision.transforms.functional").to_pil_image
-    root, masks = make_root(tmp_path, images=80), 0
+    root, masks = make_root(tmp_path, images=100), 0
     plain, flipped = (
         sa1b.Stream(root, global_batch=1, image_size=160, masks=40, flip=share, seed=7)
         for share in (0.0, 1.0)
