@@ -3,8 +3,8 @@ PYTHON ?= python3
 # Another build of PyTorch: docs/install.md.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# Four on two cores: a third of the time the tests wait for processes and servers.
-PROCESSES ?= 4
+# Three on two cores: a third of the time the tests wait for processes and servers.
+PROCESSES ?= 3
 
 FIGURES := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
 
@@ -13,7 +13,7 @@ FIGURES := demo reshard masks record stream order scale range_reads local_cache 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
 
-# The tests that a change must pass, in four processes.
+# The tests that a change must pass.
 test: .venv/installed-dev
 	$(BIN)/pytest -n $(PROCESSES) --dist loadfile -m "not slow"
 

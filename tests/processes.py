@@ -59,6 +59,7 @@ PRELOADED = (
     "torch._dynamo",  # torch's optimizers import this module at their first step
     "pytest",
     "hypothesis.strategies",
+    "s3fs",
 )
 # Variables that Python or a library reads when it starts.
 AT_START = (

@@ -27,7 +27,7 @@ def test_the_clock_jumps():
 """
 
 
-@pytest.mark.parametrize("kind", ["clock", "load"])
+@pytest.mark.parametrize("kind", ["clock", pytest.param("load", marks=pytest.mark.slow)])
 def test_tests_that_depend_on_the_machine_are_told_from_broken_ones(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(TESTS)

@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     [
         (["-m", "sa1b", "train"], "-m sa1b train [-h]"),
         (["-m", "sa1b.train"], "usage: python -m sa1b.train [-h]"),
-        (["sa1b/train.py"], "usage: python sa1b/train.py [-h]"),
+        pytest.param(["sa1b/train.py"], "usage: python sa1b/train.py [-h]", marks=pytest.mark.slow),
         pytest.param(
             [*TORCHRUN, "-m", "sa1b.train"], "usage: torchrun -m sa1b.train [-h]", marks=pytest.mark.slow
         ),

@@ -34,6 +34,7 @@ TRAINING = (
     *("--checkpoint.every", "2", "--logging.tensorboard", "False"),
 )
 ANNOTATING = ("--points-per-side", "6")  # 36 points of an image instead of 1024
+SCALING = ("--masks", "2", "--micro-batch", "1", "--steps", "1", "--rounds", "1")
 _CLIENT = """\
 import json, os, socket, struct, sys
 connection = socket.socket(socket.AF_UNIX)
@@ -85,6 +86,8 @@ def _run(connection: socket.socket) -> None:
         words, folder, environment = json.loads(data)
         if words[:1] == ["train"] and "--help" not in words:
             words += TRAINING
+        if words[:2] == ["bench", "scaling"] and "--help" not in words:
+            words += SCALING
         if words[:1] == ["annotate"] and "--help" not in words:
             words += ANNOTATING
         # Variables that are read at the start of an interpreter have the server's values.

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ DOCS = REPOSITORY / "docs"
 _PLACEHOLDER = re.compile(r"[:;] |<[^>]*>|\.\.\.|\(|\)|'[^']*'|\b\d[\d,]*|sa_\d+|sa1b reshard|<pid>|\bx\b")
 
 
+@cache
 def _texts() -> str:
     """All string constants of the package; values in f-strings are line breaks."""
     found = []

@@ -10,7 +10,7 @@ A `text` block directly after a block that is run must be what that block prints
 - `bash`: a shell that stops at the first command that fails. `sa1b` and `python` are those of this checkout.
   `cd` and variables have no effect on later blocks. `sa1b train` has flags appended that make model and run
   tiny (64 pixels, 2 steps of 2 images: `TRAINING` in `tests/docs/command.py`), so a page can show the flags
-  of a real run. `sa1b annotate` has `--points-per-side 6` appended.
+  of a real run. `sa1b annotate` has `--points-per-side 6` appended, `sa1b bench scaling` one step of one image.
 - `python`: the blocks of a page share one namespace and one process. They need no `if __name__ ==
     "__main__"`.
 - `sql`: DuckDB, in the page's folder.

@@ -24,7 +24,7 @@ CURVES = {
     "powersgd:2": POWER,
     "powersgd:2, zero1": replace(POWER, mode="zero1"),
 }
-STEPS = 10
+STEPS = 6
 
 
 def curves() -> dict[str, dict[str, Any]]:

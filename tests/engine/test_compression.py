@@ -51,7 +51,7 @@ def test_the_bytes_are_halved_or_those_of_two_narrow_matrices() -> None:
     assert sent["powersgd:2"] < MODEL / 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_buckets_changes_nothing(world_size: int) -> None:
     """Gloo aborts if the ranks start the collectives of several buckets in different orders."""
     ranks = launch(compressed_ranks.buckets, world_size)

@@ -56,7 +56,7 @@ def batch_of(config: Any) -> Batch:
     )
 
 
-@pytest.mark.parametrize("feedback_gradient", [False, True])
+@pytest.mark.parametrize("feedback_gradient", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.usefixtures("on_meta")
 def test_a_step_of_training_and_an_evaluation_stay_on_the_device(feedback_gradient: bool) -> None:
     config = PRESETS["tiny"]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.ingest.damaged_tars import KINDS, check
 
-TARS_PER_KIND = 4
+TARS_PER_KIND = 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

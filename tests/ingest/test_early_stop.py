@@ -13,12 +13,12 @@ from sa1b.shards.image_warnings import ImageWarning
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny
 
-PAIRS = 3000
+PAIRS = 1500
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A tar of 3,000 pairs, neighbours, every one of them with a wrong area."""
+    """A tar of 1,500 pairs, neighbours, every one of them with a wrong area."""
     jpeg, text = tiny.pair(1, size=(16, 16))
     found = json.loads(text)
     found["annotations"][0]["area"] += 1

@@ -185,7 +185,7 @@ def by_theirs(original: Any, theirs: Any, image: np.ndarray, config: GeneratorCo
     )
 
 
-@pytest.mark.parametrize("size", [(48, 64), (300, 200), (40, 150)])
+@pytest.mark.parametrize("size", [(48, 64), pytest.param((300, 200), marks=pytest.mark.slow), (40, 150)])
 @pytest.mark.parametrize(
     "settings",
     [

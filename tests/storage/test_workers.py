@@ -65,7 +65,7 @@ def read_by_workers(reader: Reader, ranges: list[Range], workers: int, way: str 
         (4, "fork"),
         pytest.param(1, "forkserver", marks=SLOW),
         pytest.param(4, "forkserver", marks=SLOW),
-        (1, "spawn"),
+        pytest.param(1, "spawn", marks=SLOW),
         pytest.param(4, "spawn", marks=SLOW),
     ],
 )

@@ -1,6 +1,7 @@
 """`TrainingData`: a run of Lightning resumes after the last batch that was trained on, at every step."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import sa1b
 from sa1b.errors import UsageError
 from tests.stream.recorded import RECIPE, make_root
 
-lightning = pytest.importorskip("lightning", reason="needs lightning: pip install -e '.[examples]'")
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning")  # of what this machine lacks
+# The tests import lightning: that takes seconds in each process that collects this file.
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("lightning") is None, reason="needs lightning: pip install -e '.[examples]'"
+    ),
+    pytest.mark.filterwarnings("ignore::Warning:lightning"),  # of what this machine lacks
+]
 IMAGES, BATCH, EPOCHS = 11, 4, 3  # the last step of an epoch has 3 images
 STEPS = EPOCHS * 3
 
@@ -23,24 +29,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("lightning"), IMAGES)
 
 
-class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    """Records the positions that it is trained on, and after how many batches it is validated."""
+def model() -> Any:
+    """A model that records the positions that it is trained on, and after how many batches it is validated."""
+    import lightning
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[int] = []
-        self.validated: list[int] = []
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen: list[int] = []
+            self.validated: list[int] = []
 
-    def training_step(self, batch: sa1b.Batch, index: int) -> torch.Tensor:
-        self.seen += batch.positions.tolist()
-        return (self.weight - batch.images.float().mean() / 255) ** 2
+        def training_step(self, batch: sa1b.Batch, index: int) -> torch.Tensor:
+            self.seen += batch.positions.tolist()
+            return (self.weight - batch.images.float().mean() / 255) ** 2
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.validated.append(len(self.seen))
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.validated.append(len(self.seen))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    return Model()
 
 
 def make(root: Path, kind: str, **options: Any) -> Any:
@@ -52,15 +62,23 @@ def make(root: Path, kind: str, **options: Any) -> Any:
     return TrainingData(lambda: DataLoader(sa1b.Stream(root, **settings), batch_size=None))
 
 
-def fit(data: Any, steps: int, *callbacks: Any, checkpoint: Path | None = None, **options: Any) -> Model:
+def fit(data: Any, steps: int, *callbacks: Any, checkpoint: Path | None = None, **options: Any) -> Any:
+    import lightning
+
     trainer = lightning.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=-1,
         enable_checkpointing=any("ModelCheckpoint" in type(one).__name__ for one in callbacks), num_sanity_val_steps=0, max_steps=steps,
         callbacks=[data, *callbacks], **options,
     )  # fmt: skip
-    model = Model()
-    trainer.fit(model, data, [0], ckpt_path=checkpoint)
-    return model
+    trained = model()
+    trainer.fit(trained, data, [0], ckpt_path=checkpoint)
+    return trained
+
+
+def saving(folder: Path) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
 
 
 @pytest.mark.parametrize("epochs", [1, None])
@@ -68,9 +86,7 @@ def fit(data: Any, steps: int, *callbacks: Any, checkpoint: Path | None = None, 
 def test_a_run_resumes_exactly_at_every_step_of_three_epochs(
     root: Path, tmp_path: Path, kind: str, epochs: int | None
 ) -> None:
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(
-        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
-    )
+    keep = saving(tmp_path)
     whole = fit(make(root, kind, epochs=epochs), STEPS + 4, keep)
     assert whole.seen == list(range(len(whole.seen)))
     for step in range(1, STEPS + 1):
@@ -100,9 +116,7 @@ def test_micro_batches_resume_after_the_last_step_of_the_optimizer(
     def data() -> Any:
         return make(root, "Loader", epochs=epochs, micro_batch=2)
 
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(
-        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
-    )
+    keep = saving(tmp_path)
     whole = fit(data(), STEPS, keep, accumulate_grad_batches=2)
     assert whole.seen == list(range(len(whole.seen)))
     for step in (1, 3, 4):
@@ -118,6 +132,8 @@ def test_steps_of_the_optimizer_within_a_step_of_the_stream_are_refused(root: Pa
 
 
 def test_a_checkpoint_between_two_steps_of_the_optimizer_is_warned_of(root: Path, tmp_path: Path) -> None:
+    import lightning
+
     class Between(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -133,11 +149,13 @@ def test_a_checkpoint_between_two_steps_of_the_optimizer_is_warned_of(root: Path
 
 
 def test_wrong_uses_are_refused(root: Path) -> None:
+    import lightning
+
     from sa1b.stream.lightning import TrainingData
 
     trainer: Callable[..., Any] = lightning.Trainer
     data = make(root, "Loader")
     with pytest.raises(UsageError, match=r"Trainer\(callbacks=\[...\]\)"):
-        trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1).fit(Model(), data)
+        trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1).fit(model(), data)
     with pytest.raises(UsageError, match="must return a sa1b.Loader"):
         fit(TrainingData(lambda: DataLoader([1, 2])), 1)  # type: ignore[arg-type]

@@ -77,7 +77,9 @@ def test_workers_do_not_change_the_sequence(root: Path, workers: int) -> None:
         assert_equal(one, other)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "context", ["fork", *(pytest.param(way, marks=pytest.mark.slow) for way in ("spawn", "forkserver"))]
+)
 def test_workers_however_they_are_started(root: Path, context: str) -> None:
     expected = take(Stream(root, global_batch=4, **ENDLESS), 4)
     found = take(Stream(root, global_batch=4, **ENDLESS), 4, num_workers=2, multiprocessing_context=context)

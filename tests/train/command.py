@@ -34,8 +34,8 @@ from tests import processes
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny
 
-IMAGES = 23
-STEPS = 6
+IMAGES = 16  # an epoch ends within the steps
+STEPS = 4
 BATCH = 5  # not a multiple of 2 or 3 ranks
 # In micro-batches of 2: two ranks have 2 + 0 and 2 + 1 images, one of them an empty micro-batch.
 FLAGS = (
@@ -73,7 +73,7 @@ FLAGS_OF_MODELS = {
 PATIENCE = 600  # seconds until a command counts as hanging
 
 
-def make_root(folder: Path, images: int = IMAGES) -> Path:
+def make_root(folder: Path, images: int = 23) -> Path:
     """A root of a few small synthetic images, ids from 100 on, and FOLDER/phrases.parquet."""
     phrases = Phrases()
     tar = folder / "sa_000001.tar"
@@ -175,13 +175,19 @@ def torchrun(
     mode: str,
     restarts: int = 0,
     mishap: dict[str, Any] | None = None,
+    forked: bool = False,
 ) -> Process:
-    """Start the command under torchrun; its output goes to a file beside `out`."""
+    """Start the command under torchrun, or its agent (agent.py); its output goes to a file beside `out`."""
     script = ["sa1b/train.py"] if mishap is None else ["-m", "tests.train.mishap", json.dumps(mishap)]
+    program = ["torch.distributed.run", "--standalone"]
+    if forked:
+        program = ["tests.train.agent", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        script = [json.dumps(mishap)]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *(sys.executable, "-m", *program, f"--nproc-per-node={ranks}"),
         *(f"--max-restarts={restarts}", *script),
-        *("--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags),
+        *("--data.root", str(root), "--out", str(out), *(SECOND_FLAGS if forked else FLAGS)),
+        *("--parallel.mode", mode, *flags),
     ]
     with _log(out).open("w") as log:
         return Process(

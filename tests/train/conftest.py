@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.command import make_root, train_to_end
+from tests.train.command import IMAGES, add_views, make_root, train_to_end
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
+Whole = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -35,18 +36,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 
 
 @pytest.fixture(scope="session")
-def root(shared: Shared) -> Path:
-    return shared("root", make_root) / "root"
+def parted(shared: Shared) -> Path:
+    """A root with the views "train" and "held-out", which share no image."""
+    return shared("parted", lambda folder: add_views(make_root(folder, IMAGES))) / "root"
 
 
 @pytest.fixture(scope="session")
-def whole(root: Path, shared: Shared) -> Callable[[str, int], Path]:
+def root(shared: Shared) -> Path:
+    return shared("root", lambda folder: make_root(folder, IMAGES)) / "root"
+
+
+@pytest.fixture(scope="session")
+def whole(root: Path, shared: Shared) -> Whole:
     """The folder of an uninterrupted run in a mode on so many ranks."""
 
-    def run(mode: str, ranks: int) -> Path:
+    def run(mode: str, ranks: int, model: str = "sam", *flags: str) -> Path:
         def make(folder: Path) -> None:
-            train_to_end(root, folder / "run", ranks=ranks, mode=mode)
+            train_to_end(root, folder / "run", *flags, ranks=ranks, mode=mode, model=model)
 
-        return shared(f"{mode}-{ranks}", make) / "run"
+        return shared("-".join((mode, str(ranks), model, *flags)), make) / "run"
 
     return run

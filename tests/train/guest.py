@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from sa1b import train
 from sa1b.engine import config as settings
-from sa1b.engine.presets import PRESETS
 from sa1b.engine.signals import SIGNALS, TABLE_SIGNAL
-from tests.train.command import FLAGS
+from tests.engine.reconstruction import PRESETS
+from tests.train.command import SECOND_FLAGS
 
 # The learning rate does not depend on the number of steps.
 CONSTANT = ("--optim.schedule", "step", "--optim.milestones", "100", "--optim.min-lr-ratio", "0")
@@ -44,7 +44,7 @@ def _train(root: Path, out: Path, steps: int) -> int:
         str(root),
         "--out",
         str(out),
-        *FLAGS,
+        *SECOND_FLAGS,
         *CONSTANT,
         "--parallel.mode",
         "ddp",

@@ -321,7 +321,8 @@ def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
     )
     train.lr_at = lr_at
     slow(Feed, "_next", "data", "read", "decode")
-    slow(Interactive, "forward", "compute")
+    for model in (Interactive, Reconstruction):
+        slow(model, "forward", "compute")
     slow(train, "update_ema", "update")
     slow(LocalRead, "result", "read")
     slow(decode, "decode", "decode")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.train.command import (
     starts,
 )
 
-Whole = Callable[[str, int], Path]
+Whole = Callable[..., Path]
 RUN = "s3://data/run"
 
 
@@ -78,16 +79,18 @@ def test_a_killed_run_of_two_machines_continues_on_two_others(
     def machines(*names: str) -> list[tuple[str, str]]:
         return [("--scratch", str(tmp_path / "scratch" / name)) for name in names]
 
-    kill = {"what": "kill", "rank": 0, "step": 4, "moment": "agreed", "once": str(tmp_path / "once")}
-    killed = start(root, RUN, ranks=2, mode="ddp", of_rank=machines("a", "b"), mishap=kill)
+    given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "model": "reconstruction"}
+    kill = {"what": "kill", "rank": 0, "step": 3, "moment": "agreed", "once": str(tmp_path / "once")}
+    often = ("--checkpoint.every", "1")
+    killed = start(root, RUN, *often, of_rank=machines("a", "b"), mishap=kill, **given)
     assert killed.codes[0] == -9
-    assert checkpoint_steps(bucket)[-1] in (2, 4)
+    assert checkpoint_steps(bucket)[-1] in (2, 3)
     assert "run.claim" in files(bucket)
-    again = start(root, RUN, ranks=2, mode="ddp", of_rank=machines("c", "d"))
+    again = start(root, RUN, of_rank=machines("c", "d"), **given)
     assert again.codes == [0, 0], again.outputs
     assert len(starts(bucket)) == 2
-    assert losses(bucket) == losses(whole("ddp", 2))
-    assert_same_state(bucket, whole("ddp", 2))
+    assert losses(bucket) == losses(whole("ddp", 2, "reconstruction"))
+    assert_same_state(bucket, whole("ddp", 2, "reconstruction"))
     assert "run.claim" not in files(bucket)
     assert not [path for name in "cd" for path in files(tmp_path / "scratch" / name)]
 

@@ -12,7 +12,18 @@ import torch
 import sa1b
 from sa1b.engine.config import parse
 from sa1b.engine.presets import PRESETS
-from tests.train.command import FLAGS, STEPS, lines, losses, newest, start, starts, train_to_end
+from tests.train.command import (
+    FLAGS,
+    IMAGES,
+    STEPS,
+    assert_same_state,
+    lines,
+    losses,
+    newest,
+    start,
+    starts,
+    train_to_end,
+)
 
 Whole = Callable[[str, int], Path]
 
@@ -33,7 +44,7 @@ def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None
     ended = start(root, tmp_path / "run", "--dry-run", ranks=2, mode="ddp")
     assert ended.codes == [0, 0], "\n".join(ended.outputs)
     assert "5 images = 2 ranks x 2 micro-batches of up to 2" in ended.outputs[0]
-    assert "6 steps = 1.3 epochs of 23 images" in ended.outputs[0]
+    assert f"{STEPS} steps = 1.2 epochs of {IMAGES} images" in ended.outputs[0]
     assert "network       one machine: nothing is set" in ended.outputs[0]
     assert ended.outputs[1] == ""
     assert list(tmp_path.iterdir()) == []
@@ -45,7 +56,8 @@ def test_a_dry_run_on_several_machines_prints_the_settings_of_the_network(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each rank is the only one of its machine
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ended = start(root, tmp_path / "run", "--dry-run", "--parallel.network", "ethernet", ranks=2, mode="ddp")
+    flags = ("--dry-run", "--parallel.network", "ethernet")
+    ended = start(root, tmp_path / "run", *flags, ranks=2, mode="ddp", model="reconstruction")
     assert ended.codes == [0, 0]
     assert "network       ethernet (demanded)" in ended.outputs[0]
     assert "  GLOO_SOCKET_IFNAME  (kept: 'lo' is set already)" in ended.outputs[0]
@@ -53,28 +65,28 @@ def test_a_dry_run_on_several_machines_prints_the_settings_of_the_network(
 
 
 def test_a_dry_run_looks_at_all_that_a_run_needs(root: Path, whole: Whole, tmp_path: Path) -> None:
-    for flags, complaint in (
-        (
-            ("--init", str(tmp_path / "gone.pth")),
-            "gone.pth: no such file or folder; pass the folder of a run",
-        ),
-        (("--init", str(whole("none", 1)), "--model.width", "64"), "pass --model.width 32"),
-        (("--evaluation.view", "nosuch", "--evaluation.every", "3"), "'nosuch' in"),
+    second = "reconstruction"
+    for model, flags, complaint in (
+        (second, ("--init", str(tmp_path / "gone.pth")), "gone.pth: no such file or folder; pass the folder"),
+        ("sam", ("--init", str(whole("none", 1)), "--model.width", "64"), "pass --model.width 32"),
+        ("sam", ("--evaluation.view", "nosuch", "--evaluation.every", "3"), "'nosuch' in"),
     ):
-        ended = start(root, tmp_path / "run", "--dry-run", *flags)
+        ended = start(root, tmp_path / "run", "--dry-run", *flags, model=model)
         assert ended.codes[0] > 0
         assert complaint in ended.outputs[0]
-    assert start(root, tmp_path / "run", "--dry-run", "--init", str(whole("none", 1))).codes == [0]
+    weights = ("--init", str(whole("none", 1, second)))
+    assert start(root, tmp_path / "run", "--dry-run", *weights, model=second).codes == [0]
 
 
 def test_weights_to_begin_with_may_be_gone_when_a_run_goes_on(
     root: Path, whole: Whole, tmp_path: Path
 ) -> None:
     begin = tmp_path / "begin"
-    shutil.copytree(whole("none", 1), begin)
-    out = train_to_end(root, tmp_path / "run", "--init", str(begin), "--optim.steps", "3")
+    shutil.copytree(whole("none", 1, "reconstruction"), begin)
+    given = ("--init", str(begin))
+    out = train_to_end(root, tmp_path / "run", *given, "--optim.steps", "3", model="reconstruction")
     shutil.rmtree(begin)
-    train_to_end(root, out, "--init", str(begin))
+    train_to_end(root, out, *given, model="reconstruction")
     assert len(losses(out)) == STEPS
 
 
@@ -82,7 +94,7 @@ def test_a_usage_error_is_printed_by_rank_0_only(root: Path, tmp_path: Path) -> 
     ended = start(root, tmp_path / "run", "--optim.warmup", "10", ranks=2, mode="ddp")
     assert ended.codes == [2, 2]
     assert ended.outputs == [
-        "error: --optim.warmup 10: must be less than --optim.steps 6\n",
+        "error: --optim.warmup 10: must be less than --optim.steps 4\n",
         "",
     ]
 
@@ -167,18 +179,17 @@ def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_v
 
 def test_a_resume_that_trains_frozen_parts_is_refused(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    frozen = ("--optim.freeze", "image_encoder", "prompt_encoder")
+    frozen = ("--optim.freeze", "embed", "blocks")
     flags = ("--optim.steps", "2", "--optim.warmup", "1")
-    assert start(root, out, *flags, *frozen).codes == [0]
-    ended = start(root, out, "--optim.freeze", "prompt_encoder")
+    assert start(root, out, *flags, *frozen, model="reconstruction").codes == [0]
+    ended = start(root, out, "--optim.freeze", "blocks", model="reconstruction")
     assert ended.codes == [2]
     assert ended.outputs[0].strip().splitlines()[-1] == (
-        f"error: --out {out}: was trained with {' '.join(frozen)}, this run has --optim.freeze prompt_encoder; pass "
+        f"error: --out {out}: was trained with {' '.join(frozen)}, this run has --optim.freeze blocks; pass "
         f"{' '.join(frozen)}, or pass another --out with --init {out}"
     )
-    assert start(root, out, *flags, *frozen[:1], *frozen[:0:-1]).codes == [
-        0
-    ]  # another order is no difference
+    again = start(root, out, *flags, *frozen[:1], *frozen[:0:-1], model="reconstruction")
+    assert again.codes == [0]  # another order is no difference
 
 
 @pytest.mark.parametrize(("steps", "more"), [(STEPS, ""), (STEPS - 1, f" and is at step {STEPS}")])
@@ -186,15 +197,18 @@ def test_a_run_that_has_all_its_steps_says_so_and_shows_no_progress(
     root: Path, whole: Whole, tmp_path: Path, steps: int, more: str
 ) -> None:
     out = tmp_path / "run"
-    shutil.copytree(whole("none", 1), out)
-    ended = start(root, out, "--optim.steps", str(steps))
+    shutil.copytree(whole("none", 1, "reconstruction"), out)
+    ended = start(root, out, "--optim.steps", str(steps), model="reconstruction")
     assert ended.codes == [0]
     said = f"{out} has all {steps} steps{more}: raise --optim.steps to continue training"
     assert ended.outputs[0].strip().splitlines() == [said]
+    assert_same_state(out, whole("none", 1, "reconstruction"))
+    assert losses(out) == losses(whole("none", 1, "reconstruction"))
 
 
 def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tmp_path: Path) -> None:
-    ended = start(root, tmp_path / "run", "--optim.steps", "2", "--optim.warmup", "1")
+    flags = ("--optim.steps", "2", "--optim.warmup", "1")
+    ended = start(root, tmp_path / "run", *flags, model="reconstruction")
     assert ended.outputs[0].startswith("learning rate ")
     assert "; 1 step of warm-up, then " in ended.outputs[0].splitlines()[0]
 
@@ -283,11 +297,12 @@ def test_the_first_line_says_what_the_figures_depend_on(whole: Whole) -> None:
 
 
 def test_a_profile_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: Path) -> None:
-    out = train_to_end(root, tmp_path / "run", "--logging.profile", "1", "2", "--optim.steps", "3")
+    flags = ("--logging.profile", "1", "2", "--optim.steps", "3")
+    out = train_to_end(root, tmp_path / "run", *flags, model="reconstruction")
     events = json.loads((out / "trace-0.json").read_text())["traceEvents"]
     optimizer_steps = [event for event in events if re.match("Optimizer.step#", str(event.get("name")))]
     assert len(optimizer_steps) == 2
-    assert any(event.get("name") == "aten::convolution" for event in events)
+    assert any(event.get("name") == "aten::addmm" for event in events)
     table = (out / "operations-0.txt").read_text()
     assert table.startswith("the 10 costliest operations in 2 steps of rank 0")
     assert table.count("\n") == 13  # title, header, ten operations, legend
@@ -297,8 +312,8 @@ def test_a_profile_has_the_operators_of_the_chosen_steps(root: Path, tmp_path: P
 def test_curves_go_on_without_a_gap_or_a_second_point(root: Path, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     out = tmp_path / "run"
-    train_to_end(root, out, "--logging.tensorboard", "True", mishap={"what": "stop", "step": 2})
-    train_to_end(root, out, "--logging.tensorboard", "True")
+    for mishap in ({"what": "stop", "step": 2}, None):
+        train_to_end(root, out, "--logging.tensorboard", "True", mishap=mishap, model="reconstruction")
     curves = accumulator.EventAccumulator(str(out / "tensorboard")).Reload()
     points = curves.Scalars("loss")
     assert [point.step for point in points] == list(range(1, STEPS + 1))

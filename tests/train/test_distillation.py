@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.cli import view
 from sa1b.engine.config import parse
 from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.presets import PRESETS, DistillConfig
@@ -44,13 +43,9 @@ def write_teacher(path: Path, seed: int, config: ModelConfig = TEACHER) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def root(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy: other modules expect a dataset directory without views."""
-    copy: Path = shutil.copytree(root, tmp_path_factory.mktemp("distillation") / "root")
-    view.main(str(copy), held_out="40%", split="held-out", name="held-out")
-    view.main(str(copy), held_out="40%", split="train", name="others")
-    return copy
+@pytest.fixture(scope="session")
+def root(parted: Path) -> Path:
+    return parted
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +121,7 @@ def test_the_student_is_a_sam_with_the_decoder_of_its_teacher(
     scores = json.loads(next(line for line in scored.outputs[0].splitlines() if line.startswith("{")))
     assert scores["masks"] > 20
     # Interactive training goes on from the student, with all of its parts.
-    sizes = ("--model.width", "16", "--model.heads", "1", "--data.view", "others")
+    sizes = ("--model.width", "16", "--model.heads", "1", "--data.view", "train")
     short = ("--optim.steps", "1", "--optim.warmup", "0", "--evaluation.every", "1")
     second = train_to_end(root, tmp_path / "second", *sizes, *short, *weights)
     begun = json.loads((second / "metrics.jsonl").read_text().splitlines()[1])
@@ -135,26 +130,27 @@ def test_the_student_is_a_sam_with_the_decoder_of_its_teacher(
 
 @pytest.mark.parametrize(("mode", "ranks"), [("none", 1), *SLOW])
 def test_a_run_has_the_same_bits_with_any_files_of_a_cache(
-    root: Path, run: Train, teacher: Path, tmp_path: Path, mode: str, ranks: int
+    root: Path, teacher: Path, tmp_path: Path, mode: str, ranks: int
 ) -> None:
-    """Six steps are an epoch of 23 images and seven more, some of them flipped otherwise."""
+    """The steps are an epoch and a few images more, some of them flipped otherwise."""
 
-    def train(out: str, **given: Any) -> Path:
-        flags = ("--distill.teacher", str(teacher), "--distill.cache", str(tmp_path / "cache"))
-        limit = ("--distill.cache-bytes", "1000000")
+    cached = ("--distill.cache", str(tmp_path / "cache"), "--distill.cache-bytes", "1000000")
+
+    def train(out: str, *flags: str, **given: Any) -> Path:
+        flags += ("--distill.teacher", str(teacher), "--optim.steps", "6")
         given |= {"ranks": ranks, "mode": mode, "model": "distill"}
-        return train_to_end(root, tmp_path / out, *flags, *limit, **given)
+        return train_to_end(root, tmp_path / out, *flags, **given)
 
-    whole = train("whole")
-    assert losses(whole) == pytest.approx(losses(run(mode, ranks)), rel=1e-3, abs=0)  # float16
+    whole = train("whole", *cached)
+    assert losses(whole) == pytest.approx(losses(train("plain")), rel=1e-3, abs=0)  # float16
     digest = json.loads((whole / "config.json").read_text())["distill"]["digest"]
     files = sorted((tmp_path / "cache" / digest / "float32").glob("*/*.safetensors"))
-    assert IMAGES < len(files) < STEPS * BATCH
+    assert IMAGES < len(files) < 6 * BATCH
     for path in files[::2]:
         path.unlink()
-    train("stopped", mishap={"what": "stop", "rank": ranks - 1, "step": 2})
+    train("stopped", *cached, mishap={"what": "stop", "rank": ranks - 1, "step": 2})
     files[1].unlink()
-    stopped = train("stopped")
+    stopped = train("stopped", *cached)
     assert losses(stopped) == losses(whole)
     assert_same_state(stopped, whole)
 

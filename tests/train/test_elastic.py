@@ -24,6 +24,7 @@ from tests.stream.leftovers import names, shared_memory
 from tests.train.command import (
     FLAGS,
     PATIENCE,
+    SECOND_FLAGS,
     checkpoint_steps,
     ids_of_steps,
     lines,
@@ -75,8 +76,14 @@ class Machines:
             *(f"--nnodes=1:{self.most}", f"--nproc-per-node={self.ranks}", "--max-restarts=20"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf={RENDEZVOUS}"),
             *((mishap,) if self.forked else ("-m", "tests.train.mishap", mishap)),
-            *("--data.root", str(self.root), "--out", str(self.out), *FLAGS, "--parallel.mode", self.mode),
-            *(*LONG, *self.flags),
+            *(
+                "--data.root",
+                str(self.root),
+                "--out",
+                str(self.out),
+                *(SECOND_FLAGS if self.forked else FLAGS),
+            ),
+            *("--parallel.mode", self.mode, *LONG, *self.flags),
         ]
         environment = {**os.environ, "TMPDIR": str(self.folder / "tmp")}
         if not self.forked:
@@ -171,7 +178,8 @@ def assert_as_undisturbed(found: Machines, steps: int) -> None:
     """Each step has its images once, and the loss of a run of one process to rounding."""
     mishap = {"what": "stop", "step": steps - 1}
     flags = (*LONG, *found.flags)
-    undisturbed = train_to_end(found.root, found.folder / "undisturbed", *flags, mishap=mishap)
+    model = "reconstruction" if found.forked else "sam"
+    undisturbed = train_to_end(found.root, found.folder / "undisturbed", *flags, mishap=mishap, model=model)
     assert losses(found.out) == pytest.approx(losses(undisturbed), rel=1e-4, abs=0)
     assert len(losses(found.out)) == steps
     of_rank: dict[int, dict[tuple[int, int], list[int]]] = {}

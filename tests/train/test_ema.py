@@ -16,17 +16,9 @@ Run = Callable[[str, int], Path]
 MODES = [("none", 1), ("fsdp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def run(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    made: dict[tuple[str, int], Path] = {}
-
-    def of(mode: str, ranks: int) -> Path:
-        if (mode, ranks) not in made:
-            out = tmp_path_factory.mktemp("ema") / "run"
-            made[mode, ranks] = train_to_end(root, out, *EMA, ranks=ranks, mode=mode, model="reconstruction")
-        return made[mode, ranks]
-
-    return of
+@pytest.fixture(scope="session")
+def run(whole: Callable[..., Path]) -> Run:
+    return lambda mode, ranks: whole(mode, ranks, "reconstruction", *EMA)
 
 
 def means(out: Path) -> dict[str, torch.Tensor]:

@@ -1,10 +1,11 @@
 """A rank that raises prints its reason once and ends at once; the others end too, without tracebacks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.train.command import add_views, make_root, output_of, start, torchrun
+from tests.train.command import output_of, start, torchrun
 from tests.train.mishap import MOMENTS, PLACES
 
 # Longer than a test waits: a rank that waits for another one until the timeout counts as hanging.
@@ -30,7 +31,8 @@ def test_it_prints_its_reason_and_the_others_end(
     root: Path, tmp_path: Path, mode: str, moment: str, error: str, rank: int
 ) -> None:
     mishap = {"what": "raise", "error": error, "rank": rank, "step": 1, "moment": moment}
-    ended = start(root, tmp_path / "run", *WAITS, ranks=2, mode=mode, mishap=mishap)
+    given: dict[str, Any] = {"ranks": 2, "mode": mode, "mishap": mishap, "model": "reconstruction"}
+    ended = start(root, tmp_path / "run", *WAITS, **given)
     assert ended.codes == [1, 1], ended.outputs
     own, other = ended.outputs[rank], ended.outputs[1 - rank]
     reason = "no more" if error == "OSError" else "RuntimeError: no more"
@@ -61,11 +63,6 @@ PLACED = [
     and not (place == "stage" and mode != "pipeline")
     and not (place == "compute" and mode == "pipeline")
 ]
-
-
-@pytest.fixture(scope="module")
-def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_views(make_root(tmp_path_factory.mktemp("parted")))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: P
 
 def test_a_single_process_finishes_its_checkpoint_before_it_ends(root: Path, tmp_path: Path) -> None:
     mishap = {"what": "raise", "error": "OSError", "step": 1, "moment": "saved"}
-    ended = start(root, tmp_path / "run", mishap=mishap)
+    ended = start(root, tmp_path / "run", mishap=mishap, model="reconstruction")
     assert ended.codes == [1]
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert names == ["step-00000002"]

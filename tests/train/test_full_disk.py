@@ -28,13 +28,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_all_ranks_stop_and_name_a_file_and_the_remedy_and_the_same_command_goes_on(
-    root: Path, whole: Callable[[str, int], Path], disk: Path, tolerate: int, more: tuple[str, ...]
+    root: Path, whole: Callable[..., Path], disk: Path, tolerate: int, more: tuple[str, ...]
 ) -> None:
     out = disk / "run"
     flags = ("--checkpoint.tolerate", str(tolerate))
     ended = start(
         root, out, *flags, *more, ranks=2, mode="ddp",
-        mishap={"what": "fill", "step": 4, "disk": str(disk)},
+        mishap={"what": "fill", "step": 3, "disk": str(disk)}, model="reconstruction",
     )  # fmt: skip
     assert ended.codes == [1, 1], ended.outputs
     assert "Traceback" not in "".join(ended.outputs)
@@ -44,15 +44,16 @@ def test_all_ranks_stop_and_name_a_file_and_the_remedy_and_the_same_command_goes
     assert "ree space or repair the disk" in last
     assert newest(out).name in ("step-00000002", "step-00000004")
     (disk / "filler").unlink()
-    train_to_end(root, out, *flags, ranks=2, mode="ddp")
-    assert losses(out) == losses(whole("ddp", 2))
+    train_to_end(root, out, *flags, ranks=2, mode="ddp", model="reconstruction")
+    assert losses(out) == losses(whole("ddp", 2, "reconstruction"))
 
 
 def test_lines_of_images_that_are_not_finite_stop_the_run_too(root: Path, disk: Path) -> None:
     out = disk / "run"
     out.mkdir()
     (out / "not-finite.jsonl").mkdir()  # cannot be written, as on a full disk
-    ended = start(root, out, ranks=2, mode="ddp", mishap={"what": "nan", "rank": 1, "step": 1, "times": 1})
+    mishap = {"what": "nan", "rank": 1, "step": 1, "times": 1}
+    ended = start(root, out, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [1, 1], ended.outputs
     assert f"error on rank 1: {out}/not-finite.jsonl: cannot be written (Is a directory)" in ended.outputs[1]
     assert "error on rank 0: --out: another rank cannot write its files" in ended.outputs[0]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.cli import view
 from sa1b.engine.config import parse
 from sa1b.engine.feed import Feed
 from sa1b.engine.planner.fake_step import measure
@@ -28,11 +26,9 @@ SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsd
 Run = Callable[[str, int], Path]
 
 
-@pytest.fixture(scope="module")
-def root(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, with its phrases: other modules expect a dataset directory without views."""
-    copy: Path = shutil.copytree(root.parent, tmp_path_factory.mktemp("grounding") / "data")
-    return copy / root.name
+@pytest.fixture(scope="session")
+def root(parted: Path) -> Path:
+    return parted
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +45,8 @@ def run(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return of
 
 
-@pytest.fixture(scope="module")
-def held_out(root: Path) -> str:
-    view.main(str(root), held_out="40%", split="held-out", name="grounding-held-out")
-    return "grounding-held-out"
-
-
-def evaluation(root: Path, weights: Path, held_out: str, out: Path, **more: Any) -> dict[str, Any]:
-    flags = ["--evaluate-only", "--json", "--init", str(weights), "--evaluation.view", held_out]
+def evaluation(root: Path, weights: Path, out: Path, **more: Any) -> dict[str, Any]:
+    flags = ["--evaluate-only", "--json", "--init", str(weights), "--evaluation.view", "held-out"]
     ended = start(root, out, *flags, model="grounding", **more)
     assert ended.codes == [0] * len(ended.codes), "\n".join(ended.outputs)
     return dict(json.loads(next(line for line in ended.outputs[0].splitlines() if line.startswith("{"))))
@@ -83,11 +73,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
 
 def test_scores_are_the_same_on_two_ranks_and_say_which_region_was_found(
-    root: Path, run: Run, held_out: str, tmp_path: Path
+    root: Path, run: Run, tmp_path: Path
 ) -> None:
     weights = run("none", 1)
-    alone = evaluation(root, weights, held_out, tmp_path / "alone", ranks=1)
-    assert evaluation(root, weights, held_out, tmp_path / "two", ranks=2, mode="ddp") == alone
+    alone = evaluation(root, weights, tmp_path / "alone", ranks=1)
+    assert evaluation(root, weights, tmp_path / "two", ranks=2, mode="ddp") == alone
     assert alone["phrases"] > 20
     assert 0 < alone["chance_at_1"] < alone["recall_at_5"] < 1
     assert alone["recall_at_1"] <= alone["miou_region"] < 1

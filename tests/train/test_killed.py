@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.train.command import (
     train_to_end,
 )
 
-Whole = Callable[[str, int], Path]
+Whole = Callable[..., Path]
 
 
 def ranks_of(process: Process) -> list[int]:
@@ -132,11 +133,12 @@ def test_a_run_whose_rank_was_killed_goes_on_bit_for_bit(
 ) -> None:
     out = tmp_path / "run"
     mishap = {"what": "kill", "rank": 1, "step": 3, "moment": moment, "once": str(tmp_path / "killed")}
-    ended = start(root, out, ranks=2, mode=mode, mishap=mishap)
+    given: dict[str, Any] = {"ranks": 2, "mode": mode, "model": "reconstruction"}
+    ended = start(root, out, mishap=mishap, **given)
     assert ended.codes[1] == -signal.SIGKILL
     assert ended.codes[0] not in (0, -signal.SIGKILL)  # it notices
-    train_to_end(root, out, ranks=2, mode=mode)
-    assert_as_if_nothing_had_happened(out, whole(mode, 2))
+    train_to_end(root, out, **given)
+    assert_as_if_nothing_had_happened(out, whole(mode, 2, "reconstruction"))
 
 
 @pytest.mark.slow

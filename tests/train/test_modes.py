@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from sa1b.engine.presets import PRESETS
 from tests.stream.test_stream import damage
 from tests.train.command import (
     FLAGS,
+    STEPS,
     assert_same_state,
     checkpoint_steps,
     figures,
@@ -25,52 +27,49 @@ from tests.train.command import (
     train_to_end,
 )
 
-Whole = Callable[[str, int], Path]
 CLUSTER = Cluster(
     gpu="H100", nodes=1, gpus=2, flops=1e15, gpu_memory=80e9, link=400e9, network=50e9, mfu=0.5, exposed=0.25,
     cpus=96, decode_rate=100.0, storage=None, reserved=2e9, fragmentation=0.1, price=2.0,
 )  # fmt: skip
+Whole = Callable[..., Path]
+MODEL = "reconstruction"  # engine/test_parallel.py and test_compression.py have SAM
 POWERSGD = ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "2")
 
 
 def test_zero1_has_the_losses_of_one_process(whole: Whole) -> None:
-    assert losses(whole("zero1", 2)) == pytest.approx(losses(whole("none", 1)), rel=1e-5, abs=0)
+    assert losses(whole("zero1", 2, MODEL)) == pytest.approx(losses(whole("none", 1, MODEL)), rel=1e-5, abs=0)
 
 
 def test_zero1_that_is_killed_resumes_bit_for_bit(root: Path, whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ended = start(
-        root,
-        out,
-        ranks=2,
-        mode="zero1",
-        mishap={"what": "kill", "rank": 1, "step": 4, "once": str(tmp_path / "once")},
-    )
-    assert ended.codes[1] == -9
-    assert ended.codes[0] == 1
-    train_to_end(root, out, ranks=2, mode="zero1")
-    assert losses(out) == losses(whole("zero1", 2))
-    assert_same_state(out, whole("zero1", 2))
+    given: dict[str, Any] = {"ranks": 2, "mode": "zero1", "model": MODEL}
+    mishap = {"what": "kill", "rank": 1, "step": 3, "once": str(tmp_path / "once")}
+    ended = start(root, out, mishap=mishap, **given)
+    assert ended.codes == [1, -9]
+    train_to_end(root, out, **given)
+    assert losses(out) == losses(whole("zero1", 2, MODEL))
+    assert_same_state(out, whole("zero1", 2, MODEL))
 
 
 @pytest.fixture(scope="module")
 def compressed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with PowerSGD on two ranks."""
     out = tmp_path_factory.mktemp("compressed") / "run"
-    return train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp")
+    return train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp", model=MODEL)
 
 
 def test_powersgd_resumes_bit_for_bit_with_the_errors_of_each_rank(
     root: Path, compressed: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp", mishap={"what": "stop", "rank": 1, "step": 3})
-    assert checkpoint_steps(out)[-1] == 4
+    mishap = {"what": "stop", "rank": 1, "step": 2}
+    train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp", mishap=mishap, model=MODEL)
+    assert checkpoint_steps(out)[-1] == 3
     saved = tensors(newest(out))
-    name = "error.image_encoder.blocks.0.attn.qkv.weight"
+    name = "error.blocks.0.qkv.weight"
     assert {f"compression.{rank}.{name}" for rank in (0, 1)} < set(saved)
     assert not saved[f"compression.0.{name}"].equal(saved[f"compression.1.{name}"])
-    train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp")
+    train_to_end(root, out, *POWERSGD, ranks=2, mode="ddp", model=MODEL)
     assert losses(out) == losses(compressed)
     assert_same_state(out, compressed)
 
@@ -102,14 +101,14 @@ def test_the_errors_are_dropped_with_a_message_where_they_do_not_fit(
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(compressed, out)
-    ended = start(
-        root, out, *flags, "--optim.steps", "7", ranks=ranks, mode="none" if reason is None else "ddp"
-    )
+    flags += ("--optim.steps", str(STEPS + 1))
+    mode = "none" if reason is None else "ddp"
+    ended = start(root, out, *flags, ranks=ranks, mode=mode, model=MODEL)
     assert ended.codes == [0] * ranks, "\n".join(ended.outputs)
     assert ("error feedback of PowerSGD is dropped" in ended.outputs[0]) == (reason is not None)
     if reason is not None:
         assert reason in ended.outputs[0]
-    assert losses(out)[:6] == losses(compressed)
+    assert losses(out)[:STEPS] == losses(compressed)
 
 
 def test_unequal_shares_have_the_same_losses_and_resume_with_other_shares(
@@ -117,9 +116,9 @@ def test_unequal_shares_have_the_same_losses_and_resume_with_other_shares(
 ) -> None:
     out = tmp_path / "run"
     mishap = {"what": "stop", "rank": 1, "step": 2}
-    train_to_end(root, out, "--parallel.shares", "3,1", ranks=2, mode="ddp", mishap=mishap)
-    train_to_end(root, out, "--parallel.shares", "1,2,1", ranks=3, mode="fsdp")
-    assert losses(out) == pytest.approx(losses(whole("none", 1)), rel=1e-4, abs=0)
+    train_to_end(root, out, "--parallel.shares", "3,1", ranks=2, mode="ddp", mishap=mishap, model=MODEL)
+    train_to_end(root, out, "--parallel.shares", "1,2,1", ranks=3, mode="fsdp", model=MODEL)
+    assert losses(out) == pytest.approx(losses(whole("none", 1, MODEL)), rel=1e-4, abs=0)
 
 
 ONE_IMAGE = ("--data.micro-batch", "1")  # the micro-batches of a pipeline are equal
@@ -143,7 +142,7 @@ def test_a_pipeline_has_the_losses_of_one_process_and_counts_each_image_once(
 
 def test_a_pipeline_that_is_killed_resumes_bit_for_bit(root: Path, pipeline: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "kill", "rank": 0, "step": 4, "once": str(tmp_path / "once")}
+    mishap = {"what": "kill", "rank": 0, "step": 3, "once": str(tmp_path / "once")}
     ended = start(root, out, *ONE_IMAGE, ranks=2, mode="pipeline", mishap=mishap)
     assert ended.codes == [-9, 1]
     train_to_end(root, out, *ONE_IMAGE, ranks=2, mode="pipeline")
@@ -212,9 +211,9 @@ def test_a_run_resumes_with_another_precision(
 ) -> None:
     out = tmp_path / "run"
     for precision, mishap in ((before, {"what": "stop", "rank": 0, "step": 2}), (after, None)):
-        train_to_end(root, out, *ema, "--parallel.precision", precision, mishap=mishap)
-    assert losses(out)[:3] == pytest.approx(losses(whole("none", 1))[:3], rel=0.05)
-    assert len(losses(out)) == 6 or "fp16" in (before, after)
+        train_to_end(root, out, *ema, "--parallel.precision", precision, mishap=mishap, model=MODEL)
+    assert losses(out)[:3] == pytest.approx(losses(whole("none", 1, MODEL))[:3], rel=0.05)
+    assert len(losses(out)) == STEPS or "fp16" in (before, after)
 
 
 def test_a_pipeline_chooses_micro_batches_that_fit(root: Path, tmp_path: Path) -> None:

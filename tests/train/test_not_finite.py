@@ -21,15 +21,15 @@ from tests.train.command import (
 
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_all_ranks_skip_the_step_and_the_images_of_that_rank_are_written_down(
-    root: Path, whole: Callable[[str, int], Path], tmp_path: Path, mode: str
+    root: Path, whole: Callable[..., Path], tmp_path: Path, mode: str
 ) -> None:
     out = tmp_path / "run"
     mishap = {"what": "nan", "rank": 1, "step": 2, "times": 1}
-    train_to_end(root, out, ranks=2, mode=mode, mishap=mishap)
+    train_to_end(root, out, ranks=2, mode=mode, mishap=mishap, model="reconstruction")
     found = [loss for _, loss in figures(out, "loss")]
     assert len(found) == STEPS
     assert [loss is None for loss in found] == [step == 2 for step in range(STEPS)]
-    assert found[:2] == [loss for _, loss in figures(whole(mode, 2), "loss")][:2]
+    assert found[:2] == [loss for _, loss in figures(whole(mode, 2, "reconstruction"), "loss")][:2]
     assert all(bool(tensor.isfinite().all()) for tensor in tensors(newest(out)).values())
     noted = [json.loads(line) for line in (out / "not-finite.jsonl").read_text().splitlines()]
     own = ids_of_steps(root, STEPS)[2][2:]  # of two ranks' slices of five images the second
@@ -39,8 +39,9 @@ def test_all_ranks_skip_the_step_and_the_images_of_that_rank_are_written_down(
 def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(root: Path, tmp_path: Path) -> None:
     flags = ("--optim.steps", "3", "--checkpoint.every", "1", "--checkpoint.keep-last", "3")
     out = train_to_end(
-        root, tmp_path / "run", *flags, ranks=2, mode="ddp", mishap={"what": "inf", "step": 1, "times": 1}
-    )
+        root, tmp_path / "run", *flags, ranks=2, mode="ddp",
+        mishap={"what": "inf", "step": 1, "times": 1}, model="reconstruction",
+    )  # fmt: skip
     states = [tensors(out / "checkpoints" / f"step-{step:08d}") for step in (1, 2, 3)]
     changed = [
         any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairwise(states)
@@ -53,7 +54,8 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_with_an_error_that_names_the
 ) -> None:
     out = tmp_path / "run"
     mishap = {"what": "nan", "rank": 1, "step": 1, "times": 100}
-    ended = start(root, out, "--health.patience", "2", ranks=2, mode="ddp", mishap=mishap)
+    flags = ("--health.patience", "2")
+    ended = start(root, out, *flags, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [1, 1]
     for rank, output in enumerate(ended.outputs):
         assert f"error on rank {rank}: step 3: the last 3 steps had" in output
@@ -67,20 +69,22 @@ def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_
     root: Path, tmp_path: Path, patience: str
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "nan", "step": 3, "times": 100}
+    mishap = {"what": "nan", "step": 2, "times": 100}
     flags = ("--checkpoint.every", "1", "--health.patience", patience)
-    ended = start(root, out, *flags, mishap=mishap)
+    ended = start(root, out, *flags, mishap=mishap, model="reconstruction")
     assert ended.codes == [1]
-    assert f"step {STEPS if patience == '20' else 4}: the last" in ended.outputs[0]
-    assert "step 4 is skipped: loss nan" in ended.outputs[0]
+    assert f"step {STEPS if patience == '20' else 3}: the last" in ended.outputs[0]
+    assert "step 3 is skipped: loss nan" in ended.outputs[0]
     assert sorted(path.name for path in (out / "checkpoints").iterdir() if path.is_dir()) == [
+        "step-00000001",
         "step-00000002",
-        "step-00000003",
     ]
-    train_to_end(root, out, *flags)
+    train_to_end(root, out, *flags, model="reconstruction")
 
 
 def test_patience_counts_steps_in_a_row(root: Path, tmp_path: Path) -> None:
     mishap = {"what": "nan", "step": 1, "times": 2}
-    out = train_to_end(root, tmp_path / "run", "--health.patience", "2", mishap=mishap)
+    out = train_to_end(
+        root, tmp_path / "run", "--health.patience", "2", mishap=mishap, model="reconstruction"
+    )
     assert len(figures(out, "loss")) == STEPS

@@ -24,18 +24,10 @@ Run = Callable[[str, int], Path]
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 3))]
 
 
-@pytest.fixture(scope="module")
-def second(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="session")
+def second(whole: Callable[..., Path]) -> Run:
     """The folder of an uninterrupted run of the second model."""
-    made: dict[tuple[str, int], Path] = {}
-
-    def run(mode: str, ranks: int) -> Path:
-        if (mode, ranks) not in made:
-            out = tmp_path_factory.mktemp("second") / "run"
-            made[mode, ranks] = train_to_end(root, out, ranks=ranks, mode=mode, model="reconstruction")
-        return made[mode, ranks]
-
-    return run
+    return lambda mode, ranks: whole(mode, ranks, "reconstruction")
 
 
 def test_it_learns_and_its_own_figures_are_recorded(second: Run) -> None:
@@ -82,12 +74,15 @@ def test_a_resumed_run_has_the_dropout_of_an_uninterrupted_one(
 def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run, tmp_path: Path) -> None:
     out = tmp_path / "run"
     seen: dict[int, list[list[int]]] = {}
-    for mode, ranks, stop in (("ddp", 2, 1), ("none", 1, 3), ("fsdp", 3, None)):
+    for mode, ranks, stop in (("ddp", 2, 0), ("none", 1, 2), ("fsdp", 3, None)):
         into = tmp_path / f"seen by {ranks}"
         into.mkdir()
         what = {"what": "record"} if stop is None else {"what": "stop", "step": stop}
         mishap = {**what, "into": str(into)}
-        train_to_end(root, out, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
+        flags = ("--parallel.timeout", "77", "--data.deadline", "30")
+        train_to_end(root, out, *flags, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
+        # After the first step, also of a resumed run.
+        assert (into / "0.timeouts").read_text() == "77.0\n" or ranks == 1
         seen |= recorded(into, ranks)
     assert [[image_id for part in seen[step] for image_id in part] for step in range(STEPS)] == ids_of_steps(
         root, STEPS

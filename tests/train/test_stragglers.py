@@ -31,7 +31,7 @@ def test_a_slow_rank_is_named_with_its_part_whatever_the_mode(
 ) -> None:
     out = tmp_path / "run"
     mishap = {"what": "slow", "rank": 1, "seconds": SECONDS, "parts": PARTS}
-    ended = start(root, out, *FLAGS, ranks=ranks, mode=mode, mishap=mishap)
+    ended = start(root, out, *FLAGS, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
     assert ended.codes == [0] * ranks, ended.outputs
     windows = [line["ranks"] for line in lines(out) if "ranks" in line]
     assert [window["steps"] for window in windows] == [2] * 9
@@ -58,7 +58,8 @@ def _tables(out: Path) -> int:
 
 def test_a_table_is_printed_after_the_step_in_which_a_rank_was_asked(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ended = start(root, out, ranks=2, mode="ddp", mishap={"what": "table", "rank": 1, "step": 3})
+    mishap = {"what": "table", "rank": 1, "step": 3}
+    ended = start(root, out, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [0, 0], ended.outputs
     assert "times of the ranks in the last 2 steps, in seconds: median and maximum" in ended.outputs[0]
     assert "times of the ranks" not in ended.outputs[1]

@@ -47,7 +47,7 @@ def view_of(root, digest):
 
 @pytest.mark.parametrize(
     ("seed", "mutations"),
-    [(0, 5), (1, 5), *(pytest.param(seed, 25, marks=pytest.mark.slow) for seed in range(4))],
+    [(0, 3), (1, 3), *(pytest.param(seed, 25, marks=pytest.mark.slow) for seed in range(4))],
 )
 @pytest.mark.parametrize("kind", ["dataset.json", "tasks/sa_000002.json", "view"])
 def test_a_wrong_type_is_an_expected_error_for_every_tool(roots, tmp_path, kind, seed, mutations):
