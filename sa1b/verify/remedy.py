@@ -44,12 +44,13 @@ class Remedy:
         """Remedy if only the shards are intact."""
         return f"`{command('index')} {self._quoted()}`"
 
-    def source(self, source: str | None, *, has_shards: bool = False) -> str:
+    def source(self, source: str | None, *, has_shards: bool = False, is_known: bool = True) -> str:
         """Remedy for damage that needs the source again: of a shard, a task file or refused members.
 
         Args:
             has_shards: the shards are there, so that a task file can be rebuilt from them. This is the only
                 advice if dataset.json is lost too: how the source was read is unknown then.
+            is_known: dataset.json lists the source, and says how it was read.
         """
         rebuild = f"{self.everything()}, which rebuilds it from the shards"
         if has_shards and self.options is None:
@@ -75,6 +76,10 @@ class Remedy:
         real = "the real path of the source,"
         if kind not in ("folder", "coco"):
             real = "the real path or URL of the source, or --links FILE,"
+        if not is_known:
+            real += (
+                " and the flags of its conversion (--image-ids, --ignore), which nothing records,"
+            )
         without = f"; or, without the source, {rebuild}" if has_shards else ""
         return f"restore it from a copy; or, with {real} `{again}`{without}"
 

@@ -140,7 +140,9 @@ class TaskCheck:
             shards = filter(parse_shard_name, self.store.names("", ".tar"))
             self.stems = {shard_order(shard).stem for shard in shards}
         has_shards = kind in _LOST and source_stem(name) in self.stems
-        remedy = f"{self.store.url(file)}: {self.remedy.source(name, has_shards=has_shards)}"
+        is_known = self.sources is None or name in self.sources
+        source = self.remedy.source(name, has_shards=has_shards, is_known=is_known)
+        remedy = f"{self.store.url(file)}: {source}"
         if self.sources is not None and name not in self.sources and source_stem(name) not in self.stems:
             remedy = f"move {self.store.url(file)} to another folder: the directory has no source {name}"
         self.findings.add(Finding(kind, file, message, remedy))

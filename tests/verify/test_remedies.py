@@ -14,6 +14,7 @@ from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards import manifest
+from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options
 from sa1b.verify.rebuild import rebuild_root, rebuild_tables
 from tests import processes
@@ -52,6 +53,15 @@ def test_a_changed_shard_name_in_dataset_json_is_made_right_from_the_task_files(
         assert {one.remedy for one in check(root).findings} == {f"`{command('index')} {root} --tables`"}
         rebuild(root)
         assert content(root) == written
+
+
+def test_advice_says_that_nothing_records_how_a_source_was_read(root):
+    write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
+    (root / "tasks" / "sa_000002.json").write_text("{")
+    (finding,) = check(root).findings
+    assert "and the flags of its conversion (--image-ids, --ignore), which nothing records" in finding.remedy
+    (root / "tasks" / "sa_000001.json").write_text("{")
+    assert [finding.remedy.count("nothing records") for finding in check(root).findings] == [0, 1]
 
 
 def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources):
