@@ -77,9 +77,7 @@ class Remedy:
         if kind not in ("folder", "coco"):
             real = "the real path or URL of the source, or --links FILE,"
         if not is_known:
-            real += (
-                " and the flags of its conversion (--image-ids, --ignore), which nothing records,"
-            )
+            real += " and the flags of its conversion (--image-ids, --ignore), which nothing records,"
         without = f"; or, without the source, {rebuild}" if has_shards else ""
         return f"restore it from a copy; or, with {real} `{again}`{without}"
 
