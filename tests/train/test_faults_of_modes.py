@@ -122,7 +122,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @in_modes("hybrid")
 def test_two_samples_for_three_ranks_and_more(two: Path, tmp_path: Path, mode: str) -> None:
     """In a step, of which micro-batches of one image leave two, and in an evaluation of two images."""
-    flags: tuple[str, ...] = ("--data.view", "most", "--optim.steps", "3")
+    flags: tuple[str, ...] = ("--data.view", "most", "--optim.steps", "3", "--model.depth", "3")
     if mode != "pipeline":  # no rank has the complete model
         flags += ("--evaluation.view", "two", "--evaluation.every", "3")
     one = train_to_end(two, tmp_path / "one", *flags)
