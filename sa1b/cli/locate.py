@@ -62,7 +62,8 @@ def main(
             "ROOT or --links: missing; pass a dataset directory, an index, a task file or a list of links"
         )
     if not named and ids is None:
-        raise UsageError(f"{inputs[0] if inputs else links}: no image id; pass ids, or a file with --ids")
+        unknown = [word for word in inputs if "://" not in word and not Path(word).exists()]
+        raise UsageError(f"{(*unknown, *inputs, links)[0]}: no image id; pass ids, or a file with --ids")
     if (large := max(named, default=0)) >= 2**63:
         raise UsageError(f"{large}: not an image id; pass a number below 2**63")
     with loading():

@@ -61,7 +61,7 @@ def main(
         name: Readable alias of the digest.
         out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. To open the
             view, pass this path (with a "/" in it).
-        overwrite: Move --name from another view to this view; replace the file --out.
+        overwrite: Move --name from another view to this view; replace the view in the file --out.
         workers: Threads that read index files.
         json_output: Print the result as JSON, without progress.
     """

@@ -26,7 +26,7 @@ from sa1b.progress import Bar, bar
 from sa1b.report import first_names
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
-from sa1b.shards.manifest import DATASET
+from sa1b.shards.manifest import dataset_around
 from sa1b.shards.without_images import annotations_only, check_images
 from sa1b.storage.atomic import lock
 from sa1b.workers import Event, Failure, Supervise, failure_of
@@ -269,11 +269,9 @@ def _check_out(out: Path) -> None:
     """Refuse a file, and a folder that is or is inside of a dataset directory."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
-    absolute = out.resolve()
-    for folder in (absolute, *absolute.parents):
-        if (folder / DATASET).exists():
-            what = "a dataset directory" if folder == absolute else f"in the dataset directory {folder}"
-            raise UsageError(f"--out {out}: {what}; name another folder for the export")
+    if (folder := dataset_around(out)) is not None:
+        what = "a dataset directory" if folder == out.resolve() else f"in the dataset directory {folder}"
+        raise UsageError(f"--out {out}: {what}; name another folder for the export")
 
 
 def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[str, str]) -> list[str]:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from sa1b.errors import UsageError
+from sa1b.shards.manifest import dataset_around
 
 _HEAD = 4096  # bytes; the mark is in the first lines of a page
 
@@ -29,12 +30,14 @@ def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None
         raise UsageError(f"--out {out}: is a folder; pass the path of a file")
     if "://" not in str(source) and out.exists() and out.samefile(source):
         raise UsageError(f"--out {out}: is the input; choose another --out")
-    if overwrite:
-        return
     try:
         with out.open("rb") as file:
             head = file.read(_HEAD)
     except FileNotFoundError:
+        return
+    if b'content="sa1b gallery ' not in head and (root := dataset_around(out)) is not None:
+        raise UsageError(f"--out {out}: is a file of the dataset directory {root}; choose another --out")
+    if overwrite:
         return
     if origin_mark(source, out).encode() not in head:
         what = (

@@ -118,7 +118,8 @@ class FetchSummary:
                 f"refused: {listing(self.refused)}; see {self.root}/quarantine/<source>/refused.jsonl"
             )
         if len(self.missing):
-            lines.append(f"missing: {listing(self.missing)}; --json prints all of them")
+            what = "not found so far" if self.work.interrupted else "missing"
+            lines.append(f"{what}: {listing(self.missing)}; --json prints all of them")
         return "\n".join([*lines, *failed_lines(self.work.failed), self._ending()])
 
     def _ending(self) -> str:

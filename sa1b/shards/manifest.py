@@ -258,6 +258,12 @@ def no_dataset(path: Path | str) -> ManifestError:
     return ManifestError(f"{path}: no dataset there; pass the --out folder of `sa1b reshard`")
 
 
+def dataset_around(path: Path) -> Path | None:
+    """The dataset directory that a local path is or lies in, also through links; None: there is none."""
+    absolute = path.resolve()
+    return next((folder for folder in (absolute, *absolute.parents) if (folder / DATASET).exists()), None)
+
+
 def read_dataset(root: Root) -> dict[str, Any]:
     """dataset.json.
 
@@ -384,7 +390,8 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
         found = document["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it"
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it with "
+            f"`{command('index')}`; if it is a file of yours, choose another --out"
         ) from None
     if found != FORMAT:
         raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")

@@ -7,6 +7,7 @@ copy without a name in the folder for temporary files: a process that truncates 
 with SIGBUS.
 """
 
+import codecs
 import hashlib
 import json
 import mmap
@@ -146,6 +147,8 @@ class CocoFile:
             except OSError:  # refused when the source is read
                 continue
         if self.images and len(stats) == 1:
+            if not any(image.name for image in self.images):
+                raise SourceError(f"{self.path}: no image has a 'file_name'; add the names of the files")
             names = ", ".join(repr(image.name) for image in self.images[:_SHOWN])
             names += ", ..." if len(self.images) > _SHOWN else ""
             raise SourceError(
@@ -202,7 +205,8 @@ def _parse(path: Path) -> _File:
             raise SourceError(f"{path}: an empty file; pass a file of annotations in COCO's format")
         data = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        parsed = msgspec.json.decode(memoryview(data), type=_File)
+        start = len(codecs.BOM_UTF8) if data[:3] == codecs.BOM_UTF8 else 0  # editors on Windows write it
+        parsed = msgspec.json.decode(memoryview(data)[start:], type=_File)
         _check_keys(path, data)
         return parsed
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

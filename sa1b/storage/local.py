@@ -41,8 +41,10 @@ class OpenFile:
     def __init__(self, path: str, flags: int) -> None:
         # Without O_NONBLOCK, opening a named pipe waits for a writer.
         self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        if stat.S_ISFIFO(os.fstat(self.descriptor).st_mode):
-            raise StorageError(f"{path}: is a named pipe, not a file; restore it from a copy", url=path)
+        mode = os.fstat(self.descriptor).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISDIR(mode):
+            what = "a named pipe" if stat.S_ISFIFO(mode) else "a folder"
+            raise StorageError(f"{path}: is {what}, not a file; restore the file from a copy", url=path)
 
     def __del__(self) -> None:
         descriptor = getattr(self, "descriptor", None)  # None if opening failed

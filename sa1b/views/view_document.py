@@ -184,7 +184,15 @@ class ViewTarget:
         """The existing views: those of the folder, or the one in the file."""
         if self.file is None:
             return read_documents(self.store.reader, self.folder)
-        return [read_document(self.store.reader, self.file)] if self.store.exists(self.file) else []
+        if not self.store.exists(self.file):
+            return []
+        try:
+            return [read_document(self.store.reader, self.file)]
+        except ManifestError:
+            path = self.store.url(self.file)
+            raise UsageError(
+                f"--out {path}: exists and contains no intact view; choose another --out"
+            ) from None
 
 
 def view_target(root: Root, out: Path | None) -> ViewTarget:

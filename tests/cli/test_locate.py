@@ -99,6 +99,7 @@ def test_wrong_arguments(root: Path, tmp_path: Path) -> None:
         ((), "ROOT or --links: missing"),
         ((223750,), "ROOT or --links: missing"),
         ((root,), "no image id"),
+        ((root, "abc"), "abc: no image id"),
         ((root, "--ids", tmp_path / "empty.txt"), "contains no image id"),
         ((root, "--ids", tmp_path / "none.txt"), "no such file"),
         ((tmp_path, 1), "no dataset there"),

@@ -473,6 +473,8 @@ def test_only_a_page_of_the_same_input_is_replaced(inputs, tmp_path: Path) -> No
         write_gallery(inputs["root"], tmp_path, Choice(count=2), quiet=True, overwrite=True)
     with pytest.raises(UsageError, match="is the input"):
         write_gallery(inputs["tar"], inputs["tar"], Choice(count=2), quiet=True, overwrite=True)
+    with pytest.raises(UsageError, match="is a file of the dataset directory .*root; choose another --out"):
+        write_gallery(inputs["root"], inputs["root"] / "dataset.json", Choice(), quiet=True, overwrite=True)
     write_gallery(inputs["alone"], out, Choice(count=2), quiet=True, overwrite=True)
     write_gallery(inputs["alone"], out, Choice(count=2), quiet=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gallery.html", "mine.html"]

@@ -296,6 +296,11 @@ def test_ids_of_two_files_with_the_same_numbers_are_hashes(tmp_path, capsys):
             '{"images": [{"id": 1, "file_name": "none.jpg"}], "annotations": []}',
             "none of its images is in .*--images",
         ),
+        ('{"images": [{"id": 1}], "annotations": []}', "no image has a 'file_name'"),
+        (
+            '\xef\xbb\xbf{"images": [{"id": 1, "file_name": "none.jpg"}], "annotations": []}',
+            "none of its images is in",
+        ),
         ('{"images": [{"id": -1, "file_name": "none.jpg"}], "annotations": []}', "has the id '-1'"),
         ('{"images": [{"id": true, "file_name": "none.jpg"}], "annotations": []}', "has the id 'True'"),
     ],

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,12 +379,17 @@ def test_sizes_and_names_of_a_disk_that_never_answers(
         ends.set()
 
 
-def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.bin")
+@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "named pipe"), (os.mkdir, "folder")])
+def test_a_named_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], None], what: str
+) -> None:
+    make(tmp_path / "a.bin")
     with Reader(tmp_path) as reader:
-        with pytest.raises(StorageError, match=f"{tmp_path}/a.bin: is a named pipe, not a file; restore it"):
+        with pytest.raises(
+            StorageError, match=f"{tmp_path}/a.bin: is a {what}, not a file; restore the file"
+        ):
             reader.read_range("a.bin", 0, 10)
-        with pytest.raises(StorageError, match="is a named pipe"):
+        with pytest.raises(StorageError, match=f"is a {what}"):
             reader.submit(Range("a.bin", 0, 10))
 
 

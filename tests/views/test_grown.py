@@ -246,3 +246,13 @@ def test_what_is_printed_opens_the_view_it_was_printed_for(root):
     assert Path(one.path).stem == printed
     with pytest.raises(ManifestError, match="stands for more than one view|is no view"):
         open_view(root, Dataset(root).table, printed[:5])
+
+
+@pytest.mark.parametrize("text", ["{}", "mine", '{"format": "sa1b-shards-1"}'])
+def test_a_file_without_a_view_is_never_replaced(root, tmp_path, text):
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(
+        UsageError, match=r"mine\.json: exists and contains no intact view; choose another --out"
+    ):
+        select(root, Selection(subset="50%"), out=tmp_path / "mine.json", overwrite=True, quiet=True)
+    assert (tmp_path / "mine.json").read_text() == text
