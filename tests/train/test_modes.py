@@ -12,10 +12,10 @@ import pytest
 from sa1b.engine import config as settings
 from sa1b.engine.hardware import Cluster
 from sa1b.engine.planner import plan
-from sa1b.engine.presets import PRESETS
+from tests.engine import reconstruction
 from tests.stream.test_stream import damage
 from tests.train.command import (
-    FLAGS,
+    FLAGS_OF_MODELS,
     STEPS,
     assert_same_state,
     checkpoint_steps,
@@ -75,9 +75,10 @@ def test_powersgd_resumes_bit_for_bit_with_the_errors_of_each_rank(
 
 
 def test_a_plan_counts_the_state_of_powersgd_that_a_checkpoint_has(root: Path, compressed: Path) -> None:
-    words = ["--data.root", str(root), *FLAGS, "--parallel.mode", "ddp"]
+    words = ["--data.root", str(root), *FLAGS_OF_MODELS[MODEL], "--parallel.mode", "ddp"]
+    presets = reconstruction.PRESETS
     before, after = (
-        plan(settings.parse([*words, *flags], None, PRESETS), CLUSTER) for flags in ((), POWERSGD)
+        plan(settings.parse([*words, *flags], None, presets), CLUSTER) for flags in ((), POWERSGD)
     )
     saved = tensors(newest(compressed))
     kept = {
