@@ -30,6 +30,7 @@ from tests.worker_tasks import (
     stall,
     stall_or_double,
     stop,
+    stop_within_a_message,
 )
 
 
@@ -139,6 +140,18 @@ def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path, f
 def test_a_stopped_process_is_a_stalled_one(forked: None) -> None:
     events = [event.kind for event in supervise(stop, [()], workers=1, stall_timeout=STALL)]
     assert events == ["died", "lost"]
+
+
+def test_a_process_that_stops_within_a_message_is_a_stalled_one(tmp_path: Path, forked: None) -> None:
+    tasks = [(str(tmp_path / "marker"),)]
+    events = supervise(stop_within_a_message, tasks, workers=1, stall_timeout=STALL)
+    status = Path(f"/proc/{next(events).value}/stat")
+    while status.read_text().split(") ")[1][0] != "T":  # nothing is read meanwhile, so its buffer is full
+        time.sleep(0.01)
+    assert [(event.kind, event.value) for event in events] == [
+        ("died", f"no progress for {STALL} s"),
+        ("done", "done"),
+    ]
 
 
 def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:

@@ -72,6 +72,18 @@ def stop(report: Report) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def stop_within_a_message(marker: str, report: Report) -> str:
+    """In its first process: reports its id and stops while it sends a message that fits no buffer."""
+    if Path(marker).exists():
+        return "done"
+    Path(marker).touch()
+    report(os.getpid())
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    report("x" * (4 << 20))
+    return "not stopped"
+
+
 def full_disk(report: Report) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "/disk/file")
 

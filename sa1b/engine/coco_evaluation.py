@@ -34,6 +34,7 @@ from sa1b.engine.precision import autocast
 from sa1b.engine.ranks import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
 from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed_size
@@ -45,13 +46,14 @@ from sa1b.sam.score import Score
 from sa1b.sam.targets import Targets
 
 T = TypeVar("T")
+_LIMITED = Limited()
 _SHOWN = 60  # largest number of characters of a value in a message
 _COCO = "pass an annotation file in COCO's format, such as instances_val2017.json"
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # names of the first figures of COCOeval
 
 
 class CocoError(Sa1bError):
-    """An image or a mask that cannot be decoded; the message names it."""
+    """An image or a mask that cannot be read or decoded; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,8 @@ class CocoImage:
     """An image of an annotation file.
 
     Attributes:
-        id: id of the image.
-        path: path of the image file.
         height, width: size of the image in pixels.
-        annotations: entries of its masks in the annotation file, without crowds.
-        detections: entries of its boxes in the file of detections; empty without such a file.
+        annotations, detections: entries of its masks, without crowds, and of its boxes in the two files.
     """
 
     id: int
@@ -74,19 +73,24 @@ class CocoImage:
     detections: list[dict[str, Any]]
 
 
-def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -> list[CocoImage]:
+def read_coco(
+    annotations: Path, folder: Path, detections: Path | None = None, deadline: float = 300.0
+) -> list[CocoImage]:
     """The images of an annotation file, by id.
 
+    Args:
+        deadline: seconds that the read of one file may take.
+
     Raises:
-        UsageError: a file has another format, or images are missing; the message
-            names the flag and the file.
+        UsageError: a file has another format, or images are missing; the message names the flag and the file.
+        CocoError: a file cannot be read within the deadline.
     """
-    document = _json("--evaluation.coco", annotations)
+    document = _json("--evaluation.coco", annotations, deadline)
     if not isinstance(document, dict) or not all(
         isinstance(document.get(name), list) for name in ("images", "annotations")
     ):
         raise UsageError(f"--evaluation.coco {annotations}: has no lists of images and annotations; {_COCO}")
-    boxes = [] if detections is None else _json("--evaluation.detections", detections)
+    boxes = [] if detections is None else _json("--evaluation.detections", detections, deadline)
     if detections is not None and not isinstance(document.get("categories"), list):
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
     if not isinstance(boxes, list):
@@ -98,9 +102,8 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
         if number in images:
             raise _EntryError(f"has id {number}, which an earlier image also has")
         path = folder / _field(one, "file_name", str)
-        images[number] = CocoImage(
-            number, path, _field(one, "height", int), _field(one, "width", int), [], []
-        )
+        height, width = _field(one, "height", int), _field(one, "width", int)
+        images[number] = CocoImage(number, path, height, width, [], [])
 
     def take_annotation(one: Any) -> None:
         image = _image_of(one, images)
@@ -121,10 +124,9 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     if images and not any(image.annotations for image in images.values()):
         raise UsageError(f"--evaluation.coco {annotations}: has no annotations other than crowds; {_COCO}")
     if detections is not None and not boxes:
-        raise UsageError(
-            f"--evaluation.detections {detections}: has no detections; pass a file with at least one"
-        )
-    if missing := [image.path for image in images.values() if not image.path.is_file()]:
+        raise UsageError(f"--evaluation.detections {detections}: has no detections; pass a file with one")
+    paths = [image.path for image in images.values()]
+    if missing := [path for path in paths if not _read("--evaluation.images", path, Path.is_file, deadline)]:
         raise UsageError(
             f"--evaluation.images {folder}: lacks {len(missing):,} of the {len(images):,} images of "
             f"{annotations}, such as {missing[0].name}; pass the folder that holds all of them"
@@ -179,6 +181,7 @@ def evaluate_coco(
     rank_info: RankInfo,
     *,
     detected: bool,
+    deadline: float,
 ) -> dict[str, float]:
     """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
 
@@ -187,20 +190,21 @@ def evaluate_coco(
         annotations: the annotation file of the images.
         detected: True: prompt with the detections and return average precisions; False: prompt with the
             annotations.
+        deadline: seconds that the read of one image may take.
 
     Returns:
         If detected, "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores
         of `Score.result` and "empty", the number of annotations without a pixel, which are left out.
 
     Raises:
-        CocoError: an image or a mask cannot be decoded.
+        CocoError: an image or a mask cannot be read or decoded.
     """
     module.eval()
     device = rank_info.device
     score = Score.empty(device, PROMPTS)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
     results: list[dict[str, Any]] = []
-    for image, pixels, truth, areas in _loaded(images, annotations, rank_info):
+    for image, pixels, truth, areas in _loaded(images, annotations, rank_info, deadline):
         inputs = _inputs(pixels, image_size, device)
         with autocast(parallel.precision, device):
             if detected:
@@ -235,29 +239,32 @@ def detection_line(scores: Mapping[str, float]) -> str:
 Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
 
 
-def _loaded(images: list[CocoImage], annotations: Path, rank_info: RankInfo) -> Iterator[Loaded]:
+def _loaded(
+    images: list[CocoImage], annotations: Path, rank_info: RankInfo, deadline: float
+) -> Iterator[Loaded]:
     """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
     own = images[rank_info.rank :: rank_info.world_size]
     steps = -(-len(images) // rank_info.world_size)
     with ThreadPoolExecutor(1) as pool:
-        jobs = [partial(load_image, image, annotations) for image in own]
+        jobs = [partial(load_image, image, annotations, deadline) for image in own]
         pending = pool.submit(jobs[0]) if jobs else None
         for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
             if pending is None:
-                yield None, np.zeros((0, 0, 3), np.uint8), _no_truth(), np.zeros(0, np.int64)
+                truth = ImageTruth(np.zeros((0, 1, 1), np.bool_), np.zeros((0, 4)))
+                yield None, np.zeros((0, 0, 3), np.uint8), truth, np.zeros(0, np.int64)
                 continue
             following = pool.submit(jobs[step + 1]) if step + 1 < len(jobs) else None
             yield pending.result()
             pending = following
 
 
-def load_image(image: CocoImage, annotations: Path) -> Loaded:
+def load_image(image: CocoImage, annotations: Path, deadline: float = 300.0) -> Loaded:
     """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
 
     Raises:
-        CocoError: the image or one of its annotations cannot be decoded; the message names both files.
+        CocoError: the image or one of its annotations cannot be read or decoded; the message names the file.
     """
-    data = np.fromfile(image.path, np.uint8)
+    data = _read("--evaluation.images", image.path, partial(np.fromfile, dtype=np.uint8), deadline)
     # Annotations refer to the stored pixels: the EXIF orientation is ignored.
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     decoded = cv2.imdecode(data, flags) if len(data) else None
@@ -293,9 +300,8 @@ def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
         joined = mask.merge(mask.frPyObjects(segmentation, height, width))
         return np.asarray(mask.decode(joined), np.bool_)
     if list(segmentation["size"]) != [height, width]:
-        raise _EntryError(
-            f"a mask of {segmentation['size']} in an image of {[height, width]} (height, width)"
-        )
+        size = [height, width]
+        raise _EntryError(f"a mask of {segmentation['size']} in an image of {size} (height, width)")
     counts = segmentation["counts"]
     if isinstance(counts, list):
         lengths = np.array(counts, np.uint32)
@@ -337,10 +343,6 @@ def _inputs(
     return torch.from_numpy(square).permute(0, 3, 1, 2).to(device), targets, none[:count]
 
 
-def _no_truth() -> ImageTruth:
-    return ImageTruth(np.zeros((0, 1, 1), np.bool_), np.zeros((0, 4)))
-
-
 def _results(image: CocoImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     """COCO results: the masks of an image's detections."""
     size = [image.height, image.width]
@@ -377,12 +379,20 @@ def _average_precision(
     return dict(zip(_AP, map(float, judged.stats[: len(_AP)]), strict=True))
 
 
-def _json(flag: str, path: Path) -> Any:
+def _read(flag: str, path: Path, read: Callable[[Path], T], deadline: float) -> T:
+    """The result of `read`; a mount whose server is lost would block it without limit."""
     try:
-        return json.loads(path.read_bytes())
+        return _LIMITED.call(partial(read, path), deadline)
+    except OverdueError as error:
+        remedy = "repair the disk or the server of its mount, or raise --data.deadline"
+        raise CocoError(f"{flag}: {path}: {error}; {remedy}") from None
+
+
+def _json(flag: str, path: Path, deadline: float) -> Any:
+    try:
+        return json.loads(_read(flag, path, Path.read_bytes, deadline))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} {path}: not JSON ({error}); download it again") from None
     except OSError as error:
-        raise UsageError(
-            f"{flag} {path}: cannot be read ({error.strerror}); pass a file that this user can read"
-        ) from None
+        reason = f"cannot be read ({error.strerror})"
+        raise UsageError(f"{flag} {path}: {reason}; pass a file that this user can read") from None

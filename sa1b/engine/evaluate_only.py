@@ -46,7 +46,7 @@ def _coco_scores(
 ) -> dict[str, float]:
     folder, detections = config.evaluation.images, config.evaluation.detections
     assert folder is not None  # refused by EvaluationConfig
-    images = read_coco(annotations, folder, detections)
+    images = read_coco(annotations, folder, detections, deadline=config.data.deadline)
     module = wrap(build(), config.parallel, rank_info)
     return evaluate_coco(
         module,
@@ -56,6 +56,7 @@ def _coco_scores(
         config.parallel,
         rank_info,
         detected=detections is not None,
+        deadline=config.data.deadline,
     )
 
 

@@ -41,9 +41,9 @@ class RankInfo:
 
 
 T = TypeVar("T")
-# Timeout of collectives outside of training. It is long because a slow disk must not end a run; a lost rank
-# is detected at once.
-_TIMEOUT = datetime.timedelta(hours=1)
+# Timeout of collectives outside of training and of the write of a checkpoint. It is long because a slow disk
+# must not end a run; a lost rank is detected at once.
+TIMEOUT = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def ranks() -> Ranks:
     """Rank and device of this process in the default process group; collective if a group exists."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, None)
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def _attempt(work: Callable[[], T]) -> _Outcome[T]:

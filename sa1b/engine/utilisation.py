@@ -24,6 +24,7 @@ import torch
 GPU = ("gpu_utilisation", "gpu_memory_gb", "gpu_power_w")
 CPU = ("cpu_utilisation", "memory_gb")
 _INTERVAL = 1.0  # seconds
+_PATIENCE = 5.0  # seconds; the driver of a broken GPU may never answer
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,10 +64,10 @@ class Sampler:
         return dict(self._latest)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; one that waits for the driver ends with the process."""
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_PATIENCE)
 
     def _work(self) -> None:
         while self._sample is not None:

@@ -3,8 +3,10 @@
 import json
 import logging
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -65,6 +67,32 @@ def test_a_copy_to_host_memory_that_fails_is_a_failed_write(
     checkpoints.close()
     assert "the tensors cannot be copied to host memory: no pinned memory" in caplog.text
     assert kept(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_write_that_does_not_end_is_an_error_that_names_the_folder(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(path: Path) -> None:
+        begun.set()
+        ends.wait(60)
+
+    monkeypatch.setattr("sa1b.engine.checkpoint.folder.flush", hang)
+    monkeypatch.setattr(module, "TIMEOUT", timedelta(seconds=0.05))
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous))
+    message = f"{tmp_path}/checkpoints: the write of a checkpoint has not ended within 0.05 s; check the disk"
+    if asynchronous:
+        checkpoints.save(1, small.model, small.optimizer, {})
+        assert begun.wait(60)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.save(2, small.model, small.optimizer, {})
+    checkpoints.close()
+    assert not ends.is_set()
+    assert kept(tmp_path) == []  # it still writes
+    ends.set()
 
 
 def test_every_save_has_a_stager_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +344,24 @@ def test_an_annotation_that_cannot_be_read_is_named_with_its_file(
     first = read_coco(path, files["folder"] / "images")[0]
     with pytest.raises(CocoError, match=f"--evaluation.coco {path}: .*{message}"):
         load_image(first, path)
+
+
+def test_a_file_whose_read_blocks_is_named_at_the_deadline(files: dict[str, Any], tmp_path: Path) -> None:
+    """As on a mount whose server is lost: opening a named pipe waits for a writer."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    images, annotations = files["folder"] / "images", files["folder"] / "annotations.json"
+    first = replace(read_coco(annotations, images)[0], path=pipe)
+    ending = f": {pipe}: no answer within 0.05 s; repair the disk .*--data.deadline"
+    for flag, read in {
+        "--evaluation.images": lambda: load_image(first, annotations, 0.05),
+        "--evaluation.coco": lambda: read_coco(pipe, images, deadline=0.05),
+        "--evaluation.detections": lambda: read_coco(annotations, images, pipe, deadline=0.05),
+    }.items():
+        with pytest.raises(CocoError, match=flag + ending):
+            read()
+        with pipe.open("wb"):  # ends the read
+            pass
 
 
 @pytest.mark.parametrize("mode", ["none", "ddp"])

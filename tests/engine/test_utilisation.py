@@ -78,6 +78,26 @@ def test_a_gpu_is_found_by_its_uuid_and_sampled_in_si_units_until_the_end() -> N
     sampler.close()
 
 
+def test_a_driver_that_does_not_answer_does_not_stop_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def power(handle: str) -> int:
+        asked.set()
+        answers.wait(60)
+        return 0
+
+    nvml = Nvml()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", power)
+    monkeypatch.setattr("sa1b.engine.utilisation._PATIENCE", 0.01)
+    sampler = Sampler(DEVICE, nvml=nvml)
+    assert asked.wait(60)
+    sampler.close()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sa1b-sampler"]
+    assert thread.daemon
+    answers.set()
+    thread.join(60)
+
+
 def test_what_a_gpu_does_not_support_is_unknown() -> None:
     sampler = Sampler(DEVICE, nvml=Nvml("power"))
     found = sampled(sampler, "gpu_memory_gb")

@@ -44,7 +44,7 @@ from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.model import Wrapper
 from sa1b.engine.optim import of_rank
-from sa1b.engine.ranks import ranks
+from sa1b.engine.ranks import TIMEOUT, ranks
 from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.sealed_folder import SealedFile, measure
 from sa1b.engine.settings import CheckpointConfig
@@ -105,15 +105,15 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
-        This method waits for the previous write. A failed write is logged as an error that names the path,
-        and the run continues; the older checkpoint is kept.
+        This method waits for the previous write, at most an hour. A failed write is logged as an error that
+        names the path, and the run continues; the older checkpoint is kept.
 
         Args:
             model: see `sa1b.engine.checkpoint.tensors.gather`.
             state: JSON values; the same on all ranks, and rank 0 writes them.
 
         Raises:
-            CheckpointError: more than `tolerate` consecutive writes have failed.
+            CheckpointError: more than `tolerate` consecutive writes have failed, or a write does not end.
             TypeError, ValueError: the state is not JSON.
         """
         self._settle()
@@ -134,14 +134,9 @@ class Checkpoints:
             sharded=of_rank(optimizer) is not optimizer,
             staged=isinstance(model, Wrapper),
         )
-        if self.config.asynchronous:
-            self._writing = self._writer.submit(self._write, step, self._copied(own), text)
-        else:
-            self._writing = Future()
-            try:
-                self._writing.set_result(self._write(step, own, text))
-            except CheckpointError as error:
-                self._writing.set_exception(error)
+        copy = self._copied(own) if self.config.asynchronous else own
+        self._writing = self._writer.submit(self._write, step, copy, text)
+        if not self.config.asynchronous:
             self._settle()
 
     def _copied(self, own: dict[str, Tensor]) -> dict[str, Tensor] | CheckpointError:
@@ -184,7 +179,7 @@ class Checkpoints:
             CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
         """
         self._settle()
-        self._writer.shutdown()
+        self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
         if self._stager is not None:
             self._stager.close()
         self._location.close()
@@ -290,7 +285,13 @@ class Checkpoints:
             return
         writing, self._writing = self._writing, None
         try:
-            step = writing.result()
+            step = writing.result(TIMEOUT.total_seconds())
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self._location.root}: the write of a checkpoint has not ended within "
+                f"{TIMEOUT.total_seconds():g} s; check the disk or the server of its mount, then start the "
+                "same command again: it resumes from the newest checkpoint"
+            ) from None
         except CheckpointError as error:
             self._failures.append(str(error))
             if self._ranks.rank == 0:
