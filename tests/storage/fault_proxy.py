@@ -22,7 +22,8 @@ These faults are of GET. Of PUT, POST and DELETE, on which all others are passed
     write_silent  the server's answer is dropped, and the connection stays open for ever
 
 Questions on standard input: {"do": "log"} answers what was broken, [path, range, visit, kind] each, sorted;
-{"do": "outage", "seconds": S} resets every connection for S seconds; {"do": "clear"} forgets log and visits.
+{"do": "outage", "seconds": S} resets every connection for S seconds; {"do": "clear"} forgets log and visits;
+{"do": "rate", "rate": R} breaks another share from now on.
 """
 
 import asyncio
@@ -172,6 +173,8 @@ class Proxy:
             self.outage_ends = time.monotonic() + float(question["seconds"])
             for writer in list(self.open):
                 _reset(writer)
+        elif question["do"] == "rate":
+            self.rate = float(question["rate"])
         elif question["do"] == "clear":
             self.log.clear()
             self.visits.clear()
