@@ -30,7 +30,9 @@ FINAL = "renames its own temporary file to the path that the user named for it"
 OWNER = "a folder with its own name and the owner file of that name"
 CHECKPOINT = "files with the names that a run gives, in step-N of RUN/checkpoints, which this run has locked"
 COPY = "the copy of a checkpoint in the scratch folder of a run's URL, which is named by a digest"
-SHARDS = "shards and indexes by the pattern of the names of a source, which this process has claimed"
+SHARDS = (
+    "shards and indexes of a source that this process has claimed, which `check_own` has read if unlisted"
+)
 NAMED = "a name that the package gives to a file of a dataset directory, for a source whose name was checked"
 CLAIM = "a claim or a lock, by its content"
 CACHE = "a file with its own name in a folder of a cache that is named by a sha256"
@@ -74,7 +76,7 @@ REASONS = {
     "sam/embedding_cache.py _write": TEMPORARY,
     "sam/published.py write_weights": TEMPORARY,
     "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",
-    "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest",
+    "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest, and the form of a table",
     "shards/commit.py _withdraw": NAMED,
     "shards/commit.py commit_quarantine": "files with the names that `Quarantine` gives",
     "shards/commit.py commit_task": SHARDS,

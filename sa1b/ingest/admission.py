@@ -26,6 +26,7 @@ from sa1b.shards.manifest import (
     read_dataset,
     read_task,
 )
+from sa1b.shards.stored import check_outside
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import Discovered, discover, is_tar_name
 from sa1b.sources.folder import is_pair_name
@@ -103,8 +104,10 @@ def check_out(paths: Sequence[Path], root: Path) -> None:
     it contains none.
 
     Raises:
-        UsageError: `root` is one of the paths, contains a source of one of them, or writes to its folder.
+        UsageError: `root` is one of the paths, contains a source of one of them, writes to its folder,
+            or is in a folder of another dataset directory.
     """
+    check_outside(root)
     out = root.resolve()
     for path in paths:
         source = path.resolve()

@@ -27,8 +27,6 @@ from sa1b.shards.commit import (
     remove_old_tables,
     remove_quarantine,
     shard_files,
-    sources_without_task,
-    stored_shards,
     tables_of,
     unproven_tables,
 )
@@ -43,6 +41,7 @@ from sa1b.shards.manifest import (
     task_name,
 )
 from sa1b.shards.sample_table import clashes
+from sa1b.shards.stored import check_drop, sources_without_task, stored_shards
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.store import Root, Store, open_store
@@ -147,9 +146,7 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
                 unproven = unproven_tables(store, tables.values()) if before is None else ()
                 join_tables(store, tasks, tables, failed, pending, keep=unproven)
         if without is not None:  # within the claim, so that no other process lists the source again
-            store.remove(
-                *(task_name(without, ending) for ending in ("json", "samples", "failed", "searched"))
-            )
+            store.remove(*(task_name(without, ending) for ending in ("json", "failed", "searched")))
         if not unproven:
             remove_old_tables(store)
         if tasks:  # dataset.json now records the pending sources
@@ -241,7 +238,7 @@ def drop_source(root: Root, name: str) -> Finished:
     first; if the command is then interrupted, the same command completes it.
 
     Raises:
-        UsageError: the directory has no such source.
+        UsageError: the directory has no such source, or see `check_drop`.
         LockedError: another process is writing the source.
     """
     store = open_store(root)
@@ -267,9 +264,11 @@ def drop_source(root: Root, name: str) -> Finished:
             f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
         )
     with claim:
+        check_drop(store, name)
         abort_uploads(store, name)
         finished = _freeing(lambda: finish(store, without=name), remove_shards)
         remove_shards()
+        store.remove(task_name(name, "samples"))  # until now it tells that a drop was interrupted
         remove_quarantine(store, name)
     release_options(store)
     if store.is_local:  # a bucket has no empty folders

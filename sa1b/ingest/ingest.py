@@ -52,6 +52,8 @@ def ingest(
     policy: Policy,
     report: Callable[[Counts], None] = lambda counts: None,
     check: Callable[[Task], None] = lambda task: None,
+    *,
+    replace_images: bool = False,
 ) -> Task:
     """Convert one source to shards of `root`, write its task file and return the task.
 
@@ -66,9 +68,11 @@ def ingest(
         report: called with the current counts.
         check: called before the first file is committed; an exception from it ends the ingest, and no file
             is written.
+        replace_images: see `commit_task`.
 
     Raises:
-        SourceError: the md5 differs from the one in the checklist, or the source has no usable pair.
+        SourceError: the md5 differs from the one in the checklist, or the source has no usable pair; or an
+            image is in another source, or stored and missing now: see `check_clash` and `check_kept`.
         SystematicError: too many pairs have the same problem.
         RefusedError: a pair cannot be used, and the policy is to stop.
         OutOfMemoryError: memory is exhausted; ingest of a source takes up to 600 MB.
@@ -86,7 +90,9 @@ def ingest(
         check(task)
         check_clash(task, staged, store)
         with naming_path(store.scratch):
-            task = commit_task(task, staged, store, lambda size: report(ingestion.counts))
+            task = commit_task(
+                task, staged, store, lambda size: report(ingestion.counts), replace_images=replace_images
+            )
     except MemoryError:
         raise OutOfMemoryError(
             f"{source.label}: out of memory: ingest of a source takes up to 600 MB; use fewer --workers, or "

@@ -198,7 +198,7 @@ def _claimed(
                 return Outcome("skipped", Counts(), note)
             if not run.replace:
                 raise _refused(source, previous, root)
-    task = ingest(source, root, options, policy, reports, check)
+    task = ingest(source, root, options, policy, reports, check, replace_images=run.replace)
     return Outcome("done", reports.newest, note, task)
 
 

@@ -24,16 +24,11 @@ from sa1b.errors import ManifestError, SourceError, TableError
 from sa1b.names import (
     is_quarantine_file,
     is_shard_of,
-    parse_shard_name,
-    shard_order,
-    source_name,
-    source_stem,
 )
 from sa1b.shards.lost_task import known_tasks, listed_rows
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
-    TASKS,
     Task,
     all_shards,
     dataset_document,
@@ -54,6 +49,7 @@ from sa1b.shards.sample_table import (
     write_table,
 )
 from sa1b.shards.shard import index_path
+from sa1b.shards.stored import check_kept, is_own, shard_of, stored_files
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, exclusive
 from sa1b.storage.processes import temporary_path
@@ -64,7 +60,14 @@ Ids = npt.NDArray[np.uint64]
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
-def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], None] | None = None) -> Task:
+def commit_task(
+    task: Task,
+    staged: Path,
+    root: Root,
+    progress: Callable[[int], None] | None = None,
+    *,
+    replace_images: bool = False,
+) -> Task:
     """Move a finished source from `staged` into the dataset directory; its task file is written last.
 
     An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
@@ -76,17 +79,23 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
         staged: folder with the shards and indexes, flushed, and perhaps QUARANTINE; of a local dataset
             directory, on the same file system.
         progress: during an upload to a bucket, called with the number of bytes whenever some are stored.
+        replace_images: stored images of the source may be missing in the new shards, if it is intact.
+
+    Raises:
+        SourceError, UsageError: see `check_kept`; nothing was changed.
     """
     store = open_store(root)
     rows = rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
     task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
+    if stored := stored_files(store, task.name):
+        ids, damaged = decode(rows).image_id, bool(task.damage)
+        check_kept(store, task.name, ids, stored, damaged=damaged, replace=replace_images)
     with dataset_claim(store):
         _withdraw(task, store)
     commit_quarantine(task.name, staged, store)
     files = [staged / name for shard in task.shards for name in shard_files(shard.name)]
     store.commit(files, progress=progress)
-    names = {shard.name for shard in task.shards}
-    old = stored_shards(store, task.name) - names
+    old = {*map(shard_of, stored)} - {shard.name for shard in task.shards}
     store.remove(*(file for name in sorted(old) for file in shard_files(name)))
     store.put(task_name(task.name, "samples"), rows)
     with dataset_claim(store):
@@ -94,30 +103,6 @@ def commit_task(task: Task, staged: Path, root: Root, progress: Callable[[int], 
         store.remove(task_name(task.name, "failed"))
         _list_again(task, store)
     return task
-
-
-def stored_shards(store: Store, source: str) -> set[str]:
-    """Names of a source's shards in the dataset directory, also those with only their index left."""
-    tars = {name.removesuffix(".parquet") + ".tar" for name in store.names("", ".parquet")}
-    return {name for name in tars.union(store.names("", ".tar")) if is_shard_of(name, source)}
-
-
-def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
-    """Sources that have shards and no task file, and the names of these shards in order.
-
-    The name of a source is that of its rows in tasks/, or the usual one of its shards.
-
-    Args:
-        known: names of the sources that have a task file.
-    """
-    rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
-    names = {source_stem(name): name for name in (*rows, *known)}
-    found: dict[str, list[str]] = {}
-    for shard in sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order):
-        stem = shard_order(shard).stem
-        if (name := names.get(stem, source_name(stem))) not in known:
-            found.setdefault(name, []).append(shard)
-    return found
 
 
 def unproven_tables(store: Store, tables: Iterable[SampleTable]) -> dict[str, Ids]:
@@ -373,8 +358,8 @@ def remove_old_tables(root: Root) -> None:
 
 def _remove_tables(store: Store, *, keep: Collection[str] = ()) -> None:
     # Not the samples.bin of older directories: a user may have chosen that name too.
-    tables = filter(is_table_name, store.names("", ".bin"))
-    store.remove(*(name for name in tables if name not in keep))
+    tables = [name for name in store.names("", ".bin") if is_table_name(name) and name not in keep]
+    store.remove(*(name for name in tables if is_own(store, name)))
 
 
 def rows_of_indexes(indexes: Sequence[Path]) -> bytes:

@@ -41,7 +41,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "masks_crc32c": np.dtype("<u4"),
 }
 _HEADER = struct.Struct("<8sIIQ32s32s")
-_MAGIC = b"SA1BTBL1"
+MAGIC = b"SA1BTBL1"
 _VERSION = 1
 _HEADER_BYTES = 128
 
@@ -182,7 +182,7 @@ def _column(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
 
 def _header(ids: npt.NDArray[Any], sha256: bytes) -> bytes:
     ids_sha256 = hashlib.sha256(ids.astype("<u8", copy=False).tobytes()).digest()
-    fields = _HEADER.pack(_MAGIC, _VERSION, _HEADER_BYTES, len(ids), ids_sha256, sha256)
+    fields = _HEADER.pack(MAGIC, _VERSION, _HEADER_BYTES, len(ids), ids_sha256, sha256)
     return fields.ljust(_HEADER_BYTES, b"\0")
 
 
@@ -211,7 +211,7 @@ def decode(view: bytes | mmap.mmap, path: object = "sample table") -> SampleTabl
     Raises:
         TableError: not a sample table, another version or a wrong size.
     """
-    if len(view) < _HEADER_BYTES or view[:8] != _MAGIC:
+    if len(view) < _HEADER_BYTES or view[:8] != MAGIC:
         raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)
     if version != _VERSION or header_bytes != _HEADER_BYTES:

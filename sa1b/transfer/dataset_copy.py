@@ -46,6 +46,7 @@ from sa1b.shards.manifest import (
     write_task,
 )
 from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
+from sa1b.shards.stored import check_outside, check_own
 from sa1b.storage.atomic import naming_path
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
@@ -237,13 +238,13 @@ class _Copy:
 
     def _object(self, name: str, size: int, expected: str) -> None:
         """Copy one object, verified, unless the destination has it."""
-        if self.target.size(name) == size and (
-            digest(self.target.reader, name, self._check_running) == expected
-        ):
-            self._advance(size)
-            with self._lock:
-                self.summary.bytes_kept += size
-            return
+        if (stored := self.target.size(name)) is not None:
+            if stored == size and digest(self.target.reader, name, self._check_running) == expected:
+                self._advance(size)
+                with self._lock:
+                    self.summary.bytes_kept += size
+                return
+            check_own(self.target, [name])
         staged = self.staging / name
         # The bar shows the bytes that are read or, for an upload, the bytes that are stored.
         read = self._advance if self.target.is_local else self._check_running
@@ -342,6 +343,8 @@ def _check_apart(source: Store, target: Store) -> None:
         source_root, target_root = str(Path(source_root).resolve()), str(Path(target_root).resolve())
     if target.is_local and Path(target.root).exists() and not Path(target.root).is_dir():
         raise UsageError(f"{target.root}: is a file; name a folder or a URL as DEST")
+    if target.is_local:
+        check_outside(Path(target.root))
     if source_root == target_root or f"{target_root}/".startswith(f"{source_root}/"):
         raise UsageError(f"{target.root}: is {source.root} or a folder in it; name another DEST")
 

@@ -1,16 +1,17 @@
 """Files in a dataset directory outside the dataset: work in progress, and remains of interrupted runs."""
 
-import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from sa1b.console import command
+import numpy as np
+
+from sa1b.console import command, counted
 from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.report import first_names
 from sa1b.shards.manifest import DATASET, PARTIAL, TASKS, table_name
 from sa1b.shards.sample_table import is_table_name
-from sa1b.shards.shard import index_path
 from sa1b.shards.staging import temporary_files
+from sa1b.shards.stored import Ids, images_of, is_own, no_ids, shard_of
 from sa1b.storage.store import Store
 from sa1b.verify.resume import INDEX_RECORD
 from sa1b.verify.task_check import TaskCheck
@@ -20,9 +21,7 @@ _SHOWN = 5  # names in a note
 
 def leftover_notes(
     store: Store,
-    names: Sequence[str],
     tasks: TaskCheck,
-    shards: Collection[str],
     others: Collection[str],
     failed: Mapping[str, str],
     *,
@@ -31,9 +30,7 @@ def leftover_notes(
     """Notes on files that are not part of the dataset. They are not damage.
 
     Args:
-        names: of the files in the directory.
         tasks: the check of the task files.
-        shards: names of shards in the dataset, also in a newer version than the one that is checked.
         others: names of sources in a newer version, and of those that a process is working on.
         failed: source -> why it is not in the dataset.
         damaged: whether damage was found. Otherwise an interrupted `sa1b index` has nothing left to do.
@@ -59,12 +56,6 @@ def leftover_notes(
     other = [name for name in beside if not name.endswith(".failed")]
     if other:
         notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {_some(other)}")
-    found = _unlisted_shards(names, tasks, shards, others)
-    if found:
-        notes.append(
-            f"{len(found):,} files that no task file lists, of an interrupted run: {_some(found)}; "
-            f"convert their sources with `{command('reshard')}`, which replaces them"
-        )
     if damaged and store.exists(INDEX_RECORD):
         notes.append(f"`{command('index')}` was not finished; `{command('index')} {store.root}` resumes it")
     staging = store.names(PARTIAL)
@@ -99,21 +90,64 @@ def stored_files(store: Store) -> Iterator[str]:
 
 
 def _is_stored(name: str) -> bool:
-    return parse_shard_name(re.sub(r"\.parquet$", ".tar", name)) is not None
+    return parse_shard_name(shard_of(name)) is not None
 
 
-def _unlisted_shards(
+def unlisted_shards(
     names: Sequence[str], tasks: TaskCheck, shards: Collection[str], others: Collection[str]
 ) -> list[str]:
+    """Shards and indexes that nothing lists, of sources that no process is working on.
+
+    Args:
+        names: of the files in the directory.
+        tasks: the check of the task files.
+        shards: names of shards in the dataset, also in a newer version than the one that is checked.
+        others: see `leftover_notes`.
+    """
     known = {shard.name for task in tasks.tasks.values() for shard in task.shards} | set(shards)
-    known |= {index_path(Path(name)).name for name in known}
     active = {source_stem(name) for name in (*tasks.active, *others)}
     found = []
     for name in filter(_is_stored, names):
-        order = shard_order(f"{Path(name).stem}.tar")
-        if name not in known and order.stem not in active:
+        order = shard_order(shard_of(name))
+        if shard_of(name) not in known and order.stem not in active:
             found.append((order, name))
     return [name for _, name in sorted(found)]
+
+
+def unlisted_notes(
+    store: Store, files: Sequence[str], images: Ids | None, sources: Collection[str]
+) -> tuple[list[str], int]:
+    """Notes on the files of `unlisted_shards`, and the number of images that only these hold.
+
+    Args:
+        images: ids of the images of the dataset; None: unknown.
+        sources: names of the sources of the dataset.
+    """
+    kept, stems = no_ids() if images is None else images, set(map(source_stem, sources))
+    own = [name for name in files if is_own(store, name)]
+    found = {name: np.setdiff1d(images_of(store, name), kept) for name in own if name.endswith(".tar")}
+    missing = [name for name, ids in found.items() if len(ids)]
+    count = len(np.unique(np.concatenate([no_ids(), *found.values()])))
+    notes = []
+    if strange := [name for name in files if name not in own]:
+        notes.append(
+            f"files with the name of a shard or an index that are none: {_some(strange)}; move them away"
+        )
+    if missing:
+        again = [name for name in missing if shard_order(name).stem in stems]
+        adds = f"`{command('index')} {shlex.quote(store.root)}` adds them"
+        if again:
+            adds = f"convert the sources of {_some(again)} again, with --redo"
+        notes.append(
+            f"{counted(count, 'image')} in {counted(len(missing), 'shard')} that no task file lists are not "
+            f"in the dataset: {_some(missing)}; {adds}"
+        )
+    if left := [name for name in own if shard_of(name) not in missing]:
+        notes.append(
+            f"{len(left):,} files that no task file lists, of an interrupted run: {_some(left)}; "
+            f"convert their sources with `{command('reshard')}`, which replaces them"
+        )
+    return notes, count
 
 
 def _beside_tasks(store: Store, known: Collection[str]) -> list[str]:

@@ -147,6 +147,8 @@ def rebuild_root(
             check_digests(store, recorded, record.get(TASKS, None) or {})
             lost = recover.lost_sources(store, recorded.tasks, recorded.dataset)
             named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
+            unlisted, summary.notes = recover.unlisted_sources(store, recorded)
+            named |= unlisted
             if not named:
                 raise manifest.no_dataset(store.root)
             shards = [shard for name in sorted(named) for shard in named[name]]
@@ -154,8 +156,10 @@ def rebuild_root(
             check_scratch(store, sizes, workers)
             with bar(sum(sizes), "index", "B", quiet) as progress:
                 built = _rebuild_all(store, shards, recorded, record, workers, summary, progress.update)
+            added, notes = recover.addable(unlisted, built, recorded, summary.failed)
+            summary.notes += notes
             if not summary.failed:
-                of_lost = {name: [built[shard] for shard in lost[name]] for name in lost}
+                of_lost = {name: [built[shard] for shard in lost[name]] for name in lost} | added
                 _write_tables(store, recorded, built, of_lost, record, summary)
                 record.remove()
     summary.seconds = time.monotonic() - began
@@ -228,7 +232,7 @@ def _write_tables(
                 manifest.write_task(store, task)
         dataset = recorded.dataset or {}
         # A source with images of another source has a task file, but is not in the dataset.
-        failed = {name: str(why) for name, why in dataset.get("failed", {}).items()}
+        failed = {name: str(why) for name, why in dataset.get("failed", {}).items() if name not in lost}
         tasks = {name: task for name, task in sorted(tasks.items()) if name not in failed}
         pending = [str(name) for name in dataset.get("pending", []) if name not in tasks]
         if recorded.dataset is None:

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.names import shard_name, shard_order, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.commit import sources_without_task
 from sa1b.shards.lost_task import rebuilt_task
 from sa1b.shards.manifest import LARGEST, READING, Options, Task, task_name
+from sa1b.shards.stored import images_of, is_own, no_ids, sources_without_task
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.processes import temporary_path
 from sa1b.storage.store import Root, Store, open_store
@@ -51,6 +53,60 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
                 f"`{command('reshard')}` again with {source}, or restore either from a copy"
             )
     return lost
+
+
+def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[str]], list[str]]:
+    """Sources that neither a task file nor dataset.json lists, and the names of their shards without images
+    of the dataset; notes on the others."""
+    found: dict[str, list[str]] = {}
+    notes: list[str] = []
+    if recorded.dataset is None:
+        return found, notes  # all of them are lost
+    sources = sources_without_task(store, {*recorded.tasks, *recorded.dataset["sources"]})
+    seen = np.concatenate([no_ids(), *(images_of(store, one) for one in recorded.infos if sources)])
+    for name, shards in sorted(sources.items()):
+        for shard in shards:
+            ids = images_of(store, shard)
+            if not is_own(store, shard):
+                notes.append(f"{shard} has the name of a shard and is none")
+            elif len(twice := np.intersect1d(ids, seen)):
+                notes.append(_not_added(shard, f"image {int(twice[0])} is in the dataset already"))
+            else:
+                found.setdefault(name, []).append(shard)
+                seen = np.concatenate([seen, ids])
+    return found, notes
+
+
+def addable(
+    unlisted: Mapping[str, list[str]],
+    built: Mapping[str, RebuiltIndex],
+    recorded: Recorded,
+    failed: dict[str, str],
+) -> tuple[dict[str, list[RebuiltIndex]], list[str]]:
+    """The shards of `unlisted_sources` that fit into the dataset, and notes on the others.
+
+    Args:
+        built: all rebuilt indexes.
+        failed: shard -> why it has no index; the unlisted ones are removed.
+    """
+    found: dict[str, list[RebuiltIndex]] = {}
+    notes = []
+    options = Options(**(recorded.dataset or {})["options"]) if unlisted else Options()
+    wanted = ([options.keep_json], [options.annotations_only], set[int]())
+    for name, shard in ((name, shard) for name, shards in unlisted.items() for shard in shards):
+        if (why := failed.pop(shard, None)) is not None:
+            notes.append(_not_added(shard, why))
+            continue
+        one = built[shard]
+        if (one.keep_json, one.annotations_only, {*one.scaled} - {options.image_size}) == wanted:
+            found.setdefault(name, []).append(one)
+        else:
+            notes.append(_not_added(shard, "it was made with other options than the dataset"))
+    return found, notes
+
+
+def _not_added(shard: str, why: str) -> str:
+    return f"{shard}, which no task file lists, is not added: {why}"
 
 
 def infer_tasks(

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from sa1b.console import counted
 from sa1b.report import fact_lines, first_lines
 
 KEPT = 1000  # findings of one kind in one file; the others are counted
@@ -118,6 +119,7 @@ class Report:
         found: all damage.
         unchecked: shard -> why it could not be checked, such as lack of memory or threads; not damage.
         notes: useful facts that are not damage.
+        unlisted_images: images that only shards hold which no task file lists; not in the dataset.
     """
 
     root: str
@@ -130,6 +132,7 @@ class Report:
     found: Findings = field(default_factory=Findings)
     unchecked: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unlisted_images: int = 0
 
     @property
     def findings(self) -> list[Finding]:
@@ -177,6 +180,10 @@ class Report:
         rows += [("could not be checked", f"{len(unchecked):,}")] if unchecked else []
         lines += fact_lines(rows)
         outcome = "DAMAGED" if self.findings else "NOT CHECKED" if self.unchecked else "Clean"
+        if self.unlisted_images:
+            outcome += (
+                f", but {counted(self.unlisted_images, 'stored image')} not in the dataset (see the notes)"
+            )
         lines.append(f"{outcome}: {self.root}")
         return "\n".join(lines)
 

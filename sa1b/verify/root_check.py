@@ -23,7 +23,7 @@ from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
 from sa1b.storage.store import Root, open_store
-from sa1b.verify.leftovers import leftover_notes
+from sa1b.verify.leftovers import leftover_notes, unlisted_notes, unlisted_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck
 from sa1b.verify.remedy import Remedy
@@ -280,15 +280,24 @@ class RootCheck:
         quarantine = QuarantineCheck(self.store, self.remedy, listed, beside | others, self.table)
         self.report.found.merge(quarantine.findings)
         self.report.notes += quarantine.notes
+        files = unlisted_shards(names, self.tasks, {*self.shards, *newest.listed}, others)
+        images = None if self.table is None else self.table.image_id
+        known = {*self.sources, *self.tasks.tasks, *newest.sources}
+        notes, self.report.unlisted_images = unlisted_notes(self.store, files, images, known)
+        self.report.notes += notes
         self.report.notes += leftover_notes(
             self.store,
-            names,
             self.tasks,
-            {*self.shards, *newest.listed},
             others,
             (newest.dataset or {}).get("failed", {}),
             damaged=bool(len(self.report.found)),
         )
+        everything = self.remedy.everything()
+        if any(everything in one.remedy for one in self.report.found.kept):  # --tables needs every task file
+            self.report.found.kept = [
+                replace(one, remedy=everything) if one.remedy == self.remedy.tables() else one
+                for one in self.report.found.kept
+            ]
         self._misplaced(results)
 
     def _misplaced(self, results: dict[str, ShardResult]) -> None:

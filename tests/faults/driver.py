@@ -37,7 +37,7 @@ def make(source: Path, root: Path) -> None:
     for one in discover([source]).sources:
         task = tasks.get(one.name)
         if task is None or task.source["size"] != one.size:
-            ingest(one, root, OPTIONS, Policy())
+            ingest(one, root, OPTIONS, Policy(), replace_images=True)
     remove_leftovers(root)
     finish(root)
 
@@ -181,27 +181,29 @@ def power(
     damaged = _with_damage(source, work / source.name)
     other = source.with_name("other") / "sa_000001.tar"
 
-    def recorded(root: Path, log: Path) -> None:
-        status, message = forked(damaged, root, faults, log=log, flushed=flushed)
-        assert not status, message
-
-    def again(root: Path) -> str | None:
-        status, message = forked(damaged, root, faults)
-        return message or f"status {status}" if status else None
-
     larger = source.with_name("larger") / source.name
 
     def both(root: Path) -> None:
         make(other, root)
         make(larger, root)
 
-    scenarios: dict[str, Callable[[Path], None]] = {
-        "first": lambda root: None,
-        "second": lambda root: make(other, root),
-        "replaced": both,
+    # A source with damage does not replace one that has more images.
+    scenarios: dict[str, tuple[Callable[[Path], None], Path]] = {
+        "first": (lambda root: None, damaged),
+        "second": (lambda root: make(other, root), damaged),
+        "replaced": (both, source),
     }
     found: dict[str, object] = {}
-    for name, before in scenarios.items():
+    for name, (before, new) in scenarios.items():
+
+        def recorded(root: Path, log: Path, new: Path = new) -> None:
+            status, message = forked(new, root, faults, log=log, flushed=flushed)
+            assert not status, message
+
+        def again(root: Path, new: Path = new) -> str | None:
+            status, message = forked(new, root, faults)
+            return message or f"status {status}" if status else None
+
         found[name] = replayed(before, recorded, again, contents, work / name, count, seed)
     return found
 

@@ -334,7 +334,7 @@ def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
 
 def test_a_table_that_a_killed_process_left_is_removed_by_the_next_finish(root: Path) -> None:
     left = root / "samples-0123456789abcdef.bin"
-    left.write_bytes(b"left")
+    left.write_bytes(b"SA1BTBL1 left")
     finish(root)
     assert not left.exists()
     assert len(sa1b.open(root)) == 12

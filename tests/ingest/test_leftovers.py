@@ -191,13 +191,13 @@ def test_temporary_files_and_claims_of_before_are_removed(root: Path) -> None:
 
 def test_a_table_that_dataset_json_does_not_name_is_removed(root: Path) -> None:
     before = sorted(path.name for path in root.iterdir())
-    (root / "samples-0123456789abcdef.bin").write_bytes(b"of the dataset before")
+    (root / "samples-0123456789abcdef.bin").write_bytes(b"SA1BTBL1 of the dataset before")
     finish(root)
     assert sorted(path.name for path in root.iterdir()) == before
 
 
 def test_an_index_without_its_shard_goes_with_its_source(root: Path) -> None:
-    (root / "sa1b-000001-0007.parquet").write_bytes(b"the shard was removed, its index was not")
+    (root / "sa1b-000001-0007.parquet").write_bytes(b"PAR1: the shard was removed, its index was not")
     (root / "sa1b-000002-0000.parquet").write_bytes(b"of another source")
     drop_source(root, "sa_000001")
     assert [path.name for path in root.glob("*.parquet")] == ["sa1b-000002-0000.parquet"]

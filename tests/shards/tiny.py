@@ -163,7 +163,7 @@ def ingest_tar(path: Path, root: Path, **options: Any) -> Task:
     chosen = Options(**{name: value for name, value in options.items() if name in names})
     policy = Policy(**{name: value for name, value in options.items() if name not in names})
     root.mkdir(parents=True, exist_ok=True)
-    return ingest(source, root, chosen, policy)
+    return ingest(source, root, chosen, policy, replace_images=True)
 
 
 def read_back(root: Path) -> dict[int, tuple[bytes, Any]]:

@@ -109,9 +109,10 @@ def test_an_interrupted_copy_can_be_resumed_and_read_before(root, target, monkey
 
 
 def test_a_wrong_object_of_the_right_size_is_replaced(root, target):
-    """Left by another tool: only the digest shows that it is wrong."""
-    target.put(SHARD, b"\0" * (root / SHARD).stat().st_size)
-    target.put("sa1b-000001-0000.tar", b"short")
+    """Left by another version: only the digest shows that it is wrong."""
+    whole = (root / SHARD).read_bytes()
+    target.put(SHARD, whole[:512] + b"\0" * (len(whole) - 512))
+    target.put("sa1b-000001-0000.tar", (root / "sa1b-000001-0000.tar").read_bytes()[:600])
     copied(root, target)
     assert content(target) == content(FolderStore(root))
 

@@ -1,0 +1,239 @@
+"""Files of a dataset directory with the names of shards: whose they are, and the images that they hold.
+
+Shards are renamed into place when they are complete. So a file with the name of a shard that no task file
+lists holds images that may be nowhere else, or it is a user's: neither is replaced or removed silently.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+from sa1b.console import command, counted
+from sa1b.errors import ManifestError, SourceError, TableError, UsageError
+from sa1b.names import is_shard_of, parse_member_name, parse_shard_name, shard_order, source_name, source_stem
+from sa1b.report import first_names
+from sa1b.shards.index_reader import UNREADABLE
+from sa1b.shards.manifest import (
+    DATASET,
+    PARTIAL,
+    QUARANTINE,
+    TASKS,
+    VIEWS,
+    ShardInfo,
+    read_dataset,
+    read_task,
+    task_name,
+)
+from sa1b.shards.sample_table import MAGIC, open_table
+from sa1b.sources.tar_stream import BLOCK, parse_header
+from sa1b.storage.store import Store
+
+Ids = npt.NDArray[np.uint64]
+
+
+def no_ids() -> Ids:
+    """An empty array of image ids."""
+    return np.empty(0, np.uint64)
+
+
+def shard_of(name: str) -> str:
+    """The name of the shard that a file is or is the index of."""
+    return re.sub(r"\.parquet$", ".tar", name)
+
+
+def stored_files(store: Store, source: str) -> list[str]:
+    """Names of the shards and indexes of a source in the dataset directory, listed or not."""
+    return [name for name in store.names("") if is_shard_of(shard_of(name), source)]
+
+
+def stored_shards(store: Store, source: str) -> set[str]:
+    """Names of a source's shards in the dataset directory, also those with only their index left."""
+    return set(map(shard_of, stored_files(store, source)))
+
+
+def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
+    """Sources that have shards and no task file, and the names of these shards in order.
+
+    The name of a source is that of its rows in tasks/, or the usual one of its shards.
+
+    Args:
+        known: names of the sources that have a task file.
+    """
+    rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
+    names = {source_stem(name): name for name in (*rows, *known)}
+    found: dict[str, list[str]] = {}
+    for shard in sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order):
+        stem = shard_order(shard).stem
+        if (name := names.get(stem, source_name(stem))) not in known:
+            found.setdefault(name, []).append(shard)
+    return found
+
+
+def check_kept(
+    store: Store, source: str, ids: Ids, files: Collection[str], *, damaged: bool, replace: bool
+) -> None:
+    """Refuse to replace the stored shards of a source by a result that lacks an image of them.
+
+    Args:
+        ids: of the images of the new result.
+        files: of `stored_files`; only the process that has claimed the source changes them.
+        damaged: a part of the source could not be read.
+        replace: the user asked for the content of another source. A damaged one is refused all the same.
+
+    Raises:
+        SourceError: naming the images.
+        UsageError: a file is not the package's.
+    """
+    listed = _listed(store, source)
+    check_own(store, [name for name in files if shard_of(name) not in listed])
+    if replace and not damaged:
+        return
+    lost = [no_ids()]
+    for shard, images in stored_images(store, source, files).items():
+        left = np.setdiff1d(images, ids)
+        if len(left) and (shard not in listed or store.size(shard) == listed[shard].bytes):
+            lost.append(left)
+    left = np.unique(np.concatenate(lost))
+    if len(left) and len(left := np.setdiff1d(left, _images_of_others(store, source))):
+        drop = f"`{command('reshard')} --out {store} --drop {source}`"
+        first = "" if listed else f"; `{command('index')} {store}` adds the stored shards to the dataset"
+        raise SourceError(
+            f"{source}: {store} has {counted(len(left), 'image')} of it that the source lacks now "
+            f"({first_names(left.tolist())}), and nothing was replaced. "
+            f"{'It is damaged: download it again' if damaged else 'Pass the source as before'}{first}; to go "
+            f"on without these images, {'' if damaged else 'add --replace, or '}first remove them with {drop}"
+        )
+
+
+def check_drop(store: Store, source: str) -> None:
+    """Refuse to remove shards that no document lists if they hold images that the dataset lacks.
+
+    Raises:
+        UsageError: naming the shards, or a file that is not the package's.
+    """
+    listed, files = _listed(store, source), stored_files(store, source)
+    check_own(store, [name for name in files if shard_of(name) not in listed])
+    if listed or store.exists(task_name(source, "samples")):  # the rows are removed after the shards
+        return
+    found = stored_images(store, source, files)
+    left = np.setdiff1d(np.concatenate([no_ids(), *found.values()]), _images_of_others(store, source))
+    if len(left):
+        raise UsageError(
+            f"--drop {source}: {first_names(sorted(found))} of {store}: no task file lists them, and they "
+            f"hold {counted(len(left), 'image')} that the dataset lacks ({first_names(left.tolist())}); "
+            f"first add them with `{command('index')} {store}`, or move these files away"
+        )
+
+
+def check_own(store: Store, names: Iterable[str]) -> None:
+    """Refuse files that have a name of the package and not its form.
+
+    Raises:
+        UsageError: naming one.
+    """
+    for name in names:
+        if not is_own(store, name):
+            raise UsageError(
+                f"{store.url(name)}: has the name of a file of {DATASET} and is none, so it is not replaced; "
+                "move it away, or choose another folder"
+            )
+
+
+def check_outside(folder: Path) -> None:
+    """Refuse a new dataset directory in a folder that another one has for its own files.
+
+    Raises:
+        UsageError: naming the other one.
+    """
+    path = folder.resolve()
+    for one in (path, *path.parents):
+        if one.name in (TASKS, QUARANTINE, PARTIAL, VIEWS) and (one.parent / DATASET).is_file():
+            raise UsageError(
+                f"{folder}: is inside a folder of the dataset {one.parent}; choose another folder"
+            )
+
+
+def is_own(store: Store, name: str) -> bool:
+    """Whether a file begins as a shard, an index or a sample table does."""
+    start = _block(store, name, 0)
+    if name.endswith(".tar"):
+        header = parse_header(start) if len(start) == BLOCK else None
+        return header is not None and parse_member_name(header.name) is not None
+    return start.startswith(b"PAR1" if name.endswith(".parquet") else MAGIC)
+
+
+def stored_images(store: Store, source: str, files: Collection[str]) -> dict[str, Ids]:
+    """The image ids of each shard that is stored: from the rows of the source, its index, or its headers."""
+    found: dict[str, Ids] = {}
+    with contextlib.suppress(ManifestError, TableError, OSError):
+        task = read_task(store, source)
+        with store.files(task_name(source, "samples")) as (path,):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            if task.samples is not None and task.samples["sha256"] == digest:
+                rows = open_table(path)
+                for number, shard in enumerate(task.shards):
+                    found[shard.name] = rows.image_id[rows.shard == number].copy()
+    tars = [name for name in files if name.endswith(".tar")]
+    return {shard: found[shard] if shard in found else images_of(store, shard) for shard in tars}
+
+
+def images_of(store: Store, shard: str) -> Ids:
+    """The image ids of a shard, from its index, or from the headers of the tar up to the first damage."""
+    index = shard.removesuffix(".tar") + ".parquet"
+    with contextlib.suppress(*UNREADABLE), store.files(index) as (path,):
+        ids = pq.read_table(path.absolute(), columns=["image_id"])["image_id"]
+        return np.asarray(ids.to_numpy(), np.uint64)
+    found, offset = set(), 0
+    while len(block := _block(store, shard, offset)) == BLOCK:
+        header = parse_header(block)
+        member = None if header is None else parse_member_name(header.name)
+        if header is None or member is None or header.size < 0:
+            break
+        found.add(member.image_id)
+        offset += BLOCK + header.size + -header.size % BLOCK
+    return np.array(sorted(found), np.uint64)
+
+
+def _block(store: Store, name: str, start: int) -> bytes:
+    """Up to BLOCK bytes of a file; none of a folder."""
+    if store.is_local:
+        with (
+            contextlib.suppress(IsADirectoryError, FileNotFoundError),
+            Path(store.url(name)).open("rb") as file,
+        ):
+            file.seek(start)
+            return file.read(BLOCK)
+        return b""
+    length = min(BLOCK, (store.size(name) or 0) - start)
+    try:
+        return store.reader.read_range(name, start, max(0, length))
+    finally:
+        store.reader.forget(name)  # the object may be replaced now
+
+
+def _listed(store: Store, source: str) -> dict[str, ShardInfo]:
+    """The shards of a source by dataset.json and its task file."""
+    found: dict[str, ShardInfo] = {}
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        shards = read_dataset(store)["shards"]
+        found = {one["name"]: ShardInfo(**one) for one in shards if is_shard_of(one["name"], source)}
+    with contextlib.suppress(ManifestError, OSError):
+        found |= {shard.name: shard for shard in read_task(store, source).shards}
+    return found
+
+
+def _images_of_others(store: Store, source: str) -> Ids:
+    """The ids of the images of the dataset from other sources; none if it cannot be read."""
+    with contextlib.suppress(ManifestError, TableError, OSError, KeyError, TypeError, IndexError):
+        document = read_dataset(store)
+        others = np.array([not is_shard_of(one["name"], source) for one in document["shards"]], bool)
+        with store.files(str(document["samples"]["name"])) as (path,):
+            table = open_table(path)
+            return np.asarray(table.image_id[others[table.shard]], np.uint64)
+    return no_ids()
