@@ -147,7 +147,7 @@ def _fill(disk: Path) -> None:
 
 
 def _set_clock(at: int) -> None:
-    at_rate, own_stop = train.lr_at, Control._own_stop
+    at_rate, own_stop = train.lr_at, Control.own_stop
     current = [-1]
 
     def lr_at(config: Any, batch: int, step: int) -> float:
@@ -159,7 +159,7 @@ def _set_clock(at: int) -> None:
             self._clock = lambda: time.time() + 365 * 24 * 3600
         return own_stop(self)
 
-    train.lr_at, Control._own_stop = lr_at, asked
+    train.lr_at, Control.own_stop = lr_at, asked
 
 
 def _hang(mishap: dict[str, Any]) -> None:
