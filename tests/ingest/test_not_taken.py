@@ -52,7 +52,7 @@ def test_twenty_are_listed_and_all_are_in_the_document(downloads, tmp_path):
     assert "not taken: 30 paths" in done.stdout
     assert "page17.html" in done.stdout
     assert "page18.html" not in done.stdout
-    assert "and 10 more, all listed with --json" in done.stdout
+    assert "and 10 more, all printed with --json" in done.stdout
     done = reshard(downloads, "--out", tmp_path / "root", "--json")
     document = json.loads(done.stdout)
     assert (done.returncode, document["exit_code"], len(document["not_taken"])) == (3, 3, 30)

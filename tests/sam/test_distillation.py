@@ -45,9 +45,9 @@ def test_the_loss_is_the_mean_over_the_tokens_of_the_image(distillation: Distill
     for number, (rows, columns) in enumerate(((4, 3), (2, 4), (4, 4))):  # tokens of 16 pixels
         part = (number, slice(None), slice(rows), slice(columns))
         expected += float((own[part] - wanted[part]).square().mean())
-    assert float(sums["loss"]) == pytest.approx(expected, rel=1e-5)
-    assert float(sums["count"]) == 3
-    assert -3 <= float(sums["cosine"]) <= 3
+    assert sums["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert sums["count"].item() == 3
+    assert -3 <= sums["cosine"].item() <= 3
     same = Distillation(distillation.teacher, Recipe(), distillation.teacher).eval()(images, targets, keys)
     assert float(same["loss"]) == 0
     assert float(same["cosine"]) == pytest.approx(3)

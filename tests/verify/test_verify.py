@@ -6,6 +6,7 @@ import pytest
 
 from sa1b.errors import ManifestError
 from sa1b.shards import manifest
+from sa1b.storage.processes import temporary_path
 from sa1b.verify import verify
 from sa1b.verify.report import Report
 from sa1b.verify.root_check import RootCheck
@@ -49,11 +50,12 @@ def test_a_worker_on_another_machine_reads_its_own_copy_of_the_sample_table(root
 
 def test_shards_that_nothing_claims_are_a_note(root):
     shutil.copy(root / "sa1b-000001-0000.tar", root / "sa1b-000009-0000.tar")
-    (root / ".sa1b-000009-0000.parquet.partial").write_bytes(b"")
+    temporary = temporary_path(root / "sa1b-000009-0000.parquet")
+    temporary.write_bytes(b"")
     report = check(root)
     assert report.exit_code() == 0
     assert "sa1b-000009-0000.tar" in report.notes[0]
-    assert ".sa1b-000009-0000.parquet.partial" in report.notes[1]
+    assert temporary.name in report.notes[1]
 
 
 def test_a_folder_without_shards_is_refused(tmp_path):
