@@ -102,12 +102,13 @@ def check_kept(
     left = np.unique(np.concatenate(lost))
     if len(left) and len(left := np.setdiff1d(left, _images_of_others(store, source))):
         drop = f"`{command('reshard')} --out {store} --drop {source}`"
-        first = "" if listed else f"; `{command('index')} {store}` adds the stored shards to the dataset"
+        way = "The source is damaged: download it again" if damaged else "Pass the source as before"
+        if not listed:
+            way += f"; `{command('index')} {store}` adds the stored shards to the dataset"
         raise SourceError(
-            f"{source}: {store} has {counted(len(left), 'image')} of it that the source lacks now "
-            f"({first_names(left.tolist())}), and nothing was replaced. "
-            f"{'It is damaged: download it again' if damaged else 'Pass the source as before'}{first}; to go "
-            f"on without these images, {'' if damaged else 'add --replace, or '}first remove them with {drop}"
+            f"{store}: has {counted(len(left), 'image')} of {source} that the source lacks now "
+            f"({first_names(left.tolist())}), and nothing was replaced. {way}; to go on without these "
+            f"images, {'' if damaged else 'add --replace, or '}first remove them with {drop}"
         )
 
 
@@ -140,7 +141,7 @@ def check_own(store: Store, names: Iterable[str]) -> None:
     for name in names:
         if not is_own(store, name):
             raise UsageError(
-                f"{store.url(name)}: has the name of a file of {DATASET} and is none, so it is not replaced; "
+                f"{store.url(name)}: has the name of a shard or an index and is none, so it is not replaced; "
                 "move it away, or choose another folder"
             )
 

@@ -180,7 +180,7 @@ class Report:
         rows += [("could not be checked", f"{len(unchecked):,}")] if unchecked else []
         lines += fact_lines(rows)
         outcome = "DAMAGED" if self.findings else "NOT CHECKED" if self.unchecked else "Clean"
-        if self.unlisted_images:
+        if self.unlisted_images and outcome == "Clean":
             outcome += (
                 f", but {counted(self.unlisted_images, 'stored image')} not in the dataset (see the notes)"
             )

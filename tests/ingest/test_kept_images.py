@@ -70,7 +70,7 @@ def test_a_damaged_source_removes_no_image_of_a_finished_one(made, root, replace
     summary = convert([made / "cut" / "sa_000000.tar"], root, redo=("sa_000000",), replace=replace)
     why = summary.failed["sa_000000"]
     assert summary.exit_code() == 1
-    assert "2 images of it that the source lacks now (3, 4)" in why
+    assert "2 images of sa_000000 that the source lacks now (3, 4)" in why
     assert f"--out {root} --drop sa_000000" in why
     assert "download it again" in why
     assert content(root).items() >= {k: v for k, v in before.items() if not k.startswith("samples")}.items()
@@ -89,7 +89,7 @@ def test_a_shard_that_is_gone_protects_nothing(made, root):
 def test_an_intact_source_with_fewer_images_needs_replace(root, tmp_path):
     other = tiny.write_tar(tmp_path / "sa_000000.tar", tiny.pairs([1, 2, 3]), gzip=False)
     summary = convert([other], root, redo=("sa_000000",))
-    assert "1 image of it that the source lacks now (4)" in summary.failed["sa_000000"]
+    assert "1 image of sa_000000 that the source lacks now (4)" in summary.failed["sa_000000"]
     assert "add --replace" in summary.failed["sa_000000"]
     assert convert([other], root, redo=("sa_000000",), replace=True).done == ["sa_000000"]
     assert ids(root) == [1, 2, 3, *IDS["sa_000001"]]
@@ -98,7 +98,7 @@ def test_an_intact_source_with_fewer_images_needs_replace(root, tmp_path):
 def test_shards_that_nothing_lists_are_kept_and_added(made, bare):
     before = content(bare)
     summary = convert([made / "cut" / "sa_000000.tar"], bare)
-    assert "2 images of it that the source lacks now (3, 4)" in summary.failed["sa_000000"]
+    assert "2 images of sa_000000 that the source lacks now (3, 4)" in summary.failed["sa_000000"]
     assert f"index {bare}` adds" in summary.failed["sa_000000"]
     assert content(bare).items() >= before.items()
     rebuild_root(bare, workers=0, quiet=True)
