@@ -261,7 +261,7 @@ def _check(config: Config) -> None:
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
             raise UsageError(f"--{flag} {value}: must be a finite number")
-    if deadline.of(config.deadline) is not None and config.evaluate_only:
+    if deadline.of(config.deadline)[0] is not None and config.evaluate_only:
         raise UsageError("--deadline: is for training; drop it, or --evaluate-only")
     if not 0 <= config.seed < 1 << 63:
         raise UsageError(f"--seed {config.seed}: must be at least 0 and below 2**63")

@@ -7,6 +7,7 @@ Therefore both count from the start of torchrun, or of this process if there is 
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -16,13 +17,18 @@ from sa1b.errors import UsageError
 _CLOCK = re.compile(r"(\+?)(\d{1,2}):(\d{2})")
 
 
-def of(text: str | None) -> float | None:
-    """The time of --deadline in seconds of `time.time`; None without one.
+def of(text: str | None) -> tuple[float | None, Callable[[], float]]:
+    """The time of --deadline, None without one, and the clock that it is on, in seconds.
+
+    A duration ends in time if the clock of the calendar is set meanwhile, which a time of day follows.
 
     Raises:
         UsageError: see `timestamp`.
     """
-    return None if text is None else timestamp(text, started())
+    moment = None if text is None else timestamp(text, started())
+    if moment is None or text is None or not text.startswith("+"):
+        return moment, time.time
+    return time.monotonic() + moment - time.time(), time.monotonic
 
 
 def timestamp(text: str, since: float) -> float:

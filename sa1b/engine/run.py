@@ -75,7 +75,7 @@ class Run:
     ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
-        self.control = Control(rank_info, deadline.of(config.deadline))
+        self.control = Control(rank_info, *deadline.of(config.deadline))
         if remote is None:
             check_shared_folder(config.folder, rank_info)
         elif rank_info.rank == 0:

@@ -85,9 +85,24 @@ def test_a_run_that_torchrun_starts_again_keeps_its_deadline(monkeypatch: pytest
     assert alone > own
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert started() <= own + 0.02  # of the parent
-    deadline = of("+01:00")
+    deadline, clock = of("+01:00")
     assert deadline is not None
-    assert deadline == pytest.approx(started() + 3600, abs=0.05)
+    assert deadline - clock() == pytest.approx(started() + 3600 - time.time(), abs=0.05)
+
+
+def test_a_duration_does_not_follow_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, clock = of("+90:00")
+    assert end is not None
+    left, real = end - clock(), time.time
+    of_day, calendar = of("2126-01-31T06:30")
+    assert of_day is not None
+    for jump in (-3600, 3600):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        assert 0 <= left - (end - clock()) < 600
+        restarted, clock_after = of("+90:00")  # as the ranks do that torchrun starts again
+        assert restarted is not None
+        assert abs(left - (restarted - clock_after())) < 600
+    assert calendar is not time.monotonic
 
 
 class Clock:
