@@ -13,7 +13,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LANGUAGES = ("bash", "python", "sql")
 
 _BLOCK = re.compile(
-    r"(?:^ *<!-- (?P<comment>not run|exit code|numbers vary|not compared): (?P<value>.+?) -->\s*?\n\s*)?"
+    r"(?:^ *<!-- (?P<comment>not run|dry run|exit code|numbers vary|not compared): (?P<value>.+?) -->\s*?\n\s*)?"
     r"^(?P<indent> *)(?P<fence>```+) *(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
 )
@@ -29,6 +29,7 @@ class Block:
         code: the text between the fences, without their indentation.
         line: number of the first line of `code` in the page, from 1.
         not_run: reason why the block is not run; None if it is run.
+        dry_run: reason why `sa1b train` of a `bash` block has the flag --dry-run; None if it trains.
         exit_code: the code with which a `bash` block ends.
         numbers_vary: why the numbers of a `text` block are not compared; None where they are.
         not_compared: why a `text` block is not compared at all; None for a block that is.
@@ -39,6 +40,7 @@ class Block:
     code: str
     line: int
     not_run: str | None = None
+    dry_run: str | None = None
     exit_code: int = 0
     numbers_vary: str | None = None
     not_compared: str | None = None
@@ -57,6 +59,7 @@ def blocks_of(text: str) -> list[Block]:
                 textwrap.dedent(match["code"]),
                 text.count("\n", 0, match.start("code")) + 1,
                 value.get("not run"),
+                value.get("dry run"),
                 int(value.get("exit code", 0)),
                 value.get("numbers vary"),
                 value.get("not compared"),

@@ -15,26 +15,6 @@ from pathlib import Path
 from tests import processes
 from tests.docs.blocks import REPOSITORY
 
-# Training in a page has these small sizes: appended flags replace the flags of the page.
-TRAINING = (
-    *(
-        "--model.image-size",
-        "64",
-        "--model.width",
-        "32",
-        "--model.depth",
-        "2",
-        "--model.heads",
-        "2",
-        "--model.pixel-features",
-        "0",
-    ),
-    *("--model.global-blocks", "1", "--model.window", "2", "--model.channels", "32", "--optim.steps", "2"),
-    *("--optim.warmup", "1", "--data.global-batch", "2", "--data.masks", "4", "--data.threads", "1"),
-    *("--checkpoint.every", "2", "--logging.tensorboard", "False"),
-)
-ANNOTATING = ("--points-per-side", "6")  # 36 points of an image instead of 1024
-SCALING = ("--masks", "2", "--micro-batch", "1", "--steps", "1", "--rounds", "1")
 _CLIENT = """\
 import json, os, socket, struct, sys
 connection = socket.socket(socket.AF_UNIX)
@@ -84,12 +64,6 @@ def _run(connection: socket.socket) -> None:
         while len(data) < processes.NUMBER.unpack(header)[0]:
             data += connection.recv(1 << 16)
         words, folder, environment = json.loads(data)
-        if words[:1] == ["train"] and "--help" not in words:
-            words += TRAINING
-        if words[:2] == ["bench", "scaling"] and "--help" not in words:
-            words += SCALING
-        if words[:1] == ["annotate"] and "--help" not in words:
-            words += ANNOTATING
         # Variables that are read at the start of an interpreter have the server's values.
         env = {name: value for name, value in environment.items() if not name.startswith(processes.AT_START)}
         env |= {name: value for name, value in os.environ.items() if name.startswith(processes.AT_START)}

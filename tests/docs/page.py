@@ -19,6 +19,8 @@ from tests.docs.blocks import LANGUAGES, Block, blocks_of
 from tests.docs.flags import check_flags
 from tests.docs.output import difference
 
+_DRY_RUN = 'sa1b() { command sa1b "$@" --dry-run; }\n'
+
 
 def run(page: str, block: Block) -> None:
     """Run or check one block.
@@ -40,10 +42,11 @@ def run(page: str, block: Block) -> None:
 
         print(duckdb.sql(block.code))
     else:
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-        code = subprocess.run(command, check=False).returncode
-        if code != block.exit_code:
-            raise subprocess.CalledProcessError(code, block.code)
+        code = block.code if block.dry_run is None else f"{_DRY_RUN}{block.code}"
+        command = ["bash", "-euo", "pipefail", "-c", code]
+        status = subprocess.run(command, check=False).returncode
+        if status != block.exit_code:
+            raise subprocess.CalledProcessError(status, block.code)
 
 
 @contextmanager
@@ -86,12 +89,12 @@ def main(page: str) -> None:
         if block.language not in LANGUAGES:
             continue
         began = time.monotonic()
-        not_run = " (not run)" if block.not_run else ""
+        not_run = " (not run)" if block.not_run else " (dry run)" if block.dry_run else ""
         print(f"-- {page}:{block.line} {block.language}{not_run}", flush=True)
         with recorded() as outputs:
             run(page, block)
         print(f"-- {time.monotonic() - began:.1f} s", flush=True)
-        if after is not None and after.language == "text" and after.follows and not block.not_run:
+        if after is not None and after.language == "text" and after.follows and not not_run:
             found = difference(after, outputs[0])
             differences += [f"{page}:{after.line}: {found}"] if found else []
     assert not differences, "\n\n".join(differences)
