@@ -19,7 +19,7 @@ from tests.docs.blocks import LANGUAGES, Block, blocks_of
 from tests.docs.flags import check_flags
 from tests.docs.output import difference
 
-_DRY_RUN = 'sa1b() { command sa1b "$@" --dry-run; }\n'
+_DRY_RUN = 'sa1b() { if [ "$1" = train ]; then set -- "$@" --dry-run; fi; command sa1b "$@"; }\n'
 
 
 def run(page: str, block: Block) -> None:
