@@ -33,7 +33,7 @@ from sa1b.ingest.finish import finish, record_failure
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.part import known_ids, read_searched, stored_ids
 from sa1b.ingest.reshard import work_through
-from sa1b.ingest.search import Ids, Search, Searched, homes_of, no_ids
+from sa1b.ingest.search import Search, Searched, homes_of
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Run, is_partial, missing_file
 from sa1b.report import failed_lines
@@ -42,6 +42,7 @@ from sa1b.shards.locate import read_rows
 from sa1b.shards.lost_task import known_tasks
 from sa1b.shards.manifest import DATASET, PARTIAL, Options
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
+from sa1b.shards.stored import Ids, no_ids
 from sa1b.sources.id_blocks import IDS_PER_TAR, tar_number
 from sa1b.sources.link_list import Link
 from sa1b.sources.remote_sources import remote_sources

@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 from sa1b.console import command, counted
 from sa1b.errors import NoPairError, SourceError, TableError
 from sa1b.ingest.ingest import Counts, Policy, ingest
-from sa1b.ingest.search import Ids, Searched, no_ids
+from sa1b.ingest.search import Searched
 from sa1b.shards.commit import shard_files, task_rows
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import TASKS, Options, Task, task_name
 from sa1b.shards.sample_table import open_table
-from sa1b.shards.stored import stored_shards
+from sa1b.shards.stored import Ids, no_ids, stored_shards
 from sa1b.sources.source import Source
 from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.atomic import json_bytes

@@ -17,15 +17,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.shards.stored import Ids, no_ids
 from sa1b.sources.id_blocks import IDS_PER_TAR, estimated_numbers, tar_number
 
-Ids = npt.NDArray[np.uint64]
 _NOWHERE = -1
-
-
-def no_ids() -> Ids:
-    """An empty array of ids."""
-    return np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

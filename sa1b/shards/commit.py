@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -49,14 +48,13 @@ from sa1b.shards.sample_table import (
     write_table,
 )
 from sa1b.shards.shard import index_path
-from sa1b.shards.stored import check_kept, is_own, shard_of, stored_files
+from sa1b.shards.stored import Ids, check_kept, is_own, shard_of, stored_files
 from sa1b.storage.atomic import flush, naming_path
 from sa1b.storage.claim import Claim, exclusive
 from sa1b.storage.processes import temporary_path
 from sa1b.storage.store import Root, Store, each, open_store
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
-Ids = npt.NDArray[np.uint64]
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
 
 
@@ -121,7 +119,7 @@ def abort_uploads(store: Store, source: str) -> None:
     quarantine = f"{QUARANTINE}/{source}/"
 
     def matches(name: str) -> bool:
-        return name.startswith(quarantine) or is_shard_of(name.replace(".parquet", ".tar"), source)
+        return name.startswith(quarantine) or is_shard_of(shard_of(name), source)
 
     store.abort_uploads(matches)
 

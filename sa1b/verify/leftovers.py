@@ -16,8 +16,6 @@ from sa1b.storage.store import Store
 from sa1b.verify.resume import INDEX_RECORD
 from sa1b.verify.task_check import TaskCheck
 
-_SHOWN = 5  # names in a note
-
 
 def leftover_notes(
     store: Store,
@@ -46,40 +44,40 @@ def leftover_notes(
     ]
     if waiting := sorted(unlisted - failed.keys()):
         notes.append(
-            f"finished sources that {DATASET} does not list yet: {_some(waiting)}; "
+            f"finished sources that {DATASET} does not list yet: {first_names(waiting)}; "
             f"`{command('reshard')} --out {store.root} --finish` adds them"
         )
     beside = _beside_tasks(store, {*tasks.tasks, *tasks.active, *others})
     without = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
     if without:
-        notes.append(f"sources that failed: {_some(without)}")
+        notes.append(f"sources that failed: {first_names(without)}")
     other = [name for name in beside if not name.endswith(".failed")]
     if other:
-        notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {_some(other)}")
+        notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {first_names(other)}")
     if damaged and store.exists(INDEX_RECORD):
         notes.append(f"`{command('index')}` was not finished; `{command('index')} {store.root}` resumes it")
     staging = store.names(PARTIAL)
     if staging:
         notes.append(
-            f"{PARTIAL}/ contains files of running or interrupted processes: {_some(staging)}; "
+            f"{PARTIAL}/ contains files of running or interrupted processes: {first_names(staging)}; "
             "the next reshard removes those of interrupted processes (on another machine: an hour after the "
             "last write)"
         )
     uploads = [one.name for one in store.uploads()]
     if uploads:
         notes.append(
-            f"unfinished uploads of running or interrupted processes: {_some(uploads)}; the next reshard or "
-            "copy of these shards removes them"
+            f"unfinished uploads of running or interrupted processes: {first_names(uploads)}; the next "
+            "reshard or copy of these shards removes them"
         )
     table = table_name(store)
     unfinished = [name for name in store.names("", ".bin") if is_table_name(name) and name != table]
     if unfinished:
-        notes.append(f"unfinished or outdated files of an interrupted run: {_some(unfinished)}")
+        notes.append(f"unfinished or outdated files of an interrupted run: {first_names(unfinished)}")
     paths = temporary_files(store) if store.is_local else ()
     if hidden := sorted(path.relative_to(store.root).as_posix() for path in paths):
         notes.append(
-            f"temporary files of running or interrupted processes: {_some(hidden)}; the next reshard or "
-            "index removes those of interrupted processes"
+            f"temporary files of running or interrupted processes: {first_names(hidden)}; the next "
+            "reshard or index removes those of interrupted processes"
         )
     return notes
 
@@ -131,20 +129,21 @@ def unlisted_notes(
     notes = []
     if strange := [name for name in files if name not in own]:
         notes.append(
-            f"files with the name of a shard or an index that are none: {_some(strange)}; move them away"
+            f"files with the name of a shard or an index that are none: {first_names(strange)}; move "
+            "them away"
         )
     if missing:
         again = [name for name in missing if shard_order(name).stem in stems]
         adds = f"`{command('index')} {shlex.quote(store.root)}` adds them"
         if again:
-            adds = f"convert the sources of {_some(again)} again, with --redo"
+            adds = f"convert the sources of {first_names(again)} again, with --redo"
         notes.append(
             f"{counted(count, 'image')} in {counted(len(missing), 'shard')} that no task file lists are not "
-            f"in the dataset: {_some(missing)}; {adds}"
+            f"in the dataset: {first_names(missing)}; {adds}"
         )
     if left := [name for name in own if shard_of(name) not in missing]:
         notes.append(
-            f"{len(left):,} files that no task file lists, of an interrupted run: {_some(left)}; "
+            f"{len(left):,} files that no task file lists, of an interrupted run: {first_names(left)}; "
             f"convert their sources with `{command('reshard')}`, which replaces them"
         )
     return notes, count
@@ -155,7 +154,3 @@ def _beside_tasks(store: Store, known: Collection[str]) -> list[str]:
     endings = (".samples", ".claim", ".failed")
     names = store.names(TASKS)
     return [name for name in names if name.endswith(endings) and name.rpartition(".")[0] not in known]
-
-
-def _some(names: Sequence[str]) -> str:
-    return first_names(names)
