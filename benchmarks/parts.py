@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import material
-from sa1b.scaling.result import Scaling
+from sa1b.programs.scaling.result import Scaling
 from sa1b.storage.atomic import json_bytes, write_whole
 
 RESULTS = Path(__file__).parent / "results"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from sa1b.gallery.page import write_gallery
-from sa1b.gallery.selection import Choice
-from sa1b.synthetic.source_tars import write_tar
+from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.gallery.selection import Choice
+from sa1b.programs.synthetic.source_tars import write_tar
 
 REPOSITORY = Path(__file__).parents[1]
 OUT = REPOSITORY / "docs" / "images" / "gallery.png"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import material, tables
-from sa1b.scaling.page import charts
-from sa1b.scaling.result import Scaling
+from sa1b.programs.scaling.page import charts
+from sa1b.programs.scaling.result import Scaling
 
 FRAME = Path(__file__).with_name("report.html")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 62, 14, 12, 46

@@ -74,7 +74,7 @@ def resume_position(size: Size) -> int:
 
 def make(root: Path, size: Size, progress: Callable[[int], object]) -> None:
     """Write the directory without dataset.json and its table; `progress` is called with numbers of images."""
-    from sa1b.synthetic.source_tars import scene
+    from sa1b.programs.synthetic.source_tars import scene
 
     real = read_first(size)
     picture = scene(1)

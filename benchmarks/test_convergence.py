@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from sa1b.ingest.ingest import Policy, ingest
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
 from sa1b.sources.discovery import discover
-from sa1b.synthetic import source_tars as synthetic
 
 IMAGES, STEPS, WINDOW = 200, 200, 20
 CASES = {

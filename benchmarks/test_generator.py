@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import sa1b
+from sa1b.programs.synthetic.source_tars import scene
 from sa1b.sam import mask_generator
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.shards.jpeg import decode
-from sa1b.synthetic.source_tars import scene
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,9 +13,9 @@ import torch
 
 from sa1b.engine.config import build
 from sa1b.engine.planner import fake_step
-from sa1b.engine.presets import PRESETS
 from sa1b.engine.settings import ParallelConfig
-from sa1b.scaling.synthetic_batch import synthetic_batch
+from sa1b.programs.scaling.synthetic_batch import synthetic_batch
+from sa1b.recipes.presets import PRESETS
 
 VALUES = ("none", "every:2", "all")
 IMAGES, SIZE, MASKS, ROUNDS = 2, 512, 8, 7

@@ -14,8 +14,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
+from sa1b.programs.synthetic.source_tars import scene
 from sa1b.shards import annotation
-from sa1b.synthetic.source_tars import scene
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from sa1b.ingest.ingest import Policy, ingest, limit_threads
+from sa1b.programs.synthetic.source_tars import scene
 from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import discover
-from sa1b.synthetic.source_tars import scene
 
 PICTURES, COPIES = 40, 6
 ROUNDS = 5

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchmarks import simulated
 from benchmarks.conftest import TABLES
 from benchmarks.simulated import Size
-from sa1b.synthetic import source_tars
+from sa1b.programs.synthetic import source_tars
 
 ROOT = Path(__file__).parents[1]
 REACH = {  # step -> seconds, MB; None: only shown

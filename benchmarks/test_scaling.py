@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from sa1b.ingest.ingest import Policy, ingest
-from sa1b.scaling.result import Scaling
-from sa1b.scaling.verdict import judge
+from sa1b.programs.scaling.result import Scaling
+from sa1b.programs.scaling.verdict import judge
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import Options, read_tasks
 from sa1b.sources.discovery import discover
-from sa1b.synthetic import source_tars as synthetic
 
 IMAGES = 32
 FLAGS = ("--preset", "tiny", "--ranks", "1,2", "--threads", "1", "--device", "cpu", "--micro-batch", "1")

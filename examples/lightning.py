@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 import sa1b
 from sa1b.console import reported
-from sa1b.engine.presets import PRESETS
+from sa1b.recipes.presets import PRESETS
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 

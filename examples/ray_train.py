@@ -15,7 +15,7 @@ from typing import Any
 from sa1b import train
 from sa1b.console import reported
 from sa1b.engine import config
-from sa1b.engine.presets import PRESETS
+from sa1b.recipes.presets import PRESETS
 
 with reported("ray"):
     import ray.train

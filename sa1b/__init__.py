@@ -6,10 +6,12 @@ Public names are imported on first use, so that `import sa1b` and `--help` are f
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sa1b.version import __version__
+
 if TYPE_CHECKING:
-    from sa1b.engine.grounding_run import load_grounding
     from sa1b.engine.weights import load_model
     from sa1b.grounding.find import ground
+    from sa1b.recipes.grounding_run import load_grounding
     from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import embed_image, predict
     from sa1b.shards.dataset import Dataset
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from sa1b.stream.loader import Loader
     from sa1b.stream.text import Text
 
-__version__ = "0.1.0"
-
 _PUBLIC = {
     "open": ("sa1b.shards.dataset", "open_dataset"),
     "Dataset": ("sa1b.shards.dataset", "Dataset"),
@@ -33,7 +33,7 @@ _PUBLIC = {
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.engine.weights", "load_model"),
     "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
-    "load_grounding": ("sa1b.engine.grounding_run", "load_grounding"),
+    "load_grounding": ("sa1b.recipes.grounding_run", "load_grounding"),
     "ground": ("sa1b.grounding.find", "ground"),
     "embed_image": ("sa1b.sam.prediction", "embed_image"),
     "predict": ("sa1b.sam.prediction", "predict"),

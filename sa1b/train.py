@@ -26,12 +26,17 @@ import torch
 from torch import Tensor
 
 from sa1b.engine import config as settings
-from sa1b.engine import network
-from sa1b.engine.agreement import DisagreementError
-from sa1b.engine.buffers import Buffers
+from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
-from sa1b.engine.evaluate_only import score, scored_model
-from sa1b.engine.failure import (
+from sa1b.engine.ranks import network
+from sa1b.engine.ranks.agreement import DisagreementError
+from sa1b.engine.ranks.process_group import set_timeout, start, stop
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.buffers import Buffers
+from sa1b.engine.step.gradients import clear, finish, micro_batch, reduction_of, warm_up
+from sa1b.engine.step.optim import lr_at, set_lr, update_ema
+from sa1b.engine.step.run import PLANNER, Run, fitted, watched
+from sa1b.engine.watch.failure import (
     exit_at_once,
     explain,
     how_it_stopped,
@@ -39,21 +44,24 @@ from sa1b.engine.failure import (
     stdout_is_closed,
     tell_torchrun,
 )
-from sa1b.engine.gradients import clear, finish, micro_batch, reduction_of, warm_up
-from sa1b.engine.health import HealthError
-from sa1b.engine.optim import lr_at, set_lr, update_ema
-from sa1b.engine.phase import OTHER, Phases
-from sa1b.engine.presets import PRESETS
-from sa1b.engine.process_group import set_timeout, start, stop
-from sa1b.engine.profiler import StepProfiler
-from sa1b.engine.ranks import RankInfo
-from sa1b.engine.remote_run import RemoteRun
-from sa1b.engine.run import PLANNER, Run, fitted, watched
-from sa1b.engine.signals import TABLE_SIGNAL, handle
+from sa1b.engine.watch.health import HealthError
+from sa1b.engine.watch.phase import OTHER, Phases
+from sa1b.engine.watch.profiler import StepProfiler
+from sa1b.engine.watch.signals import TABLE_SIGNAL, handle
 from sa1b.errors import CheckpointError, UsageError
+from sa1b.recipes.evaluate_only import score, scored_model
+from sa1b.recipes.presets import PRESETS
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.store import open_store
 from sa1b.stream.plan import process_rank
+
+TOUR = (
+    140,
+    "Train",
+    "train a model",
+    "sa1b train --preset tiny --data.root shards --out run\n"
+    "                several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...",
+)
 
 GARBAGE_STEPS = 100  # steps between collections of Python's cyclic garbage
 RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step

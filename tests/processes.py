@@ -47,10 +47,10 @@ from tests import forked_workers
 REPOSITORY = Path(__file__).parents[1]
 PRELOADED = (
     "sa1b.train",
-    "sa1b.export.source_tars",
-    "sa1b.gallery.page",
+    "sa1b.programs.export.source_tars",
+    "sa1b.programs.gallery.page",
     "sa1b.ingest.reshard",
-    "sa1b.synthetic.source_tars",
+    "sa1b.programs.synthetic.source_tars",
     "sa1b.verify.verify",
     "sa1b.views.view",
     "tests.warm_up",  # with the compiled kernels of ingest

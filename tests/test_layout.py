@@ -42,16 +42,23 @@ ENGINE = REPOSITORY / "sa1b" / "engine"
 # What a step of training needs. Each technique below hangs on it at a `Place`, and can be deleted.
 CORE = (
     REPOSITORY / "sa1b" / "train.py",
-    *(ENGINE / f"{name}.py" for name in ("run", "gradients", "parallel", "sharding", "optim", "ranks")),
-    *(ENGINE / f"{name}.py" for name in ("control", "feed", "evaluation", "technique")),
-    *sorted((ENGINE / "checkpoint").glob("*.py")),
+    *(ENGINE / "step" / f"{name}.py" for name in ("run", "gradients", "optim", "feed")),
+    *(ENGINE / "ranks" / f"{name}.py" for name in ("parallel", "sharding", "rank_info")),
+    *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation", "technique")),
+    *(
+        ENGINE / "checkpoint" / f"{name}.py"
+        for name in ("checkpoints", "files", "folder", "location", "tensors")
+    ),
 )
-TECHNIQUES = ("zero1", "compression", "pipeline", "shares", "planner", "stragglers", "watchdog")
+TECHNIQUES = (
+    *("ranks.zero1", "ranks.compression", "ranks.pipeline", "ranks.shares"),
+    *("planner", "watch.stragglers", "watch.watchdog"),
+)
 
 
 def files_of(technique: str) -> list[Path]:
-    folder = ENGINE / technique
-    return sorted(folder.glob("*.py")) if folder.is_dir() else [ENGINE / f"{technique}.py"]
+    path = ENGINE.joinpath(*technique.split("."))
+    return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def test_the_core_of_training_is_short() -> None:
@@ -84,7 +91,9 @@ def test_no_module_imports_an_optional_technique(technique: str) -> None:
                 names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
             if any(f"{name}.".startswith(f"{module}.") for name in names):
                 importing.add(path.name)
-    assert importing == ({"plan_train.py"} if technique == "planner" else set())  # the command of the planner
+    assert importing == (
+        {"verb_plan_train.py"} if technique == "planner" else set()
+    )  # the command of the planner
 
 
 def imported(code: str) -> set[str]:

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b.engine.precision import autocast
+from sa1b.engine.step.precision import autocast
 from sa1b.sam.attention import RelativeAttention
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b.engine.hardware import peak_flops
+from sa1b.engine.watch.hardware import peak_flops
 from sa1b.workers import available_cpus
 
 PACKAGES = (

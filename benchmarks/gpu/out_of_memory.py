@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sa1b import train
-from sa1b.engine.run import Run
+from sa1b.engine.step.run import Run
 
 _STEP = 2
 _BYTES = 1 << 48  # more than any device has

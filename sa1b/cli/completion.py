@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], mains: Mapping[str, Callable[..., object] | N
     if flag.startswith("--tyro-write") and len(values) < 2:
         raise UsageError(f"{flag} {values[0]}: the path is missing; add the path of the file to write")
     with loading():
-        from sa1b.engine.presets import PRESETS
+        from sa1b.recipes.presets import PRESETS
     settings = type(next(iter(PRESETS.values())))
     callables = {verb: function or settings for verb, function in mains.items()}
     only = (tyro.conf.FlagCreatePairsOff,)

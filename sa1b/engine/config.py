@@ -1,7 +1,6 @@
 """All settings of a run except the model's: command line, validation, equality on all ranks.
 
-Each part is defined in the module that it configures; this module combines them. The settings of a model are
-a subclass of `Config`: `sa1b.engine.presets` has SAM's.
+Each part is defined in the module that it configures. The settings of a model are a subclass of `Config`.
 """
 
 import contextlib
@@ -23,17 +22,19 @@ from torch import nn
 
 from sa1b.arguments import plain_root, was_url
 from sa1b.console import command, plain_word, usage_errors
-from sa1b.engine import deadline, parallel, vocabulary
-from sa1b.engine.agreement import DisagreementError
-from sa1b.engine.bucket_checkpoints import committed
+from sa1b.engine import vocabulary
 from sa1b.engine.checkpoint import files
+from sa1b.engine.checkpoint.bucket_checkpoints import committed
+from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.health import HealthConfig
-from sa1b.engine.metrics import LoggingConfig
 from sa1b.engine.model import Model, declared
-from sa1b.engine.ranks import RankInfo
-from sa1b.engine.remote_run import local_folder
+from sa1b.engine.ranks import parallel
+from sa1b.engine.ranks.agreement import DisagreementError
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import CheckpointConfig, EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.watch import deadline
+from sa1b.engine.watch.health import HealthConfig
+from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.weights import load_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET

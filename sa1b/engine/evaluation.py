@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from sa1b.console import command
-from sa1b.engine.control import Control
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.feed import Feed
 from sa1b.engine.model import declared
-from sa1b.engine.phase import Phases
-from sa1b.engine.precision import autocast
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.scorer import ClickScorer, Scored, Scorer
 from sa1b.engine.settings import EvaluationConfig, ParallelConfig
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.precision import autocast
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.dataset import Stream

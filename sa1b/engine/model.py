@@ -41,7 +41,7 @@ complete example is an image autoencoder with one layer:
             return 0.0
 
 The settings of a model are a subclass of `sa1b.engine.config.Config` with `image_size` and `build`;
-`tests/engine/ reconstruction.py` is a complete second model, `sa1b.engine.presets` has the settings of SAM.
+`tests/engine/ reconstruction.py` is a complete second model, `sa1b.recipes.presets` has the settings of SAM.
 """
 
 from collections.abc import Mapping
@@ -189,7 +189,7 @@ class Wrapper(nn.Module):
     Attributes:
         module: the model.
         last: whether the next micro-batch is the last one of its step; see `micro_batch` of
-            `sa1b.engine.gradients`.
+            `sa1b.engine.step.gradients`.
         counts: whether the images and sums of this rank count; those of one rank do.
         elsewhere: names, in `weights()`, of the trained parameters that only other ranks have.
     """
@@ -203,7 +203,7 @@ class Wrapper(nn.Module):
         self.module = module
 
     def forward_backward(self, inputs: tuple[Any, ...], divisor: float) -> dict[str, Tensor]:
-        """Take a micro-batch; see `sa1b.engine.gradients.forward_backward`."""
+        """Take a micro-batch; see `sa1b.engine.step.gradients.forward_backward`."""
         raise NotImplementedError
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sa1b.gallery.predictions import Predicted
 from sa1b.masks import geometry
 from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed_size
@@ -17,6 +16,7 @@ from sa1b.sam import protocol
 from sa1b.sam.prediction import at_source
 from sa1b.sam.protocol import ImageTruth, SamProtocol
 from sa1b.sam.score import PROMPTS, Score
+from sa1b.shards.predictions import Predicted
 from sa1b.stream.batch import Batch
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sa1b.console import counted
-from sa1b.engine.network import Network
-from sa1b.engine.precision import Precision
+from sa1b.engine.ranks.network import Network
+from sa1b.engine.step.precision import Precision
 from sa1b.errors import UsageError
 
 Schedule = Literal["1f1b", "gpipe"]
@@ -301,7 +301,7 @@ class EvaluationConfig:
             sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
         masks: Largest number of masks per image; the choice is the same in every evaluation.
         coco: With --evaluate-only: a COCO-format annotation file to evaluate on instead of a view, with the
-            protocol sam and the annotations' boxes; see sa1b.engine.coco_evaluation.
+            protocol sam and the annotations' boxes; see sa1b.recipes.coco_evaluation.
         images: With coco: the folder of its images.
         detections: With coco: a file of COCO results whose boxes are the prompts; the result is the average
             precision.

@@ -1,6 +1,6 @@
 """Where optional techniques hang on the training loop.
 
-    WATCHDOG: Place[Watching] = Place("sa1b.engine.watchdog:Watchdog", "--health.stall")
+    WATCHDOG: Place[Watching] = Place("sa1b.engine.watch.watchdog:Watchdog", "--health.stall")
     watchdog = WATCHDOG.load()                    # imports the module; only if a run asks for the technique
 
 A technique is one module, or one package, that no statement of the loop imports. The loop names it at one

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.engine import bucket_checkpoints
-from sa1b.engine.checkpoint import files, tensors
+from sa1b.engine.checkpoint import bucket_checkpoints, files, tensors
 from sa1b.engine.checkpoint.files import Found, folder_name, none_good, read, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, UsageError

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sa1b.gallery.predictions import Predicted
 from sa1b.grounding.inputs import Phrased
 from sa1b.masks.raster_torch import inside_image
 from sa1b.masks.runs import Runs
 from sa1b.sam.losses import overlaps
 from sa1b.sam.score import UNIT
+from sa1b.shards.predictions import Predicted
 from sa1b.stream.batch import Batch
 
 MEANS = ("recall_at_1", "recall_at_5", "chance_at_1", "miou_region", "miou_mask")

@@ -21,11 +21,11 @@ from PIL import Image
 from torch.distributed import TCPStore
 
 import sa1b
-from sa1b.annotate.annotate import AnnotationSummary, Part, annotate
-from sa1b.annotate.document import content_id, mask_ids
-from sa1b.cli.annotate import main
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
+from sa1b.programs.annotate.annotate import AnnotationSummary, Part, annotate
+from sa1b.programs.annotate.document import content_id, mask_ids
+from sa1b.programs.annotate.verb_annotate import main
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights

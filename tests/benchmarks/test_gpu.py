@@ -26,7 +26,7 @@ from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
 from benchmarks.gpu.stand_in import HostNvjpeg
 from sa1b.engine import config as settings
-from sa1b.engine.presets import PRESETS
+from sa1b.recipes.presets import PRESETS
 from sa1b.stream.decode import DECODERS
 from sa1b.stream.decode_lane import POISON
 from tests import processes

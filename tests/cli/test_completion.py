@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cli import VERBS
+from sa1b.verbs import in_order
 from tests import processes
+
+VERBS = [verb for verb in in_order() if " " not in verb]
 
 COMPLETE = """
 source "$1"

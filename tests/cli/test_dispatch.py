@@ -12,8 +12,11 @@ from typing import get_type_hints
 import pytest
 
 import sa1b
-from sa1b.cli import SUBVERBS, VERBS, module_of
+from sa1b.verbs import in_order, module_of
 from tests import processes
+
+VERBS = [verb for verb in in_order() if " " not in verb]
+SUBVERBS = [verb for verb in in_order() if " " in verb]
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = {"numpy", "numba", "pyarrow", "torch", "cv2", "fsspec", "tqdm", "PIL"}

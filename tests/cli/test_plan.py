@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.ingest import plan as planning
+from sa1b.programs.plan import ingest_plan as planning
 from tests.cli.verb import runner
 from tests.shards import tiny
 from tests.storage.range_server import LINKED

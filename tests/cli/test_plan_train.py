@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cli import plan_train
 from sa1b.engine import planner
 from sa1b.engine.planner.fake_step import StepMemory
 from sa1b.errors import UsageError
+from sa1b.programs.plan import verb_plan_train as plan_train
 from tests.cli.verb import runner
 from tests.train.command import FLAGS, make_root
 

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import sa1b
-from sa1b.cli.query import main
 from sa1b.errors import Sa1bError, ShardError, UsageError
+from sa1b.programs.query import sql
+from sa1b.programs.query.verb_query import main
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.views import sql
 from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_values
 from tests.shards import tiny
 from tests.storage.service import Service

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cli import SUBVERBS, VERBS, module_of
+from sa1b.verbs import in_order, module_of
 from tests.cli import sentinels
+
+VERBS = [verb for verb in in_order() if " " not in verb]
+SUBVERBS = [verb for verb in in_order() if " " in verb]
 
 
 def test_commands_leave_the_files_of_a_user(tmp_path: Path) -> None:

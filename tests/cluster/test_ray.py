@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cluster import ray_tasks
+from sa1b import ray_tasks
 from sa1b.errors import UsageError
 from sa1b.workers import Event
 from tests.cli.verb import runner
@@ -39,7 +39,7 @@ def events_of(script: str, folder: Path) -> list[Event]:
     """The events of a call of supervise in a new process, which has a cluster of its own."""
     program = f"""
 import pickle, sys
-from sa1b.cluster.ray_tasks import cluster, supervise
+from sa1b.ray_tasks import cluster, supervise
 from tests.cluster import ray_work
 with cluster(None, 2) as workers:
     found = list({script})
@@ -96,7 +96,7 @@ def test_the_actor_with_the_reports_that_hangs_or_dies_ends_the_command_with_the
 ) -> None:
     program = """
 import os, signal
-from sa1b.cluster import ray_tasks
+from sa1b import ray_tasks
 from sa1b.errors import UsageError
 from tests.cluster import ray_work
 with ray_tasks.cluster(None, 2):
@@ -126,7 +126,7 @@ def test_tasks_run_in_the_folder_of_the_command_and_the_user_is_told_why_none_st
     (tmp_path / "below").mkdir()
     program = """
 import os, sys
-from sa1b.cluster import ray_tasks
+from sa1b import ray_tasks
 from tests.cluster import ray_work
 with ray_tasks.cluster(None, 1) as workers:
     os.chdir("below")

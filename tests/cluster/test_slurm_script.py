@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cli import slurm as cli
-from sa1b.cluster.slurm import Site, doctor_script, reshard_script, train_script
 from sa1b.console import command
+from sa1b.programs.cluster import verb_slurm as cli
+from sa1b.programs.cluster.slurm import Site, doctor_script, reshard_script, train_script
 from tests.cli.verb import runner
 from tests.processes import REPOSITORY
 

@@ -7,7 +7,9 @@ import shlex
 import tyro
 
 from sa1b import console
-from sa1b.cli import SUBVERBS, module_of
+from sa1b.verbs import in_order, module_of
+
+SUBVERBS = [verb for verb in in_order() if " " in verb]
 
 
 def commands_of(code: str) -> list[list[str]]:
@@ -55,7 +57,7 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
         return
     if verb == "train":
         from sa1b.engine.config import parse
-        from sa1b.engine.presets import PRESETS
+        from sa1b.recipes.presets import PRESETS
 
         parse(arguments, None, PRESETS)
         return
@@ -64,7 +66,7 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
     main = module_of(verb).main
     if verb == "plan train":
         from sa1b.engine.config import parse
-        from sa1b.engine.presets import PRESETS
+        from sa1b.recipes.presets import PRESETS
 
         parse(console.parse(main, arguments, "sa1b plan train", forwards=True)[1], None, PRESETS, root="all")
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sa1b.engine.presets import SAM_PRESETS, SamConfig
+from sa1b.recipes.presets import SAM_PRESETS, SamConfig
 from sa1b.sam.model import Sam
 
 DOCS = Path(__file__).parents[2] / "docs"

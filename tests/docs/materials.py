@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
+from sa1b.programs.synthetic.source_tars import write_tar
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.sam.published import write_weights
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic.source_tars import write_tar
 from tests import processes
 from tests.shards.tiny import ingest_tar
 

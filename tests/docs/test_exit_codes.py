@@ -5,8 +5,11 @@ from importlib import import_module
 
 import pytest
 
-from sa1b.cli import SUBVERBS, VERBS, module_of
+from sa1b.verbs import in_order, module_of
 from tests.docs.blocks import REPOSITORY
+
+VERBS = [verb for verb in in_order() if " " not in verb]
+SUBVERBS = [verb for verb in in_order() if " " in verb]
 
 
 def of_help(verb: str) -> dict[str, str]:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import sa1b.train
-from sa1b.engine.control import StepFigures
-from sa1b.engine.data_wait import BUSY, LoaderSettings, LoaderWindow
-from sa1b.engine.metrics import figures_of
-from sa1b.engine.phase import Phases
-from sa1b.engine.presets import SAM_PRESETS
-from sa1b.engine.rank_time import WORK
-from sa1b.engine.stragglers import PARTS, Stragglers
-from sa1b.engine.utilisation import CPU, GPU
+from sa1b.engine.watch.control import StepFigures
+from sa1b.engine.watch.data_wait import BUSY, LoaderSettings, LoaderWindow
+from sa1b.engine.watch.metrics import figures_of
+from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.rank_time import WORK
+from sa1b.engine.watch.stragglers import PARTS, Stragglers
+from sa1b.engine.watch.utilisation import CPU, GPU
+from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
 from sa1b.stream.stats import STAGES
 from tests.docs import generated

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.presets import PRESETS
+from sa1b.recipes.presets import PRESETS
 from tests.docs.blocks import PAGES, blocks_of, materials_of
 from tests.docs.output import difference
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.doctor import group, reachability, ring, skew, synchronisation
-from sa1b.doctor.bandwidth import bandwidth
-from sa1b.doctor.check import RankProcess
-from sa1b.doctor.exchange import CheckTogether, RankExchange
-from sa1b.doctor.report import Finding
-from sa1b.engine.process_group import stop
+from sa1b.engine.ranks.process_group import stop
+from sa1b.programs.doctor import group, reachability, ring, skew, synchronisation
+from sa1b.programs.doctor.bandwidth import bandwidth
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.exchange import CheckTogether, RankExchange
+from sa1b.programs.doctor.report import Finding
 
 PATIENCE = 120  # seconds
 

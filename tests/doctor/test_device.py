@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.doctor import device
-from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import Check, RankProcess
-from sa1b.doctor.device import Gpus, copy_finding, placed
-from sa1b.doctor.report import Finding
-from sa1b.doctor.small_step import small_step
+from sa1b.programs.doctor import device
+from sa1b.programs.doctor.agreement import agreement
+from sa1b.programs.doctor.check import Check, RankProcess
+from sa1b.programs.doctor.device import Gpus, copy_finding, placed
+from sa1b.programs.doctor.report import Finding
+from sa1b.programs.doctor.small_step import small_step
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.doctor import machine
-from sa1b.doctor.check import RankProcess
-from sa1b.doctor.report import Finding
+from sa1b.programs.doctor import machine
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.report import Finding
 from tests.disks import small_disk
 
 

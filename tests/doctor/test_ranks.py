@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from sa1b.doctor import skew
-from sa1b.doctor.connection import connect_reason
-from sa1b.doctor.reachability import connection_findings
-from sa1b.doctor.report import Finding, Report
-from sa1b.doctor.ring import steps_of, timeline
+from sa1b.programs.doctor import skew
+from sa1b.programs.doctor.connection import connect_reason
+from sa1b.programs.doctor.reachability import connection_findings
+from sa1b.programs.doctor.report import Finding, Report
+from sa1b.programs.doctor.ring import steps_of, timeline
 from tests.doctor import ranks
 from tests.engine.launch import launch
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from sa1b.doctor import software
-from sa1b.doctor.agreement import agreement
-from sa1b.doctor.check import RankProcess
-from sa1b.doctor.report import Finding
+from sa1b.programs.doctor import software
+from sa1b.programs.doctor.agreement import agreement
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.report import Finding
 
 REQUIREMENTS = (
     "torch>=2.11",

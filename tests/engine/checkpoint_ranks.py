@@ -12,9 +12,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.parallel import wrap
-from sa1b.engine.ranks import RankInfo
-from sa1b.engine.remote_run import RemoteRun
+from sa1b.engine.checkpoint.remote_run import RemoteRun
+from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
 from sa1b.errors import CheckpointError
 from sa1b.storage.bucket import BucketStore

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.compression import PowerSGD
-from sa1b.engine.gradients import reduction_of
 from sa1b.engine.model import unwrap
+from sa1b.engine.ranks.compression import PowerSGD
 from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.gradients import reduction_of
 from tests.engine.launch import group
 from tests.engine.traffic import Traffic
 from tests.engine.training import OPTIM, Run, begin

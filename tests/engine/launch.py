@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sa1b.engine.process_group import start, stop
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.process_group import start, stop
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from tests.processes import REPOSITORY, Process, rank_environments
 

@@ -18,15 +18,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sa1b.engine import remote_run
+from sa1b.engine.checkpoint import remote_run
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.files import RetrievalError
+from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
-from sa1b.engine.presets import PRESETS
-from sa1b.engine.remote_run import RemoteRun
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
 from sa1b.engine.weights import find_weights
 from sa1b.errors import CheckpointError, UsageError
+from sa1b.recipes.presets import PRESETS
 from sa1b.storage import claim
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import StorageError

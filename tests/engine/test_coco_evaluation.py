@@ -16,10 +16,10 @@ import torch
 from pycocotools import mask as coco_mask
 
 import sa1b
-from sa1b.engine.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.engine.settings import EvaluationConfig
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed_size
+from sa1b.recipes.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.prediction import at_source, framed_image
 from sa1b.sam.published import write_weights

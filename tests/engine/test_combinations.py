@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.parallel import check_ranks
+from sa1b.engine.ranks.parallel import check_ranks
 from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine import combination_ranks

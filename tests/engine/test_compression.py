@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.compression import compression_rank
+from sa1b.engine.ranks.compression import compression_rank
 from sa1b.errors import UsageError
 from tests.engine import compressed_ranks
 from tests.engine.compressed_ranks import CURVES

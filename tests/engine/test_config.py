@@ -10,9 +10,9 @@ from docstring_parser import parse as parse_docstring
 
 from sa1b.engine import config as settings
 from sa1b.engine.config import Config
-from sa1b.engine.presets import DISTILL_PRESETS, GROUNDING_PRESETS, PRESETS, DistillConfig, SamConfig
-from sa1b.engine.teacher import TeacherConfig
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import DISTILL_PRESETS, GROUNDING_PRESETS, PRESETS, DistillConfig, SamConfig
+from sa1b.recipes.teacher import TeacherConfig
 from sa1b.sam.model import PRESETS as MODELS
 
 ROOT = ("--data.root", "shards")

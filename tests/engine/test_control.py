@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.control import Control, StepFigures, WriteError
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.signals import SIGNALS, TABLE_SIGNAL, Stop
+from sa1b.engine.watch.control import Control, StepFigures, WriteError
+from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL, Stop
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.data_wait import BUSY, LoaderSettings, LoaderWindow, advice
+from sa1b.engine.watch.data_wait import BUSY, LoaderSettings, LoaderWindow, advice
 from sa1b.stream.stats import STAGES
 from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
 

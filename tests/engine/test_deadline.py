@@ -8,10 +8,10 @@ from datetime import datetime
 
 import pytest
 
-from sa1b.engine.control import Control
-from sa1b.engine.deadline import of, started, timestamp
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.signals import Stop
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.deadline import of, started, timestamp
+from sa1b.engine.watch.signals import Stop
 from sa1b.errors import UsageError
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
@@ -80,7 +80,7 @@ def test_a_run_that_torchrun_starts_again_keeps_its_deadline(monkeypatch: pytest
     assert 0 <= time.time() - own < 24 * 3600
     time.sleep(0.05)
     assert started() == pytest.approx(own, abs=0.02)
-    program = "import sa1b.engine.deadline as deadline; print(deadline.started())"
+    program = "import sa1b.engine.watch.deadline as deadline; print(deadline.started())"
     alone = float(run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
     assert alone > own
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

@@ -10,9 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sa1b.engine import hardware
 from sa1b.engine.planner import estimate
-from sa1b.engine.presets import PRESETS
+from sa1b.engine.watch import hardware
+from sa1b.recipes.presets import PRESETS
 from sa1b.sam import flops
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS as MODELS

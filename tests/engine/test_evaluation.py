@@ -10,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import sa1b
-from sa1b.engine.control import Control
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.feed import Feed
-from sa1b.engine.optim import freeze
-from sa1b.engine.parallel import wrap
-from sa1b.engine.phase import Phases
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.optim import freeze
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
-from sa1b.gallery.predictions import read_predictions
 from sa1b.masks.geometry import bbox
 from sa1b.masks.raster import rasterize
 from sa1b.sam import clicks, prediction
@@ -28,6 +27,7 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.protocol import centre
 from sa1b.sam.recipe import Recipe
+from sa1b.shards.predictions import read_predictions
 from sa1b.stream.sample import choose
 from sa1b.views.view import write_view
 from tests.engine.launch import group, launch

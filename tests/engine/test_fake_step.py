@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from sa1b.engine.planner.fake_step import StepMemory, measure
 from sa1b.engine.planner.live_memory import LiveMemory
-from sa1b.engine.presets import PRESETS
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS
 from tests.engine import reconstruction
 from tests.engine.launch import launch
 from tests.engine.real_step import MICRO_BATCH, MICRO_BATCHES, peaks_of, settings

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.control import Control
-from sa1b.engine.health import Health, HealthConfig, HealthError
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.health import Health, HealthConfig, HealthError
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 

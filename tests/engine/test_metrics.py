@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.control import Control, StepFigures
-from sa1b.engine.metrics import LoggingConfig, Metrics, about, figures_of, score_line
-from sa1b.engine.phase import Phases
+from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.metrics import LoggingConfig, Metrics, about, figures_of, score_line
+from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
@@ -225,7 +225,7 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str)
 
 
 def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.engine.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("sa1b.engine.watch.metrics.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"--logging.tensorboard: TensorBoard is missing"):
         LoggingConfig(tensorboard=True)
     assert LoggingConfig().tensorboard is None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.network import Connection, choose
+from sa1b.engine.ranks.network import Connection, choose
 from sa1b.errors import UsageError
 
 RANKS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "10.1.2.3"}

@@ -9,10 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sa1b.engine.optim import averaged, freeze, lr_at, lr_line, make_optimizer, peak_lr, set_lr, update_ema
-from sa1b.engine.presets import PRESETS
 from sa1b.engine.settings import OptimConfig
+from sa1b.engine.step.optim import (
+    averaged,
+    freeze,
+    lr_at,
+    lr_line,
+    make_optimizer,
+    peak_lr,
+    set_lr,
+    update_ema,
+)
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine import process_group
-from sa1b.engine.buffers import shared_statistics
 from sa1b.engine.model import unwrap
-from sa1b.engine.parallel import wrap
-from sa1b.engine.process_group import replicas_on, start, stop
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks import process_group
+from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.process_group import replicas_on, start, stop
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.buffers import shared_statistics
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import group, launch

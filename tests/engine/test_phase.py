@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sa1b.engine.phase import OTHER, Phases
+from sa1b.engine.watch.phase import OTHER, Phases
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.pipeline import divide
+from sa1b.engine.ranks.pipeline import divide
 from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine import pipeline_ranks

@@ -6,11 +6,11 @@ from datetime import timedelta
 
 import pytest
 
-from sa1b.doctor.all_checks import run_checks
-from sa1b.doctor.check import RankProcess
-from sa1b.engine import rank_store
-from sa1b.engine.rank_store import fresh_store
+from sa1b.engine.ranks import rank_store
+from sa1b.engine.ranks.rank_store import fresh_store
 from sa1b.errors import UsageError
+from sa1b.programs.doctor.all_checks import run_checks
+from sa1b.programs.doctor.check import RankProcess
 
 WAIT = timedelta(seconds=1)
 SILENT = "accepts connections and does not answer"

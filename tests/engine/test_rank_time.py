@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.gradients import micro_batch
-from sa1b.engine.phase import OTHER, Phases
-from sa1b.engine.rank_time import RankTime
+from sa1b.engine.ranks.zero1 import Zero1Optimizer
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.zero1 import Zero1Optimizer
+from sa1b.engine.step.gradients import micro_batch
+from sa1b.engine.watch.phase import OTHER, Phases
+from sa1b.engine.watch.rank_time import RankTime
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sa1b.engine import resume
-from sa1b.engine.presets import PRESETS
+from sa1b.engine.checkpoint import resume
+from sa1b.recipes.presets import PRESETS
 
 CONFIG = PRESETS["tiny"].document()
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from sa1b.engine import planner
-from sa1b.engine.hardware import GPUS, Cluster, gpu_named
 from sa1b.engine.planner import ALL_OF_SA1B, NO_ROOT, RunPlan, plan
 from sa1b.engine.planner.fake_step import StepMemory
-from sa1b.engine.presets import PRESETS, SamConfig
+from sa1b.engine.watch.hardware import GPUS, Cluster, gpu_named
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS, SamConfig
 from tests.train.command import make_root
 
 H100 = Cluster(

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sa1b.engine.watchdog.stall import Observed, culprits, table, verdict
-from sa1b.engine.watchdog.states import RankState
+from sa1b.engine.watch.watchdog.stall import Observed, culprits, table, verdict
+from sa1b.engine.watch.watchdog.states import RankState
 
 
 def rank(own: int, /, *, age: float = 0.5, silent: bool = False, **changes: Any) -> Observed:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sa1b.engine.stragglers import PARTS, Stragglers
+from sa1b.engine.watch.stragglers import PARTS, Stragglers
 
 FAST = {"data": 0.01, "compute": 0.5, "sync": 0.1, "update": 0.04}
 

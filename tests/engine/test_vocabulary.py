@@ -8,8 +8,8 @@ import pytest
 
 from sa1b.engine import config as settings
 from sa1b.engine import vocabulary
-from sa1b.engine.presets import PRESETS, SamConfig
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS, SamConfig
 from tests.engine.reconstruction import ReconstructionConfig
 
 NAMES = [name for names in vocabulary._ANSWERS for name in names.split("|")]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.control import Control
-from sa1b.engine.data_wait import BUSY, LoaderSettings
-from sa1b.engine.metrics import LoggingConfig, Metrics
-from sa1b.engine.stragglers import Window
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.data_wait import BUSY, LoaderSettings
+from sa1b.engine.watch.metrics import LoggingConfig, Metrics
+from sa1b.engine.watch.stragglers import Window
 from tests.engine.stream_root import place_of
 
 SETTINGS = LoaderSettings(

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sa1b.engine.failure import explain
-from sa1b.engine.phase import Phases
-from sa1b.engine.process_group import start
+from sa1b.engine.ranks.process_group import start
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watchdog import Watchdog
+from sa1b.engine.watch.failure import explain
+from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Watchdog
 
 
 def hang(folder: Path, rank: int) -> None:

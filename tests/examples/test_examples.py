@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 
 import sa1b
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic import source_tars as synthetic
 from sa1b.views.view import write_view
 from tests import processes
 from tests.shards import tiny

@@ -13,15 +13,15 @@ import simplejpeg
 import webdataset
 from pycocotools import mask as coco_mask
 
-from sa1b.cli.export import main
 from sa1b.errors import ShardError, UsageError
-from sa1b.export import image_files
-from sa1b.export.export import export
-from sa1b.export.export_format import joined
-from sa1b.export.export_record import ExportRecord
-from sa1b.export.image_files import EfficientVit, Folders, Images, Sam2
-from sa1b.export.parquet import Parquet
-from sa1b.export.web_dataset import WebDataset
+from sa1b.programs.export import image_files
+from sa1b.programs.export.export import export
+from sa1b.programs.export.export_format import joined
+from sa1b.programs.export.export_record import ExportRecord
+from sa1b.programs.export.image_files import EfficientVit, Folders, Images, Sam2
+from sa1b.programs.export.parquet import Parquet
+from sa1b.programs.export.verb_export import main
+from sa1b.programs.export.web_dataset import WebDataset
 from sa1b.shards.dataset import Dataset
 from sa1b.stream.columns import open_columns
 from sa1b.views.selection import Selection, select
@@ -241,9 +241,9 @@ import os, signal, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from sa1b.console import run_directly
-from sa1b.export.export import export
-from sa1b.export.export_format import joined
-from sa1b.export.image_files import Sam2
+from sa1b.programs.export.export import export
+from sa1b.programs.export.export_format import joined
+from sa1b.programs.export.image_files import Sam2
 
 @dataclass(frozen=True)
 class Interrupted(Sam2):

@@ -11,13 +11,13 @@ from pycocotools import mask as pycocotools
 from pycocotools.coco import COCO
 
 import sa1b
-from sa1b.cli.reshard import main as reshard
 from sa1b.errors import ShardError, UsageError
-from sa1b.export.coco import Coco
-from sa1b.export.export import export
-from sa1b.export.parquet import Parquet
-from sa1b.export.yolo import Yolo
+from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.masks.raster import rasterize
+from sa1b.programs.export.coco import Coco
+from sa1b.programs.export.export import export
+from sa1b.programs.export.parquet import Parquet
+from sa1b.programs.export.yolo import Yolo
 from tests.shards import tiny
 from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source
 

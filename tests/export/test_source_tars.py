@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
-from sa1b.export import source_tars
-from sa1b.export.export import export as export_format
-from sa1b.export.export_record import ExportRecord
-from sa1b.export.source_tars import SourceTars
+from sa1b.programs.export import source_tars
+from sa1b.programs.export.export import export as export_format
+from sa1b.programs.export.export_record import ExportRecord
+from sa1b.programs.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
 from sa1b.sources.discovery import discover
@@ -234,9 +234,9 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sa1b.export import export_record
-from sa1b.export.export import export
-from sa1b.export.source_tars import SourceTars
+from sa1b.programs.export import export_record
+from sa1b.programs.export.export import export
+from sa1b.programs.export.source_tars import SourceTars
 if __name__ == "__main__":
     finish, done = export_record.ExportRecord.finish, []
     def killed(record, name, written):

@@ -6,9 +6,9 @@ import fsspec
 import numpy as np
 import pytest
 
-from sa1b.export.export import export
-from sa1b.export.image_files import Sam2
-from sa1b.export.source_tars import SourceTars
+from sa1b.programs.export.export import export
+from sa1b.programs.export.image_files import Sam2
+from sa1b.programs.export.source_tars import SourceTars
 from sa1b.shards.dataset import Dataset
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 

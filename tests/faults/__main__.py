@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sa1b.synthetic import source_tars as synthetic
+from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults
 
 with tempfile.TemporaryDirectory() as folder:

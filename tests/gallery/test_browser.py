@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sa1b.gallery.chart import charts
-from sa1b.gallery.histograms import Survey
-from sa1b.gallery.page import write_gallery
-from sa1b.gallery.predictions import Predicted
-from sa1b.gallery.selection import Choice
 from sa1b.masks import geometry
+from sa1b.programs.gallery.chart import charts
+from sa1b.programs.gallery.histograms import Survey
+from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.gallery.selection import Choice
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic import source_tars as synthetic
+from sa1b.shards.predictions import Predicted
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.shards.tiny import ingest_tar
 

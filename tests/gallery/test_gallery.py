@@ -18,20 +18,20 @@ import numpy.typing as npt
 import pytest
 
 from sa1b.errors import ManifestError, ShardError, SourceError, UsageError
-from sa1b.gallery import members
-from sa1b.gallery.chart import charts
-from sa1b.gallery.histograms import MAX_BARS, Distribution, Survey
-from sa1b.gallery.page import write_gallery
-from sa1b.gallery.picture import SORTS
-from sa1b.gallery.selection import Choice
-from sa1b.gallery.summary import GallerySummary
 from sa1b.masks import coco, geometry, raster
+from sa1b.programs.gallery import members
+from sa1b.programs.gallery.chart import charts
+from sa1b.programs.gallery.histograms import MAX_BARS, Distribution, Survey
+from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.gallery.picture import SORTS
+from sa1b.programs.gallery.selection import Choice
+from sa1b.programs.gallery.summary import GallerySummary
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.errors import MissingError
-from sa1b.synthetic import source_tars as synthetic
 from tests import processes
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.shards.tiny import (

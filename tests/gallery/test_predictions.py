@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.gallery.page import write_gallery
-from sa1b.gallery.predictions import Predicted, read_predictions
-from sa1b.gallery.selection import Choice
 from sa1b.masks import coco, geometry
+from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.gallery.selection import Choice
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic import source_tars as synthetic
+from sa1b.shards.predictions import Predicted, read_predictions
 from tests.gallery.test_gallery import Page
 from tests.shards.tiny import ingest_tar
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sa1b.engine.gradients import clear, finish, micro_batch
 from sa1b.engine.model import unwrap
-from sa1b.engine.optim import make_optimizer
-from sa1b.engine.parallel import wrap
-from sa1b.engine.precision import grad_scaler
+from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.settings import OptimConfig, ParallelConfig
+from sa1b.engine.step.gradients import clear, finish, micro_batch
+from sa1b.engine.step.optim import make_optimizer
+from sa1b.engine.step.precision import grad_scaler
 from sa1b.grounding.inputs import Phrased
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.recipe import GroundingRecipe

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from sa1b.engine.model import Model
-from sa1b.engine.optim import make_optimizer
 from sa1b.engine.settings import OptimConfig
+from sa1b.engine.step.optim import make_optimizer
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import contrastive_loss
 from sa1b.grounding.regions import region_features

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import sa1b
-from sa1b.annotate.images import find_images
-from sa1b.doctor import storage
-from sa1b.doctor.check import RankProcess
 from sa1b.errors import UsageError
+from sa1b.programs.annotate.images import find_images
+from sa1b.programs.doctor import storage
+from sa1b.programs.doctor.check import RankProcess
 from sa1b.shards.manifest import Options
 from tests.cli.verb import runner
 from tests.shards import tiny

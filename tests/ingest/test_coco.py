@@ -19,12 +19,11 @@ from pycocotools.coco import COCO
 
 import sa1b
 from sa1b.cli import main
-from sa1b.cli.query import main as query
-from sa1b.cli.reshard import main as reshard
-from sa1b.cli.view import main as view
 from sa1b.errors import SourceError, UsageError
-from sa1b.export.coco import Coco
-from sa1b.export.export import export
+from sa1b.ingest.verb_reshard import main as reshard
+from sa1b.programs.export.coco import Coco
+from sa1b.programs.export.export import export
+from sa1b.programs.query.verb_query import main as query
 from sa1b.shards.limits import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
 from sa1b.sources.coco_file import CocoFile, CocoOptions
@@ -33,6 +32,7 @@ from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import Member
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.verify.verify import verify
+from sa1b.views.verb_view import main as view
 from tests.shards import tiny
 
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sa1b.synthetic import source_tars as synthetic
+from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults, processes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sa1b.synthetic import source_tars as synthetic
+from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults
 
 SCENARIOS = {"first", "second", "replaced"}

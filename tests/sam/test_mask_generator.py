@@ -20,13 +20,13 @@ from torch.nn import functional
 import sa1b
 from sa1b.masks import Runs, coco, geometry, overlap, raster
 from sa1b.masks.grid import framed_size
+from sa1b.programs.synthetic.source_tars import write_tar
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.prediction import framed_image
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.jpeg import decode
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic.source_tars import write_tar
 from tests import processes
 from tests.sam import published
 from tests.shards.tiny import ingest_tar

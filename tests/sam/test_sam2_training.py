@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import sa1b
-from sa1b.engine.presets import SAM_PRESETS
 from sa1b.hashing import Purpose
+from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam import clicks
 from sa1b.sam.iteration import Iteration, Scene
 from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, normalised

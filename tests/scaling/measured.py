@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from sa1b.scaling.cases import Case, Series
-from sa1b.scaling.result import CaseResult, Round, Scaling
+from sa1b.programs.scaling.cases import Case, Series
+from sa1b.programs.scaling.result import CaseResult, Round, Scaling
 
 
 def case(ranks: int, images: int = 2, mode: str = "ddp", precision: str = "fp32") -> Case:

@@ -3,7 +3,7 @@
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.scaling.cases import MODES, cases_of, modes_for, series
+from sa1b.programs.scaling.cases import MODES, cases_of, modes_for, series
 
 
 def test_a_micro_batch_for_each_rank_or_a_fixed_global_batch() -> None:

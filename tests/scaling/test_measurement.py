@@ -2,9 +2,9 @@
 
 import pytest
 
+from sa1b.programs.scaling.measurement import collect
+from sa1b.programs.scaling.rank import StepTimes
 from sa1b.progress import bar
-from sa1b.scaling.measurement import collect
-from sa1b.scaling.rank import StepTimes
 from sa1b.workers import Event, Failure
 from tests.scaling.measured import case
 

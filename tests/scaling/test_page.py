@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sa1b.scaling.page import page
-from sa1b.scaling.result import CaseResult, Scaling
-from sa1b.scaling.verdict import judge
+from sa1b.programs.scaling.page import page
+from sa1b.programs.scaling.result import CaseResult, Scaling
+from sa1b.programs.scaling.verdict import judge
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.scaling.measured import case, result, scaling
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sa1b.scaling.measurement import round_of
-from sa1b.scaling.rank import StepTimes
-from sa1b.scaling.result import CaseResult, Scaling, compare
+from sa1b.programs.scaling.measurement import round_of
+from sa1b.programs.scaling.rank import StepTimes
+from sa1b.programs.scaling.result import CaseResult, Scaling, compare
 from tests.scaling.measured import case, result, scaling
 
 seconds = st.floats(1e-4, 10)

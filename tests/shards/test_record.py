@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sa1b.programs.synthetic.source_tars import scene
 from sa1b.shards import annotation, record
 from sa1b.shards.annotation import Annotations
-from sa1b.synthetic.source_tars import scene
 
 FIELDS = [name for name in Annotations.__dataclass_fields__ if name != "text"]
 

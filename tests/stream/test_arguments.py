@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.errors import ManifestError, UsageError
 from sa1b.masks import SizeError
+from sa1b.programs.synthetic import source_tars
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.errors import StorageError
 from sa1b.stream.resume import ResumeError
 from sa1b.stream.transform import RandomCrop, ScaleJitter, TransformError
-from sa1b.synthetic import source_tars
 from tests.shards import tiny
 
 IMAGES = 8

@@ -12,9 +12,9 @@ import fsspec
 import pytest
 
 import sa1b
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.storage import ceph
 from tests.stream.test_stream import SMALL, assert_equal, take

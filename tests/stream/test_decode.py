@@ -16,12 +16,12 @@ from torch import Tensor
 
 import sa1b
 from sa1b.errors import BadSample
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream import decode
 from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decoder
 from sa1b.stream.transform import Frame
-from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
 

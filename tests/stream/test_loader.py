@@ -18,6 +18,7 @@ import torch
 
 import sa1b
 from sa1b.masks import raster
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.shards.sample_read import PendingRead
@@ -28,7 +29,6 @@ from sa1b.stream.pipeline import StalledError
 from sa1b.stream.resume import ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
-from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 from tests.storage.service import Service
 from tests.stream.test_stream import SMALL, assert_equal, take

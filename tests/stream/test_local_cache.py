@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.feed import Feed
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.feed import Feed
 from sa1b.errors import UsageError
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic import source_tars as synthetic
 from tests import processes
 from tests.shards import tiny
 from tests.storage.service import REPOSITORY, Service

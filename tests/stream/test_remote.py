@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 import sa1b
 from benchmarks import latency_proxy
 from sa1b.errors import ManifestError
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.storage.errors import MissingError, ReplacedError, UnavailableError
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
-from sa1b.synthetic import source_tars as synthetic
 from sa1b.views.selection import Selection, select
 from tests import processes
 from tests.shards import tiny

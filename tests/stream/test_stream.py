@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.masks import geometry, raster
+from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.resume import ResumeError
-from sa1b.synthetic import source_tars as synthetic
 from tests.shards import tiny
 
 IMAGES = 23

@@ -13,10 +13,10 @@ import pytest
 import simplejpeg
 from pycocotools import mask as coco_mask
 
-from sa1b.synthetic.annotation import annotate, mask_runs
-from sa1b.synthetic.phrases import colour_name
-from sa1b.synthetic.scene import draw, plan
-from sa1b.synthetic.source_tars import IDS_PER_TAR, PHRASES, _scene, scene, write_tar, write_tars
+from sa1b.programs.synthetic.annotation import annotate, mask_runs
+from sa1b.programs.synthetic.phrases import colour_name
+from sa1b.programs.synthetic.scene import draw, plan
+from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, PHRASES, _scene, scene, write_tar, write_tars
 from tests import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools
@@ -415,7 +415,7 @@ def test_interrupt_leaves_no_partial_file(tmp_path, tars):
 
 
 def test_importing_brings_no_torch():
-    code = "import sys, sa1b.synthetic.source_tars; sys.exit('torch' in sys.modules)"
+    code = "import sys, sa1b.programs.synthetic.source_tars; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
 from sa1b import train
-from sa1b.engine.control import Control
+from sa1b.engine.watch.control import Control
 from tests.engine import reconstruction
 from tests.train import mishap
 

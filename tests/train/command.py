@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import sa1b
 from sa1b.engine.checkpoint import files
 from sa1b.engine.weights import newest as newest_good
+from sa1b.programs.synthetic import source_tars as synthetic
+from sa1b.programs.synthetic.phrases import Phrases
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
-from sa1b.synthetic import source_tars as synthetic
-from sa1b.synthetic.phrases import Phrases
 from tests import processes
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sa1b import train
 from sa1b.engine import config as settings
-from sa1b.engine.signals import SIGNALS, TABLE_SIGNAL
+from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL
 from tests.engine.reconstruction import PRESETS
 from tests.train.command import SECOND_FLAGS
 

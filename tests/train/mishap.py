@@ -45,15 +45,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
-from sa1b.engine import phase, rank_time
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.control import Control
-from sa1b.engine.feed import Feed
-from sa1b.engine.health import Health
-from sa1b.engine.metrics import Metrics
-from sa1b.engine.pipeline import Pipeline
-from sa1b.engine.signals import Stop
+from sa1b.engine.ranks.pipeline import Pipeline
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.watch import phase, rank_time
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.health import Health
+from sa1b.engine.watch.metrics import Metrics
+from sa1b.engine.watch.signals import Stop
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.score import Score
 from sa1b.shards.sample_read import PendingRead

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.remote_run import RemoteRun
+from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.storage import upload
 from sa1b.storage.bucket import BucketStore

@@ -11,7 +11,7 @@ import torch
 
 import sa1b
 from sa1b.engine.config import parse
-from sa1b.engine.presets import PRESETS
+from sa1b.recipes.presets import PRESETS
 from tests.train.command import (
     FLAGS,
     IMAGES,

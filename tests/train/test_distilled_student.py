@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.cli import view
+from sa1b.programs.synthetic.source_tars import write_tars
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.synthetic.source_tars import write_tars
+from sa1b.views import verb_view as view
 from tests import processes
 from tests.shards.tiny import ingest_tar
 

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sa1b import train
 from sa1b.engine import config as settings
-from sa1b.engine.phase import Phases
-from sa1b.engine.presets import PRESETS
-from sa1b.engine.ranks import RankInfo
-from sa1b.engine.run import Run
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.run import Run
+from sa1b.engine.watch.phase import Phases
+from sa1b.recipes.presets import PRESETS
 from tests.train.command import BATCH, FLAGS
 
 STEPS = 4

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sa1b.engine import config as settings
-from sa1b.engine.hardware import Cluster
 from sa1b.engine.planner import plan
+from sa1b.engine.watch.hardware import Cluster
 from tests.engine import reconstruction
 from tests.stream.test_stream import damage
 from tests.train.command import (

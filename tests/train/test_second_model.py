@@ -145,9 +145,16 @@ def test_a_model_without_an_evaluation_refuses_to_be_evaluated(
 
 
 NEUTRAL = (
-    *("model.py", "run.py", "config.py", "feed.py", "parallel.py", "ranks.py", "gradients.py", "optim.py"),
-    *("planner/estimate.py", "health.py", "control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py"),
-    *("checkpoint/files.py", "../train.py"),
+    *(
+        "model.py",
+        "config.py",
+        "ranks/parallel.py",
+        "ranks/rank_info.py",
+        "planner/estimate.py",
+        "../train.py",
+    ),
+    *("step/run.py", "step/feed.py", "step/gradients.py", "step/optim.py", "watch/health.py"),
+    *("watch/control.py", "checkpoint/tensors.py", "checkpoint/checkpoints.py", "checkpoint/files.py"),
 )
 NAMES = r"sa1b\.sam|\bSam\b|Interactive|image_encoder\.|mask_decoder|prompt_encoder|focal|dice|\biou"
 

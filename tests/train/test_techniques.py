@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sa1b import train
-from sa1b.engine import parallel, run
 from sa1b.engine.checkpoint import checkpoints
+from sa1b.engine.ranks import parallel
+from sa1b.engine.step import run
 from sa1b.engine.technique import Place
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.train.command import FLAGS, losses
@@ -58,13 +59,13 @@ def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
 @pytest.mark.parametrize(
     ("flags", "technique"),
     [
-        (("--parallel.mode", "zero1"), "zero1"),
-        (("--parallel.mode", "pipeline"), "pipeline"),
-        (("--parallel.mode", "ddp", "--parallel.compress", "bf16"), "compression"),
-        (("--parallel.mode", "ddp", "--parallel.shares", "1"), "shares"),
+        (("--parallel.mode", "zero1"), "ranks.zero1"),
+        (("--parallel.mode", "pipeline"), "ranks.pipeline"),
+        (("--parallel.mode", "ddp", "--parallel.compress", "bf16"), "ranks.compression"),
+        (("--parallel.mode", "ddp", "--parallel.shares", "1"), "ranks.shares"),
         (("--dry-run",), "planner"),
-        (("--health.stall", "60"), "watchdog"),
-        (("--logging.window", "7"), "stragglers"),
+        (("--health.stall", "60"), "watch.watchdog"),
+        (("--logging.window", "7"), "watch.stragglers"),
     ],
 )
 def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
@@ -72,7 +73,11 @@ def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
 ) -> None:
     codes, output = start(root, tmp_path / "run", *flags)
     lines = [line for line in output.splitlines() if line.startswith("error")]
-    flag = " ".join(flags[-2:]) if technique in ("zero1", "pipeline") else flags[-2 if len(flags) > 1 else 0]
+    flag = (
+        " ".join(flags[-2:])
+        if technique in ("ranks.zero1", "ranks.pipeline")
+        else flags[-2 if len(flags) > 1 else 0]
+    )
     assert codes == [2]
     assert lines == [
         f"error: {flag}: needs the module sa1b.engine.{technique}, which is not installed; drop the flag, or "

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TECHNIQUES = ("zero1", "compression", "pipeline", "shares", "planner", "stragglers", "watchdog")
+TECHNIQUES = (
+    *("ranks.zero1", "ranks.compression", "ranks.pipeline", "ranks.shares"),
+    *("planner", "watch.stragglers", "watch.watchdog"),
+)
 MODULES = tuple(f"sa1b.engine.{name}" for name in TECHNIQUES)
 
 

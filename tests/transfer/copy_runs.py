@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sa1b.programs.transfer.dataset_copy import copy_dataset
 from sa1b.storage.store import FolderStore, Store, open_store
-from sa1b.transfer.dataset_copy import copy_dataset
 from tests.ingest.bucket_runs import Killer, contents, forked
 
 

@@ -2,7 +2,7 @@
 
 import fsspec
 
-from sa1b.transfer.dataset_copy import copy_dataset
+from sa1b.programs.transfer.dataset_copy import copy_dataset
 
 
 def copied(root, dest, **options):

@@ -14,6 +14,7 @@ from sa1b.ingest.finish import drop_source
 from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
+from sa1b.programs.transfer import dataset_copy
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
@@ -21,7 +22,6 @@ from sa1b.shards.manifest import read_task, read_tasks
 from sa1b.storage.claim import Claim
 from sa1b.storage.store import FolderStore, open_store
 from sa1b.stream.dataset import Stream
-from sa1b.transfer import dataset_copy
 from sa1b.verify.verify import verify
 from sa1b.views.view_copy import copy_view, images_of
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 import sa1b
-from sa1b.cli.view import main as view
 from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.ingest.ingest import Policy, ingest
@@ -44,6 +43,7 @@ from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.store import FolderStore
 from sa1b.verify.report import Report
 from sa1b.verify.verify import verify
+from sa1b.views.verb_view import main as view
 from tests import processes
 from tests.shards import tiny
 

@@ -41,15 +41,15 @@ from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError
 from sa1b.engine.checkpoint.folder import FolderLocation
 from sa1b.engine.checkpoint.location import Location
+from sa1b.engine.checkpoint.remote_run import RemoteRun
+from sa1b.engine.checkpoint.sealed_folder import SealedFile, measure
 from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
 from sa1b.engine.model import Wrapper
-from sa1b.engine.optim import of_rank
-from sa1b.engine.ranks import TIMEOUT, ranks
-from sa1b.engine.remote_run import RemoteRun
-from sa1b.engine.sealed_folder import SealedFile, measure
+from sa1b.engine.ranks.rank_info import TIMEOUT, ranks
 from sa1b.engine.settings import CheckpointConfig
+from sa1b.engine.step.optim import of_rank
 from sa1b.engine.technique import Place
-from sa1b.engine.torch_metadata import METADATA, read_metadata
 from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import write_whole
 from sa1b.storage.errors import StorageError
@@ -60,7 +60,7 @@ _REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 BUCKET: Place[Callable[[RemoteRun], Location]] = Place(
-    "sa1b.engine.bucket_checkpoints:BucketLocation", "--out"
+    "sa1b.engine.checkpoint.bucket_checkpoints:BucketLocation", "--out"
 )
 
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints: find checkpoints, read them, remove old ones; see `sa1b.engine.sealed_folder`."""
+"""Files of checkpoints: find checkpoints, read them, remove old ones; `sealed_folder` writes them."""
 
 import logging
 import re
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from sa1b.engine.sealed_folder import check, damaged, read_json
-from sa1b.engine.torch_metadata import METADATA, read_metadata
+from sa1b.engine.checkpoint.sealed_folder import check, damaged, read_json
+from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
 from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import commit
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from sa1b.engine.checkpoint import files as checkpoint_files
 from sa1b.engine.checkpoint.files import Found, folder_name
 from sa1b.engine.checkpoint.location import Location
-from sa1b.engine.ranks import Ranks
-from sa1b.engine.sealed_folder import SealedFile, seal
+from sa1b.engine.checkpoint.sealed_folder import SealedFile, seal
+from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import commit, flush, lock
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sa1b.engine.checkpoint.files import Found, folder_name
-from sa1b.engine.ranks import Ranks
-from sa1b.engine.sealed_folder import SealedFile
+from sa1b.engine.checkpoint.sealed_folder import SealedFile
+from sa1b.engine.ranks.rank_info import Ranks
 
 
 class Location(ABC):

@@ -3,7 +3,7 @@
 The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
 published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
 names, so a checkpoint of one mode can be loaded in the other, at any world size. The state of compressed
-gradients belongs to a rank: `compression.`, the rank, and the name in `sa1b.engine.compression`.
+gradients belongs to a rank: `compression.`, the rank, and the name in `sa1b.engine.ranks.compression`.
 """
 
 import warnings
@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.engine.gradients import reduction_of
+from sa1b.engine.checkpoint.torch_metadata import Reader, Writer
 from sa1b.engine.model import Wrapper, stored
-from sa1b.engine.optim import of_rank
-from sa1b.engine.ranks import Ranks
-from sa1b.engine.torch_metadata import Reader, Writer
+from sa1b.engine.ranks.rank_info import Ranks
+from sa1b.engine.step.gradients import reduction_of
+from sa1b.engine.step.optim import of_rank
 from sa1b.errors import CheckpointError
 
 MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."

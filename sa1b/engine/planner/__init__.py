@@ -20,16 +20,16 @@ from torch import nn
 from sa1b.console import command
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.feed import Feed
-from sa1b.engine.hardware import Cluster
 from sa1b.engine.model import declared, stored
-from sa1b.engine.optim import freeze
-from sa1b.engine.parallel import mode_of, rank_shares
 from sa1b.engine.planner.estimate import dry_run as dry_run
 from sa1b.engine.planner.fake_step import StepMemory, kept_numbers, measure
-from sa1b.engine.precision import compute_dtype
-from sa1b.engine.process_group import replicas_on
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.parallel import mode_of, rank_shares
+from sa1b.engine.ranks.process_group import replicas_on
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.optim import freeze
+from sa1b.engine.step.precision import compute_dtype
+from sa1b.engine.watch.hardware import Cluster
 from sa1b.errors import UsageError
 
 NO_ROOT = "(all of SA-1B)"  # --data.root of a plan without data

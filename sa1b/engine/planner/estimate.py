@@ -8,16 +8,16 @@ from torch import nn
 from sa1b.console import counted, rounded
 from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.feed import Feed
-from sa1b.engine.hardware import peak_seconds
 from sa1b.engine.model import declared
-from sa1b.engine.network import Connection
-from sa1b.engine.optim import freeze, lr_line
-from sa1b.engine.parallel import mode_of, rank_shares
 from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.planner.live_memory import PURPOSES
-from sa1b.engine.process_group import stop
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.network import Connection
+from sa1b.engine.ranks.parallel import mode_of, rank_shares
+from sa1b.engine.ranks.process_group import stop
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.optim import freeze, lr_line
+from sa1b.engine.watch.hardware import peak_seconds
 
 
 def dry_run(config: Config, rank_info: RankInfo, connection: Connection) -> None:

@@ -36,14 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.config import Config, build
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.gradients import clear, finish, forward_backward, micro_batch
 from sa1b.engine.model import declared
-from sa1b.engine.optim import freeze, make_optimizer, of_rank, update_ema
-from sa1b.engine.parallel import COMPRESSION, check_ranks, mode_of
 from sa1b.engine.planner.live_memory import PURPOSES, LiveMemory
-from sa1b.engine.process_group import mesh_of, replicas_on
-from sa1b.engine.ranks import RankInfo
+from sa1b.engine.ranks.parallel import COMPRESSION, check_ranks, mode_of
+from sa1b.engine.ranks.process_group import mesh_of, replicas_on
+from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch
+from sa1b.engine.step.optim import freeze, make_optimizer, of_rank, update_ema
 from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.text import Texts
 

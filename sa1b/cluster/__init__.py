@@ -1,1 +1,0 @@
-"""Work on many machines: job scripts of SLURM, and tasks on Ray."""

@@ -1,0 +1,208 @@
+"""Parallel training: a single process, DDP, FSDP2 and further modes, selected by one flag.
+
+    rank_info = start(config)                           # device first, then the process group
+    freeze(module, optim)                               # sa1b.engine.step.optim: before wrapping
+    module = wrap(module, config, rank_info)            # checks that all ranks built the same model
+    optimizer = make_optimizer(module, optim, batch, mode_of(config).optimizer)
+    ...load a checkpoint, and train: sa1b.train...
+    set_timeout(rank_info, config.timeout)              # after the first step, to detect a lost rank quickly
+    stop()
+
+The gradient is the same in all modes, for any number of ranks and micro-batches.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from sa1b.engine.data_config import DataConfig, with_flags
+from sa1b.engine.ranks.agreement import agree
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.ranks.sharding import least_size, shard_module
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.buffers import shared_statistics
+from sa1b.engine.step.precision import compute_dtype
+from sa1b.engine.technique import Place
+from sa1b.stream.order import check_global_batch, micro_batch_count
+from sa1b.stream.plan import largest_share
+
+
+class Mode:
+    """A value of --parallel.mode; this class is none, in which one process has everything.
+
+    Attributes:
+        divides_steps: the ranks divide the images of a step; False: every rank reads all of them.
+        checks_model: whether `check_model` does anything.
+    """
+
+    divides_steps = True
+    checks_model = False
+
+    def fitted(self, data: DataConfig, config: ParallelConfig, world_size: int) -> DataConfig:
+        """The batch sizes that a run without --data.micro-batch has in this mode."""
+        return data
+
+    def check(self, config: ParallelConfig) -> None:
+        """Refuse settings that do not fit this mode; raises UsageError."""
+
+    def check_division(self, batch: int, size: int, count: int, config: ParallelConfig, ranks: int) -> None:
+        """Refuse a step of `batch` images in `count` micro-batches of `size` images; raises UsageError."""
+
+    def check_model(self, module: nn.Module, ranks: int) -> None:
+        """Refuse a model that cannot train in this mode, without its values; raises UsageError."""
+
+    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+        """Distribute a model over the ranks, which exchange no values here."""
+        if any(one.device != rank_info.device for one in (*module.parameters(), *module.buffers())):
+            module.to(rank_info.device)
+        return module
+
+    def optimizer(self, groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+        """AdamW over groups of parameters; collective."""
+        return AdamW(groups, **settings)
+
+
+class Ddp(Mode):
+    """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy.
+
+    DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
+    `shared_statistics`; or `sa1b.engine.step.buffers.Buffers` shares them after each step.
+    """
+
+    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+        """See `Mode`."""
+        # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        wrapped = DistributedDataParallel(
+            super().wrap(module, config, rank_info),
+            init_sync=False,  # `agree` has compared the models
+            device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
+            bucket_cap_mb=config.bucket,
+            gradient_as_bucket_view=True,
+            static_graph=config.static_graph,
+            find_unused_parameters=config.find_unused,
+        )
+        # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
+        wrapped.broadcast_buffers = False
+        if config.compress != "none":
+            COMPRESSION.load()(config).attach(wrapped)
+        return wrapped
+
+
+class Fsdp(Mode):
+    """Ranks have shards of the model, see `sa1b.engine.ranks.sharding`.
+
+    The number format of the products halves the sent bytes for 16-bit formats.
+    """
+
+    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+        """See `Mode`."""
+        return shard_module(
+            module,
+            rank_info.mesh,
+            groups=config.wrap,
+            reshard=config.shard == "full",
+            offload=config.offload,
+            compute=compute_dtype(config.precision),
+            reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce],
+        )
+
+
+class GradientHook(Protocol):
+    """What reduces the gradients of DDP in place of its all-reduce; created from settings that fit it."""
+
+    def attach(self, module: DistributedDataParallel) -> None:
+        """Register the hook; if it has a state, see `sa1b.engine.step.gradients.Reduction`."""
+
+    def kept(self, module: nn.Module) -> tuple[int, int]:
+        """Numbers of its state on each rank: errors and factors."""
+        ...
+
+
+MODES: dict[str, Mode | Place[Mode]] = {
+    "none": Mode(),
+    "ddp": Ddp(),
+    "fsdp": Fsdp(),
+    "zero1": Place("sa1b.engine.ranks.zero1:MODE", "--parallel.mode zero1"),
+    "pipeline": Place("sa1b.engine.ranks.pipeline:MODE", "--parallel.mode pipeline"),
+}
+COMPRESSION: Place[Callable[[ParallelConfig], GradientHook]] = Place(
+    "sa1b.engine.ranks.compression:Compression", "--parallel.compress"
+)
+SHARES: Place[Callable[[str, int], tuple[int, ...]]] = Place(
+    "sa1b.engine.ranks.shares:parse", "--parallel.shares"
+)
+
+
+def mode_of(config: ParallelConfig) -> Mode:
+    """The mode of a run.
+
+    Raises:
+        UsageError: its module is missing.
+    """
+    mode = MODES[config.mode]
+    return mode if isinstance(mode, Mode) else mode.load()
+
+
+def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+    """Move the module to its device and distribute it; train and evaluate through the result.
+
+    Args:
+        module: a model (`sa1b.engine.model`). Frozen parameters have requires_grad False already.
+
+    Raises:
+        UsageError: see `shared_statistics` and `Mode.check_model`.
+        DisagreementError: ranks have built different models; FSDP would mix them, and DDP would hide it.
+    """
+    agree(module, rank_info)
+    if config.mode != "none" and mode_of(config).divides_steps:
+        sync, accepted = config.sync_batchnorm, config.broadcast_buffers
+        module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
+    return mode_of(config).wrap(module, config, rank_info)
+
+
+def check_ranks(config: ParallelConfig, world_size: int) -> None:
+    """Refuse settings that do not fit together, or not this number of ranks.
+
+    Raises:
+        UsageError: the message names the flag.
+    """
+    config.check(world_size)
+    mode_of(config).check(config)
+    rank_shares(config, world_size)
+    least_size(config.wrap)
+    if config.compress != "none":
+        COMPRESSION.load()(config)
+
+
+def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | None:
+    """The numbers of --parallel.shares; None: all ranks have the same share.
+
+    Raises:
+        UsageError: the flag has another form, or another number of shares.
+    """
+    return None if config.shares is None else SHARES.load()(config.shares, world_size)
+
+
+def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> tuple[int, int]:
+    """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
+
+    Raises:
+        UsageError: the global batch does not fit this number of ranks; the message names the flag.
+    """
+    batch, shares, mode = data.global_batch, rank_shares(config, world_size), mode_of(config)
+    readers = world_size if mode.divides_steps else 1
+    try:
+        check_global_batch(batch, readers, data.block_size, shares)
+    except ValueError as error:
+        raise with_flags(error) from None
+    share = largest_share(batch, readers, shares)
+    size = min(data.micro_batch or share, share)
+    count = micro_batch_count(batch, readers, size, block_size=data.block_size, shares=shares)
+    mode.check_division(batch, size, count, config, world_size)
+    return size, count

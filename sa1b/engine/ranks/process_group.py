@@ -1,0 +1,157 @@
+"""The device and the process group of a rank."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from sa1b.console import counted
+from sa1b.engine.ranks.parallel import check_ranks
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.ranks.rank_store import fresh_store
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.precision import set_float32
+from sa1b.errors import UsageError
+from sa1b.stream.plan import process_rank
+
+
+def start(config: ParallelConfig) -> RankInfo:
+    """Take this process's device and join the other ranks.
+
+    Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
+    rank 0 of 1; ddp and fsdp then create a group of one. An existing group, as of Ray, gets our timeouts.
+
+    Raises:
+        UsageError: settings do not fit together or need a GPU; the message names the flag.
+    """
+    rank, world_size = process_rank()
+    check_ranks(config, world_size)
+    local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+    device = _device(config, local_rank)
+    if config.offload == "pinned" and device.type != "cuda":
+        raise UsageError("--parallel.offload pinned: needs a GPU; pass --parallel.offload cpu or none")
+    set_float32(config.precision, device)
+    if config.mode == "none":
+        return RankInfo(rank, world_size, local_rank, device, None)
+    if not dist.is_initialized():
+        # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        wait = timedelta(seconds=config.timeout_first)
+        if world_size == 1:
+            alone = HashStore()  # a group of one process needs no address and no port
+            dist.init_process_group(
+                backend, store=alone, rank=0, world_size=1, timeout=wait, device_id=_bound(device)
+            )
+        else:
+            store = fresh_store(rank, world_size, wait)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=wait,
+                device_id=_bound(device),
+            )
+            if device.type == "cuda":
+                _refuse_shared_gpus(store, rank, world_size, device)
+        _created.append(dist.group.WORLD)
+    replicas = replicas_on(world_size, config.replicas)
+    mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
+    rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
+    if rank == 0:  # not to stdout, where --json prints the scores
+        sys.stderr.write(replicas_note(world_size, config.replicas))
+    set_timeout(rank_info, config.timeout_first)
+    return rank_info
+
+
+def stop() -> None:
+    """Destroy the group if `start` created it. Do not call this after an error of one rank only."""
+    if dist.is_initialized() and any(one is dist.group.WORLD for one in _created):
+        dist.destroy_process_group()
+
+
+# Groups of `start`, kept after their end. A DDP module that is freed as the last owner of its group ends
+# gloo's threads while it holds the interpreter's lock, for which they may wait: a deadlock in 1 of 40 runs.
+_created: list[object] = []
+
+
+def set_timeout(rank_info: RankInfo, seconds: float) -> None:
+    """Set the timeout of later collectives. Until then, the timeout is the long one for the first step.
+
+    With gloo, a call that exceeds it raises RuntimeError. With NCCL, calls return at once, and torch's
+    watchdog thread ends the process. Torch supports this for these two back ends only, by a private function.
+    """
+    if not dist.is_initialized():
+        return
+    for group in [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _device(config: ParallelConfig, local_rank: int) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--parallel.device cuda: torch finds no GPU; pass --parallel.device cpu")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
+    index = 0 if visible == 1 else local_rank
+    if index >= visible:
+        raise UsageError(
+            f"local rank {local_rank}: no GPU is left for it, this process sees {visible}; "
+            "start fewer processes on this machine, or pass --parallel.device cpu"
+        )
+    # The device is set first, so that allocations on "the current device" are not made on the first GPU.
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """The device on which NCCL connects immediately, and for collectives that name no device."""
+    return device if device.type == "cuda" else None
+
+
+def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Raise UsageError if two ranks have the same GPU: NCCL would hang or fail without naming them."""
+    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"gpu/{rank}", own)
+    for other in range(world_size):
+        if other != rank and store.get(f"gpu/{other}").decode() == own:
+            raise UsageError(
+                f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({own}); start one "
+                "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
+            )
+
+
+def replicas_on(world_size: int, demanded: int) -> int:
+    """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
+
+    More copies than demanded would need more memory on each rank. A single rank has one copy.
+    """
+    fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
+    return max(replicas for replicas in fitting if world_size % replicas == 0)
+
+
+def replicas_note(world_size: int, demanded: int) -> str:
+    """A line that --parallel.replicas does not fit the ranks; empty if it fits."""
+    replicas = replicas_on(world_size, demanded)
+    if replicas == demanded:
+        return ""
+    return (
+        f"--parallel.replicas {demanded}: does not fit {counted(world_size, 'rank')}, so it is "
+        f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
+        f"restart with a multiple of {demanded} ranks, at least {2 * demanded}\n"
+    )
+
+
+def mesh_of(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
+    """The mesh of FSDP's ranks: see `RankInfo.mesh`."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    shape = (replicas, world_size // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

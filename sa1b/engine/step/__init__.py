@@ -1,0 +1,1 @@
+"""A training step: samples, gradients and precision, optimizer."""

@@ -1,0 +1,177 @@
+"""The micro-batches of a training step: batches of the stream on the device, with dense masks.
+
+feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
+for batch in feed.step():
+    module(*model.inputs(batch, config.seed))
+state = feed.state_dict()
+"""
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from sa1b.engine.data_config import DataConfig, with_flags
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.errors import ManifestError, Sa1bError, UsageError
+from sa1b.shards.dataset import Dataset
+from sa1b.storage.errors import MissingError
+from sa1b.storage.protocols import endpoint_options
+from sa1b.stream.batch import Batch
+from sa1b.stream.columns import ColumnError
+from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.dataset import Stream
+from sa1b.stream.loader import Loader
+
+
+class Feed:
+    """The micro-batches of one rank.
+
+    Args:
+        config: dataset and batch sizes.
+        image_size: image size of the model, pixels.
+        rank_info: this rank.
+        run: folder of the run, for the damage log.
+        seed: seed of the order and of every random value.
+        view: view to read instead of `config.view`.
+        order: "sequential" for an evaluation.
+        shares: shares of a step, one for each rank; None: all ranks have the same.
+        divided: the ranks divide the images of a step; False: every rank reads all of them.
+
+    Raises:
+        UsageError: settings do not fit together; the message names the flag.
+        StorageError: the data cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        image_size: int,
+        rank_info: RankInfo,
+        run: Path,
+        seed: int,
+        *,
+        view: str | None = None,
+        order: Literal["shuffle", "sequential"] = "shuffle",
+        shares: tuple[int, ...] | None = None,
+        divided: bool = True,
+    ) -> None:
+        target_size = config.target_size or image_size // 4
+        try:
+            self.stream = Stream(
+                config.root,
+                global_batch=config.global_batch,
+                micro_batch=config.micro_batch,
+                view=view or config.view,
+                order=order,
+                epochs=None if order == "shuffle" else 1,  # a training run counts steps, not epochs
+                seed=seed,
+                block_size=config.block_size if order == "shuffle" else 1,
+                damage_log=run / "damaged.jsonl",
+                rank=rank_info.rank if divided else 0,
+                world_size=rank_info.world_size if divided else 1,
+                shares=shares,
+                deadline=config.deadline,
+                storage_options=_options(config),
+                cache=config.cache,
+                cache_bytes=config.cache_bytes,
+                image_size=image_size,
+                masks=config.masks,
+                strategy=config.strategy,
+                flip=config.flip if order == "shuffle" else 0.0,
+                min_pixels=config.min_pixels if order == "shuffle" else 0,
+                min_pixels_size=target_size,
+                text=config.texts(),
+            )
+        except ColumnError as error:
+            raise UsageError(f"--data.text: {error}") from None
+        except ValueError as error:
+            raise with_flags(error) from None
+        except (ManifestError, MissingError) as error:
+            flag = "--data.view" if view is None else "--evaluation.view"
+            raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
+        # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
+        self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
+        if config.decode == "gpu" and rank_info.device.type == "cpu":
+            raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
+        try:
+            self.loader = Loader(
+                self.stream,
+                threads=config.threads,
+                prefetch=config.prefetch,
+                device=rank_info.device,
+                dense=target_size,
+                decode=config.decode,
+                quiet=True,
+            )
+        except ValueError as error:
+            raise with_flags(error) from None
+        self.micro_batches = self.stream.plan.count
+        self._batches: Generator[Batch, None, None] | None = None
+        self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
+
+    @staticmethod
+    def _opens(config: DataConfig) -> bool:
+        """Whether the dataset opens without the view. If it does, an error was caused by the view."""
+        try:
+            Dataset(config.root, deadline=config.deadline, storage_options=_options(config))
+        except Sa1bError:
+            return False
+        return True
+
+    def step(self) -> Iterator[Batch]:
+        """The next step's `micro_batches` batches; none if a sequential feed has ended.
+
+        Every rank has the same number. Batches may be empty.
+        """
+        for _ in range(self.micro_batches):
+            batch = self._next()
+            if batch is None:
+                return
+            yield batch
+
+    def peek(self) -> Batch:
+        """The first batch of the next step, without taking it: `step` returns it again.
+
+        Raises:
+            EOFError: a sequential feed has ended.
+        """
+        if self._peeked is None:
+            state, batch = self.loader.state_dict(), self._next()
+            if batch is None:
+                raise EOFError("there is no next step")
+            self._peeked = (state, batch)
+        return self._peeked[1]
+
+    def _next(self) -> Batch | None:
+        if self._peeked is not None:
+            (_, batch), self._peeked = self._peeked, None
+            return batch
+        self._batches = self._batches or iter(self.loader)
+        return next(self._batches, None)
+
+    def reading(self) -> str | None:
+        """The sample that the next incomplete batch waits for; see `sa1b.stream.loader.Loader.reading`."""
+        return self.loader.reading()
+
+    def steps(self) -> Iterator[list[Batch]]:
+        """Steps until a sequential feed ends."""
+        return iter(lambda: list(self.step()), [])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last step whose micro-batches were all taken."""
+        return self.loader.state_dict() if self._peeked is None else self._peeked[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a state. Raises sa1b.stream.resume.ResumeError."""
+        self.close()
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop the loader's threads."""
+        batches, self._batches, self._peeked = self._batches, None, None
+        if batches is not None:
+            batches.close()
+
+
+def _options(config: DataConfig) -> dict[str, Any] | None:
+    return endpoint_options(str(config.root), config.endpoint) or None

@@ -1,0 +1,241 @@
+"""The gradient of a global batch, accumulated over micro-batches and ranks.
+
+Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
+weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
+masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks. Ranks
+of a `Wrapper` have different parameters, which are not averaged.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sa1b.engine.model import Wrapper
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.buffers import Buffers
+from sa1b.engine.step.precision import Precision, autocast
+from sa1b.errors import UsageError
+from sa1b.hashing import Purpose, random_word
+from sa1b.report import first_names
+
+
+class Reduction(Protocol):
+    """The state of what reduces the gradients of a module, which has it as its attribute `reduction`.
+
+    Attributes:
+        paused: reductions do not change the state.
+    """
+
+    paused: bool
+
+    def undo(self) -> None:
+        """Restore the state before the last step, which is skipped."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of this rank by name, not copied; they are saved with a checkpoint."""
+        ...
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the tensors by the result of `tensors` of an earlier run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of the state that is not tensors, as JSON values."""
+        ...
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> str:
+        """Continue from the `state_dict` of an earlier run; return what is printed about it, or nothing."""
+        ...
+
+
+def reduction_of(module: nn.Module) -> Reduction | None:
+    """The state of the reduction of a wrapped module; None: it has none."""
+    found: Reduction | None = vars(module).get("reduction")
+    return found
+
+
+@contextmanager
+def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
+    """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients.
+
+    Until then each rank keeps unsharded gradients in float32, under FSDP too.
+    """
+    if isinstance(module, Wrapper):
+        module.last = last
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    if isinstance(module, DistributedDataParallel) and not last:
+        with module.no_sync():
+            yield
+    else:
+        yield
+
+
+def forward_backward(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    divisor: float,
+    precision: Precision,
+    rank_info: RankInfo,
+    scaler: GradScaler,
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
+) -> dict[str, Tensor]:
+    """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
+
+    Args:
+        module: wrapped model, in the context of `micro_batch`.
+        inputs: the arguments of the model's `forward`.
+        divisor: the loss is divided by it; see `loss_divisor`. The caller must divide its count by it too.
+        backward: runs the backward pass of the scaled loss.
+    """
+    if isinstance(module, Wrapper):
+        return module.forward_backward(inputs, divisor)
+    with unused_named(module), autocast(precision, rank_info.device):
+        sums: dict[str, Tensor] = module(*inputs)
+    backward(scaler.scale(sums["loss"] / divisor))
+    return {name: value.detach() for name, value in sums.items()}
+
+
+def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
+    """Seed torch's generators before the forward pass of a micro-batch, for models that use them (dropout).
+
+    Random values are then a function of these numbers: a resumed run repeats them, and ranks and
+    micro-batches have different ones.
+    """
+    torch.manual_seed(random_word(seed, Purpose.GENERATOR, step, rank, number) >> 1)
+
+
+def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
+    """Run a forward and backward pass before the first step of a run, and restore all state after it.
+
+    In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three or
+    more ranks it then sums in another order. Without this call, the first step after a resume would differ in
+    its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
+    A static graph does not support accumulation in its first backward pass, which is this one, and has its
+    final buckets after the second one only. Compilation also happens here, for the shapes of the run's
+    micro-batches.
+
+    Args:
+        run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
+            optimizer.
+    """
+    buffers, reduction = Buffers(module), reduction_of(module)
+    buffers.keep()
+    if reduction is not None:
+        reduction.paused = True
+    is_static = isinstance(module, DistributedDataParallel) and module.static_graph
+    for _ in range(2 if is_static else 1):
+        with micro_batch(module, last=True):
+            run()
+    if reduction is not None:
+        reduction.paused = False
+    buffers.restore()
+    clear(module, module)
+
+
+def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
+    """Clear the gradients after a step.
+
+    DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
+    would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP would
+    also round them differently: it divides a view by the number of ranks, and multiplies another tensor by
+    the reciprocal of that number.
+
+    Args:
+        module: the module that `sa1b.engine.ranks.parallel.wrap` returned.
+        owner: the module or the optimizer whose gradients are cleared.
+    """
+    owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
+
+
+@contextmanager
+def unused_named(module: nn.Module) -> Iterator[None]:
+    """Context for the forward pass, whose error names parameters without a gradient in the last step.
+
+    Raises:
+        UsageError: DDP has waited for gradients of parameters that the last step of this rank did not use.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        trained = [name for name, one in module.named_parameters() if one.requires_grad]
+        names = [trained[int(number)].removeprefix("module.") for number in found[1].split()]
+        raise UsageError(
+            f"{first_names(names, 4)}: has no gradient in a step of this rank, and the other ranks wait "
+            "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
+        ) from None
+
+
+def loss_divisor(expected: int) -> float:
+    """The divisor of losses before the backward pass: about the largest count of a global batch.
+
+    Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a step
+    until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in other
+    formats.
+
+    Args:
+        expected: largest possible count over all ranks.
+    """
+    return 2.0 ** round(math.log2(expected))
+
+
+@torch.no_grad()
+def finish(
+    module: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    count: Tensor,
+    rank_info: RankInfo,
+    *,
+    grad_clip: float,
+) -> Tensor:
+    """Turn accumulated sums into the gradient of the global batch, and clip it; once, before the step.
+
+    Collective: all ranks call it after their last micro-batch. `scaler.step` and `scaler.update` follow.
+
+    Args:
+        count: masks in this rank's micro-batches (the sum of their weights), one number on the device,
+            divided by the divisor of the losses. If all ranks have 0, the gradients are 0 and do not change.
+        grad_clip: largest norm over all parameters and ranks; 0: no limit.
+
+    Returns:
+        The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device. The
+        host does not wait for it. It is not finite after an overflow. In fp16 the scaler then skips the step;
+        in other formats the caller decides.
+    """
+    scaler.unscale_(optimizer)
+    total = count.detach().float().clone()
+    if rank_info.world_size > 1:
+        dist.all_reduce(total)
+    for parameter in module.parameters():  # DDP has zeros for a parameter that no rank has used
+        if parameter.requires_grad and parameter.grad is None and not parameter.is_meta:
+            parameter.grad = torch.zeros_like(parameter)
+    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
+    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
+    averaged = 1 if isinstance(module, Wrapper) else rank_info.world_size
+    factor = torch.where(total > 0, averaged / total, 1.0).to(held[0].device)
+    squares = torch.stack(torch._foreach_norm(held)).square().sum()
+    if rank_info.mesh is not None:
+        # Replicas have equal shards, of which each counts once.
+        dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
+    elif isinstance(module, Wrapper) and rank_info.world_size > 1:
+        dist.all_reduce(squares)
+    norm = squares.sqrt() * factor
+    if grad_clip > 0:
+        factor = factor * (grad_clip / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(held, factor)
+    return norm

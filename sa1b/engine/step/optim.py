@@ -1,0 +1,226 @@
+"""The optimizer and its learning rates: AdamW, layer-wise decay, schedules that are functions of the step.
+
+The defaults are the published recipe of ViT-H ("Segment Anything", Kirillov et al. 2023, appendix A): AdamW
+with betas 0.9 and 0.999, weight decay 0.1, layer-wise decay 0.8, 8e-4 at a batch of 256 images, 250 steps of
+linear warm-up, a tenth of the learning rate at 60,000 and again at 86,666 of 90,000 steps. The paper
+specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.1.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from sa1b.console import counted
+from sa1b.engine.model import Limited, declared
+from sa1b.engine.settings import OptimConfig
+from sa1b.errors import UsageError
+
+
+def freeze(module: nn.Module, config: OptimConfig) -> None:
+    """Set requires_grad to False for frozen parts, so that autograd records no backward pass through them.
+
+    They are in evaluation mode from now on, which `module.train()` would end. Call it before `wrap` and
+    `make_optimizer`, on all ranks.
+
+    Raises:
+        UsageError: the model has no such part, and the message lists its parts; or no parameter is left.
+    """
+    weights = declared(module).weights()
+    for part in config.freeze:
+        try:
+            weights.get_submodule(part).requires_grad_(False).eval()
+        except AttributeError:
+            parts = ", ".join(name for name, _ in weights.named_children())
+            raise UsageError(f"--optim.freeze {part}: no such part; choose from {parts}") from None
+    if not any(parameter.requires_grad for parameter in weights.parameters()):
+        raise UsageError(
+            f"--optim.freeze {' '.join(config.freeze)}: leaves no parameter to train; name fewer parts"
+        )
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer of which each rank has a part, with the state of a share of the parameters.
+
+    Attributes:
+        optim: the part of this rank.
+        waits: names of its methods in which a rank waits for the others.
+    """
+
+    optim: Optimizer
+    waits: tuple[str, ...]
+
+    def send_weights(self) -> None:
+        """Send the parameters of this rank's part, and receive the others; collective."""
+
+
+def make_optimizer(
+    module: nn.Module, config: OptimConfig, batch: int, make: Callable[..., Optimizer] = AdamW
+) -> Optimizer:
+    """AdamW over the parameters that are trained, one group per layer and kind of decay.
+
+    Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
+    all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
+
+    Args:
+        module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an
+            optimizer of the unwrapped module would be invalid.
+        batch: images in the global batch.
+        make: AdamW, or that of a mode (`sa1b.engine.ranks.parallel.Mode.optimizer`).
+
+    Raises:
+        UsageError: no parameter is trained.
+    """
+    model = declared(module)
+    weights = model.weights()
+    layers = {name: model.layer_of(name) for name, _ in weights.named_parameters()}
+    last = max((layer for layer in layers.values() if layer is not None), default=0) + 1
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    for name, parameter in weights.named_parameters():
+        if parameter.requires_grad:
+            layer = layers[name]
+            key = (last if layer is None else layer, model.decays(name, parameter))
+            groups.setdefault(key, []).append(parameter)
+    if not groups:
+        raise UsageError("--optim.freeze: no parameter of the model requires a gradient; freeze fewer parts")
+    peak = peak_lr(config, batch)
+    described = [
+        {
+            "params": parameters,
+            "lr": peak * config.layer_decay ** (last - layer),
+            "lr_scale": config.layer_decay ** (last - layer),
+            "weight_decay": config.weight_decay if decaying else 0.0,
+        }
+        for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
+    ]
+    settings: dict[str, Any] = {
+        "betas": (config.beta1, config.beta2),
+        "eps": config.epsilon,
+        "fused": True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
+    }
+    optimizer = make(described, **settings)
+    if isinstance(model, Limited):
+        optimizer.register_step_post_hook(partial(_limit, dict(weights.named_parameters()), model.largest))
+    return optimizer
+
+
+@torch.no_grad()
+def _limit(parameters: Mapping[str, nn.Parameter], largest: Mapping[str, float], *_: Any) -> None:
+    for name, value in largest.items():
+        _local(parameters[name].detach()).clamp_(max=value)
+
+
+def of_rank(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state this rank keeps: a part of a sharded optimizer, or the optimizer itself."""
+    return optimizer.optim if isinstance(optimizer, Sharded) else optimizer
+
+
+def peak_lr(config: OptimConfig, batch: int) -> float:
+    """Learning rate of the last layer after warm-up, for a global batch of `batch` images.
+
+    Raises:
+        UsageError: batch is not positive.
+    """
+    if batch < 1:
+        raise UsageError(f"global batch {batch}: must be at least 1 image")
+    ratio = batch / config.reference_batch
+    return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
+
+
+def lr_line(config: OptimConfig, batch: int) -> str:
+    """One line that explains the learning rate."""
+    return (
+        f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at "
+        f"{counted(config.reference_batch, 'image')}, "
+        f"scaled to {batch} ({config.batch_scaling}); {counted(config.warmup, 'step')} of warm-up, "
+        f"then {config.schedule}"
+    )
+
+
+def lr_at(config: OptimConfig, batch: int, step: int) -> float:
+    """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
+
+    Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak. After the end of the
+    schedule, the learning rate is constant.
+
+    Raises:
+        UsageError: step is negative, or batch is not positive.
+    """
+    if step < 0:
+        raise UsageError(f"step {step}: must not be negative")
+    peak = peak_lr(config, batch)
+    if step < config.warmup:
+        return peak * ((step + 1) / config.warmup)  # at most the peak, in floating point too
+    if config.schedule == "step":
+        return peak * 0.1 ** bisect_right(config.milestones, step)
+    if config.schedule == "rsqrt":
+        left = max(config.steps - step, 0)
+        cooled = min(left / config.cooldown, 1.0) if config.cooldown else 1.0
+        return peak * cooled / math.sqrt(1 + (step - config.warmup) / config.timescale)
+    passed = min((step - config.warmup) / (config.steps - config.warmup), 1.0)
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * passed)) / 2)
+
+
+def set_lr(optimizer: Optimizer, rate: float) -> None:
+    """Set each group's learning rate for the next step: `rate` times the group's "lr_scale"."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+@torch.no_grad()
+def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
+    """Update the running mean of the weights after an optimizer step, counted from 0.
+
+    The mean is part of the optimizer's state, as "ema" of each parameter: float32, and sharded, saved and
+    loaded like the rest of the state. Parameters that are not trained have no mean. If there is no mean yet,
+    it starts from the weights after this step.
+    """
+    if not config.ema:
+        return
+    pairs = [(parameter, state) for parameter, state in of_rank(optimizer).state.items() if state]
+    for parameter, state in pairs:
+        if "ema" not in state:
+            state["ema"] = parameter.detach().clone()
+    means = [_local(state["ema"]) for _, state in pairs]
+    decay = min(config.ema, (1 + step) / (10 + step))
+    torch._foreach_lerp_(means, [_local(parameter) for parameter, _ in pairs], 1 - decay)
+
+
+@contextmanager
+def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Context in which the module's weights are replaced by their running mean, if there is one.
+
+    After an error the mean stays in place: with a sharded optimizer the ranks exchange the weights, and this
+    rank would wait for the others in place of reporting its error.
+    """
+    _swap(module, optimizer)
+    yield
+    _swap(module, optimizer)
+
+
+@torch.no_grad()
+def _swap(module: nn.Module, optimizer: Optimizer) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # gathered copies would be out of date
+    for parameter, state in of_rank(optimizer).state.items():
+        if "ema" in state:
+            own, mean = _local(parameter.detach()), _local(state["ema"])
+            before = own.clone()
+            own.copy_(mean)
+            mean.copy_(before)
+    if isinstance(optimizer, Sharded):
+        optimizer.send_weights()  # each rank has the means of its share only
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

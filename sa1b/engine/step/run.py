@@ -1,0 +1,332 @@
+"""The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+from warnings import catch_warnings, simplefilter
+
+import torch
+from torch import Tensor, nn
+
+from sa1b.engine.checkpoint import resume
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.remote_run import RemoteRun
+from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.engine.config import Config, build, initial_weights, with_steps
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.model import Wrapper, declared
+from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
+from sa1b.engine.ranks.network import Connection
+from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.gradients import forward_backward, loss_divisor, reduction_of, seed_generators
+from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
+from sa1b.engine.step.precision import grad_scaler
+from sa1b.engine.technique import Place
+from sa1b.engine.watch import deadline, metrics
+from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.data_wait import BUSY, LoaderSettings
+from sa1b.engine.watch.hardware import peak_seconds
+from sa1b.engine.watch.health import Health
+from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.rank_time import RankTime
+from sa1b.engine.watch.utilisation import Sampler
+from sa1b.errors import UsageError
+from sa1b.stream.batch import Batch
+from sa1b.stream.resume import ResumeError
+
+Watching = AbstractContextManager[object]
+
+
+class StepWindow(Protocol):
+    """What summarises the numbers of the ranks over some steps, on rank 0."""
+
+    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
+        """Add the numbers of a step, see `Run.numbers`; `asked`: print the table of the ranks."""
+
+
+# Optional techniques around the loop; those of modes are in `sa1b.engine.ranks.parallel`.
+STRAGGLERS: Place[Callable[..., StepWindow]] = Place(
+    "sa1b.engine.watch.stragglers:Window", "--logging.window"
+)
+WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases], Watching]] = Place(
+    "sa1b.engine.watch.watchdog:Watchdog", "--health.stall"
+)
+PLANNER: Place[Callable[[Config, RankInfo, Connection], None]] = Place(
+    "sa1b.engine.planner:dry_run", "--dry-run"
+)
+
+
+class Run:
+    """A run on one rank, in the state of its newest checkpoint; all ranks create it together.
+
+    Attributes:
+        step: Number of completed steps.
+        divisor: see `sa1b.engine.step.gradients.loss_divisor`.
+
+    Args:
+        remote: the run in a bucket if --out is a URL; `close` closes it.
+    """
+
+    def __init__(
+        self, config: Config, rank_info: RankInfo, phases: Phases, remote: RemoteRun | None = None
+    ) -> None:
+        self.config, self.rank_info, self.phases = config, rank_info, phases
+        self.step = 0
+        self.control = Control(rank_info, *deadline.of(config.deadline))
+        if remote is None:
+            check_shared_folder(config.folder, rank_info)
+        elif rank_info.rank == 0:
+            print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
+        data, size = config.data, config.image_size
+        shares = rank_shares(config.parallel, rank_info.world_size)
+        mode = mode_of(config.parallel)
+        divided = mode.divides_steps
+        self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
+        config = self.config = with_steps(config, len(self.feed.stream.view))
+        self.held_out = held_out_feed(
+            config.evaluation, data, size, rank_info, config.folder, self.feed.stream
+        )
+        phases.reading = self.reading
+        module = build(config, initial_weights(config))
+        freeze(module, config.optim)
+        self.module: nn.Module = wrap(module, config.parallel, rank_info)
+        self.model = declared(self.module)
+        self.wrapper = self.module if isinstance(self.module, Wrapper) else None
+        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch, mode.optimizer)
+        self.times = RankTime(phases, self.module, self.optimizer, rank_info)
+        self.sampler = Sampler(rank_info.device)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
+        self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
+        self.checkpoints = Checkpoints(remote or config.folder, config.checkpoint)
+        with phases.part("resume"):
+            last = self._resume()
+        self.health = Health(config.health, config.folder, rank_info, self.control)
+        if rank_info.rank == 0 and not self.ended:
+            print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
+        self.metrics = metrics.Metrics(
+            config.logging,
+            config.folder,
+            rank_info,
+            self.control,
+            self.step,
+            config.optim.steps,
+            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
+            last=last,
+            shown=self.model.shown,
+        )
+        machines, self.window = hosts(rank_info), None
+        if rank_info.rank == 0 and (make := STRAGGLERS.find()) is not None:
+            self.window = make(
+                machines,
+                config.logging.window,
+                self.metrics,
+                LoaderSettings.of(self.feed),
+                separable=self.times.separable,
+                shares=shares,
+                divided=divided,
+            )
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Resume from the newest good checkpoint, if there is one; return the metrics of its step."""
+        if self.config.resume == "no" and self.checkpoints.steps():
+            raise UsageError(
+                f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
+            )
+        out, own = self.config.out, self.config.document()
+        try:
+            state = self.checkpoints.resume(self.module, self.optimizer)
+        except MismatchError as error:
+            resume.check_model(error.state.get("config", {}), own, out)
+            raise
+        if state is not None:
+            saved = state.get("config", {})
+            resume.check_trained(saved, own, out)
+            self.step = int(state["step"])
+            try:
+                with catch_warnings(record=True) as noted:
+                    simplefilter("always")
+                    self.feed.load_state_dict(state["stream"])
+            except ResumeError:
+                resume.check_sequence(saved, own, out)
+                raise
+            if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
+                self.scaler.load_state_dict(state["scaler"])
+            reduction, of_reduction = reduction_of(self.module), state.get("compression")
+            if reduction is not None and of_reduction is not None:
+                note = reduction.load_state_dict(of_reduction)
+                if note and self.rank_info.rank == 0:
+                    print(note)
+            if self.rank_info.rank == 0:
+                steps, position = self.config.optim.steps, state["stream"]["position"]
+                print("\n".join(resume.lines(saved, own, out, self.step, steps, position)))
+                for one in noted:  # on all ranks, as warnings, they would be printed many times
+                    print(f"warning: {one.message}")
+        agree(self.module, self.rank_info)
+        return None if state is None else state.get("metrics")
+
+    def save(self, line: dict[str, Any] | None) -> None:
+        """Save a checkpoint of the current state.
+
+        Args:
+            line: the metrics of the last step that are known.
+        """
+        reduction = reduction_of(self.module)
+        state = {
+            "step": self.step,
+            "metrics": line,
+            "stream": self.feed.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "compression": None if reduction is None else reduction.state_dict(),
+            "config": self.config.document(),
+        }
+        self.checkpoints.save(self.step, self.module, self.optimizer, state)
+
+    def reading(self) -> str | None:
+        """The sample that this rank waits for, with its shard and offset; None if it waits for none."""
+        held_out = None if self.held_out is None else self.held_out.reading()
+        return held_out or self.feed.reading()
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""
+        if self.held_out is not None:
+            config, began = self.config, time.perf_counter()
+            with averaged(self.module, self.optimizer), self.phases.part("evaluation"):
+                scores = evaluate(
+                    self.module,
+                    self.held_out,
+                    config.evaluation,
+                    config.parallel,
+                    self.rank_info,
+                    config.folder,
+                    self.control,
+                    self.phases,
+                )
+            if scores is not None:
+                self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run ends after this step; the same on all ranks."""
+        return self.control.stopping or self.step >= self.config.optim.steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether another start would do nothing: all steps are done, and the evaluation after them."""
+        due = bool(self.config.evaluation.every) and self.metrics.lacks_evaluation(self.step)
+        return self.step >= self.config.optim.steps and not due
+
+    def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
+        """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
+
+        The loss is divided by `divisor`. The caller must divide its count by `divisor` too.
+
+        Args:
+            number: number of the micro-batch in its step.
+        """
+        seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
+        inputs = self.model.inputs(batch, self.config.seed)
+        precision, backward = self.config.parallel.precision, self.times.backward
+        sums = forward_backward(
+            self.module, inputs, self.divisor, precision, self.rank_info, self.scaler, backward
+        )
+        return {name: sums[name] for name in (*self.model.figures, "count")}
+
+    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
+        """Numbers of this rank that the ranks exchange after each step.
+
+        `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
+        `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
+        of the loader's stages so far; those of a `Wrapper`.
+
+        Args:
+            ids: ids of this rank's images, int64 [B] for each micro-batch.
+        """
+        busy = self.feed.stream.stats.busy_seconds()
+        return {
+            "data_wait": self.phases.seconds["data"],
+            **self.times.seconds(),
+            "peak_memory": metrics.peak_memory(self.rank_info.device),
+            **self.sampler.latest(),
+            **dict(zip(BUSY, busy.values(), strict=True)),
+            **({} if self.wrapper is None else self.wrapper.numbers(ids)),
+        }
+
+    def record(self, figures: StepFigures, lr: float) -> None:
+        """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
+        self.checkpoints.poll()
+        took = self.phases.total()
+        precision = self.config.parallel.precision
+        ideal = peak_seconds(self.model, figures.images, figures.count, precision, self.rank_info)
+        saves = (self.ended or self.step % self.config.checkpoint.every == 0) and not self.health.lost
+        if saves:
+            # The process may be killed after the checkpoint and before the step's line is written.
+            line = metrics.figures_of(figures, self.phases, lr, ideal)
+            with self.phases.part("checkpoint"):
+                self.save(metrics.json_figures({"step": self.step, **line}))
+        self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
+        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
+        asked = self.control.take_table_request()
+        if self.window is not None:
+            self.window.add(self.step, figures.ranks, asked=asked)
+        self._evaluate_if_due(saved=saves or bool(self.health.lost))
+
+    def evaluate_if_missing(self) -> None:
+        """Evaluate before the first step, or, after a resume, repeat an evaluation that was interrupted."""
+        if self.control.any_rank(self.metrics.lacks_evaluation(self.step)):
+            self._evaluate_if_due(saved=self.step > 0)
+
+    def _evaluate_if_due(self, saved: bool) -> None:
+        every, ends = self.config.evaluation.every, self.step == self.config.optim.steps
+        if not every or self.control.stopping or not (ends or self.step % every == 0):
+            return
+        self.evaluate()
+        if self.control.stopping and not saved:
+            with self.phases.part("checkpoint"):
+                self.save(None)
+
+    def close(self) -> None:
+        """Stop threads and close files; wait for the checkpoint that is being written."""
+        self.phases.enter("closing")
+        self.sampler.close()
+        try:
+            self.feed.close()
+            self.metrics.close()
+        finally:
+            self.checkpoints.close()
+
+
+def fitted(config: Config, world_size: int) -> Config:
+    """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
+
+    Raises:
+        UsageError: the message names the flag.
+    """
+    window = config.logging.window != metrics.LoggingConfig().window
+    asked = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
+    for place in [place for place, is_asked in asked if is_asked]:
+        place.load()
+    check_ranks(config.parallel, world_size)
+    mode = mode_of(config.parallel)
+    config = replace(config, data=mode.fitted(config.data, config.parallel, world_size))
+    if not config.evaluate_only:
+        config.micro_batches(world_size)
+    if mode.checks_model:
+        with torch.device("meta"):
+            module = build(config, None)
+        freeze(module, config.optim)
+        mode.check_model(module, world_size)
+    return config
+
+
+def watched(config: Config, rank_info: RankInfo, phases: Phases) -> Watching:
+    """Context that reports a run without progress; without the watchdog, nothing."""
+    make = WATCHDOG.find()
+    if make is None:
+        return nullcontext()
+    return make(config.health.stall, config.parallel, config.folder, rank_info, phases)

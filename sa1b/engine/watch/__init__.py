@@ -1,0 +1,1 @@
+"""What a run observes: phases, times, metrics, signals, and ranks that fall behind."""

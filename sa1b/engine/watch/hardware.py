@@ -1,0 +1,172 @@
+"""GPUs by name, and the cluster of GPUs that a run is planned for.
+
+Figures are those of the vendors' data sheets: operations per second of dense matrix products, without
+sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has
+it, else by PCIe.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sa1b.engine.model import Model
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.precision import Precision
+from sa1b.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A type of GPU.
+
+    Attributes:
+        name: its name as a flag.
+        bf16, tf32, fp32: operations per second of matrix products; fp16 is as fast as bf16.
+        memory: bytes.
+        link: bytes per second to other GPUs of the node, in one direction.
+        reported: names that the driver reports, without "NVIDIA".
+    """
+
+    name: str
+    bf16: float
+    tf32: float
+    fp32: float
+    memory: float
+    link: float
+    reported: tuple[str, ...] = ()
+
+    def peak(self, precision: Precision) -> float:
+        """Operations per second with --parallel.precision."""
+        return {"bf16": self.bf16, "fp16": self.bf16, "tf32": self.tf32, "fp32": self.fp32}[precision]
+
+
+def _gpu(name: str, bf16: float, tf32: float, fp32: float, memory: float, link: float, *reported: str) -> Gpu:
+    return Gpu(name, bf16 * 1e12, tf32 * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9, reported or (name,))
+
+
+GPUS = (
+    _gpu("H100 PCIe", 756, 378, 51, 80, 64),
+    _gpu("H200", 989, 494, 67, 141, 450),
+    _gpu("H100", 989, 494, 67, 80, 450, "H100 80GB HBM3"),
+    _gpu("A100-40GB", 312, 156, 19.5, 40, 300, "A100-SXM4-40GB", "A100-PCIE-40GB"),
+    _gpu("A100", 312, 156, 19.5, 80, 300, "A100-SXM4-80GB", "A100 80GB PCIe"),
+    _gpu("L40S", 362, 183, 91.6, 48, 32),
+    _gpu("L4", 121, 60, 30.3, 24, 32),
+    _gpu("A10", 125, 62.5, 31.2, 24, 32),
+    _gpu("B200", 2250, 1125, 75, 180, 900),
+)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of --gpu; upper and lower case are equal, and "NVIDIA" may be omitted.
+
+    Raises:
+        UsageError: it is not in the list.
+    """
+    wanted = name.casefold().replace("nvidia", "").replace("-", " ").strip()
+    for gpu in GPUS:
+        if gpu.name.casefold().replace("-", " ") == wanted:
+            return gpu
+    known = [gpu.name for gpu in GPUS]
+    near = difflib.get_close_matches(name.upper(), known, 1, cutoff=0.5)
+    raise UsageError(
+        f"--gpu {name}: unknown; {f'did you mean {near[0]!r}? ' if near else ''}"
+        f"known are {', '.join(known)}; for others pass --tflops and --gpu-memory"
+    )
+
+
+def peak_flops(device: torch.device, precision: Precision) -> float | None:
+    """Peak operations per second of a GPU with --parallel.precision; None if unknown, as on a CPU.
+
+    A GPU is known by its exact name: a part of it may be the name of another one, such as L4 of L40.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")
+    return next((gpu.peak(precision) for gpu in GPUS if name in gpu.reported), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """GPUs, and the assumptions under which their time is estimated.
+
+    Attributes:
+        gpu: name of the type of GPU.
+        nodes: number of nodes.
+        gpus: GPUs of a node, and ranks on it.
+        flops: operations per second of a GPU at its peak.
+        gpu_memory: bytes of a GPU.
+        link: bytes per second between GPUs of a node, in one direction.
+        network: bytes per second of a node to others, in one direction.
+        mfu: fraction of the peak that a step without communication reaches.
+        exposed: fraction of the communication that computation does not hide, at least.
+        cpus: CPU cores of a node for decoding.
+        decode_rate: images per second that a core reads and decodes; None: as measured, see `StoredImages`.
+        storage: bytes per second that the storage delivers to all nodes; None: not limited.
+        reserved: bytes of a GPU that tensors cannot use.
+        fragmentation: fraction of the tensors' bytes that the allocator cannot reuse.
+        price: dollars for a GPU hour; None: not given.
+    """
+
+    gpu: str
+    nodes: int
+    gpus: int
+    flops: float
+    gpu_memory: float
+    link: float
+    network: float
+    mfu: float
+    exposed: float
+    cpus: int
+    decode_rate: float | None
+    storage: float | None
+    reserved: float
+    fragmentation: float
+    price: float | None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers.
+
+        Raises:
+            UsageError: the message names the flag of `sa1b plan train`.
+        """
+        for flag, number in (("nodes", self.nodes), ("gpus", self.gpus), ("cpus", self.cpus)):
+            if number < 1:
+                raise UsageError(f"--{flag} {number}: must be at least 1")
+        for flag, value, unit in (
+            ("tflops", self.flops, 1e12),
+            ("link-rate", self.link, 1e9),
+            ("gpu-memory", self.gpu_memory, 1e9),
+            ("network-gbit", self.network, 1e9 / 8),
+            ("decode-rate", self.decode_rate, 1),
+            ("storage-rate", self.storage, 1e9),
+        ):
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"--{flag} {value / unit:g}: must be more than 0 and finite")
+        if not 0 < self.mfu <= 1:
+            raise UsageError(f"--mfu {self.mfu:g}: must be above 0 and at most 1")
+        for flag, value, most in (
+            ("exposed", self.exposed, 1.0),
+            ("fragmentation", self.fragmentation, 1.0),
+            ("reserved", self.reserved / 1e9, self.gpu_memory / 1e9),
+        ):
+            if not 0 <= value <= most:
+                what = ", the --gpu-memory" if flag == "reserved" else ""
+                raise UsageError(f"--{flag} {value:g}: must be from 0 to {most:g}{what}")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise UsageError(f"--price {self.price:g}: must be at least 0 and finite")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, one for each GPU."""
+        return self.nodes * self.gpus
+
+
+def peak_seconds(
+    model: Model, images: float, masks: float, precision: Precision, rank_info: RankInfo
+) -> float | None:
+    """Seconds of a training step at the devices' peak. Divided by the real seconds, they give the MFU."""
+    peak = peak_flops(rank_info.device, precision)
+    return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None

@@ -1,0 +1,108 @@
+"""Steps whose loss or gradient is not finite: skipped by all ranks together and logged, up to a limit."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.watch.control import Control
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.storage.atomic import append_line
+
+
+class HealthError(Sa1bError):
+    """Too many consecutive steps were not finite to continue training."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """Handling of losses that are not finite, and of ranks that hang.
+
+    If a loss is not finite, all ranks skip the step, and the images are logged.
+
+    Attributes:
+        patience: Number of consecutive steps with a loss or gradient that is not finite after which the run
+            still continues. With fp16, overflows, after which the scaler lowers its scale, count as well.
+        stall: Seconds without progress after which a report names the rank that hangs, where it is and what
+            it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. The run is not ended. By
+            default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first
+            step. 0: no report.
+    """
+
+    patience: int = 20
+    stall: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise UsageError(f"--health.patience {self.patience}: must not be negative")
+        if self.stall is not None and self.stall < 0:
+            raise UsageError(f"--health.stall {self.stall}: must be at least 0 seconds")
+
+
+class Health:
+    """Decides whether steps are taken. Its input, and so its decision, is the same on all ranks.
+
+    Args:
+        run: folder of the run, for `not-finite.jsonl`.
+        control: control of the run; a failed write of that file is reported to it.
+    """
+
+    def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
+        self.path = run / "not-finite.jsonl"
+        self.skipped = 0
+        self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad
+        self._config = config
+        self._rank_info = rank_info
+        self._control = control
+        self._in_row = 0
+
+    def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
+        """Decide whether the optimizer may take the step.
+
+        Args:
+            step: number of the step.
+            loss, norm: loss and gradient norm over all ranks.
+            own_loss: loss of this rank; if it is not finite, the rank logs its image ids.
+            ids: ids of this rank's images, int64 [B] for each micro-batch.
+
+        Raises:
+            HealthError: too many consecutive steps were not finite.
+        """
+        self.lost = 0 if math.isfinite(loss) else self.lost + 1
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._in_row = 0
+            return True
+        self.skipped += 1
+        self._in_row += 1
+        if not math.isfinite(own_loss):
+            line = {
+                "step": step,
+                "rank": self._rank_info.rank,
+                "loss": str(own_loss),
+                "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
+            }
+            with self._control.writing():
+                append_line(self.path, json.dumps(line))
+        if self._in_row > self._config.patience:
+            raise self._error(self._in_row, step, f"loss {loss}, gradient norm {norm}")
+        return False
+
+    def end(self, step: int) -> None:
+        """Check the last steps at the end of a run, or of a part of it.
+
+        Raises:
+            HealthError: the last steps had no finite loss, so no checkpoint contains them.
+        """
+        if self.lost:
+            raise self._error(self.lost, step, "loss")
+
+    def _error(self, steps: int, step: int, what: str) -> HealthError:
+        return HealthError(
+            f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
+            "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
+            "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
+            f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}"
+        )

@@ -1,0 +1,284 @@
+"""Records of a run: JSON lines, curves and a progress line."""
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.curves import Curves
+from sa1b.engine.watch.phase import PARTS, Phases
+from sa1b.engine.watch.rank_time import WORK
+from sa1b.engine.watch.utilisation import CPU, GPU
+from sa1b.errors import UsageError
+from sa1b.storage.atomic import append_line, write_whole
+from sa1b.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingConfig:
+    """Records besides RUN/metrics.jsonl, which is always written.
+
+    Attributes:
+        every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
+        window: Steps over which the times of the ranks and the limits of their loaders are summarised.
+        tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
+        profile: First and last step, counted from 0, that torch's profiler records after a step of warm-up:
+            a Chrome trace, RUN/trace-<rank>.json, for Perfetto, and the ten costliest operations,
+            RUN/operations-<rank>.txt.
+    """
+
+    every: int = 1
+    window: int = 50
+    tensorboard: bool | None = None
+    profile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(f"--logging.every {self.every}: must be at least 1")
+        if self.window < 1:
+            raise UsageError(f"--logging.window {self.window}: must be at least 1")
+        if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
+            given = " ".join(map(str, self.profile))
+            raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
+
+
+class Metrics:
+    """Writes the figures of a run; does nothing on ranks other than 0.
+
+    RUN/metrics.jsonl has lines of several kinds. Each start of the run writes {"run": {...}}, so it is the
+    first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
+    "evaluation": {...}, "seconds": ...}. Each window of steps writes {"step": 52, "ranks": {...}} and
+    {"step": 52, "loader": {...}}, see `stragglers`. A failed write is reported to `control`,
+    which stops all ranks.
+
+    Args:
+        run: folder of the run.
+        control: control of the run.
+        done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
+        steps: total steps of the run.
+        about: description of this start of the run: world size, precision, versions.
+        last: the line of step `done` from its checkpoint; it is written if the file lacks it.
+        shown: figures of the progress line besides the loss: label -> figure.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        run: Path,
+        rank_info: RankInfo,
+        control: Control,
+        done: int,
+        steps: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        last: Mapping[str, Any] | None = None,
+        shown: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._first = rank_info.rank == 0
+        self._control = control
+        self._shown = dict(shown or {})
+        self._bar: tqdm[Any] | None = None
+        self._curves: Curves | None = None
+        self._evaluated: set[int] = set()
+        self.path = run / "metrics.jsonl"
+        if not self._first:
+            return
+        steps_there = self._drop_after(done)
+        if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
+            with self._control.writing():
+                self._curves = Curves(run / "tensorboard", done + 1)
+        if done and last is not None and done not in steps_there and done % config.every == 0:
+            self._write(last)
+        self._write({"run": {"step": done, **(about or {})}})
+        if done >= steps:
+            return
+        self._bar = tqdm(
+            total=steps,
+            initial=done,
+            desc="train",
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Record a completed step, counted from 1."""
+        if not self._first:
+            return
+        if step % self._config.every == 0:
+            self._write({"step": step, **figures})
+        if self._bar is not None:
+            shown = {"loss": f"{figures['loss']:.4f}"}
+            shown |= {label: f"{figures[name]:.3f}" for label, name in self._shown.items()}
+            shown |= {"images/s": f"{figures['images_per_s']:.1f}", "wait": f"{figures['data_wait']:.0%}"}
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+
+    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
+        """Record and print an evaluation after `step` steps."""
+        if not self._first:
+            return
+        self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
+        self._evaluated.add(step)
+        self.say(f"step {step}: {score_line(scores)}")
+
+    def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
+        """Record a summary of the last steps."""
+        if self._first:
+            with self._control.writing():
+                append_line(self.path, json.dumps({"step": step, kind: summary}, allow_nan=False))
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
+        return self._first and step not in self._evaluated
+
+    def say(self, line: str) -> None:
+        """Print a line on stdout above the progress line; rank 0 only."""
+        if self._first:
+            tqdm.write(line)
+
+    def close(self) -> None:
+        """End the progress line."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _write(self, figures: Mapping[str, Any]) -> None:
+        with self._control.writing():
+            append_line(self.path, json.dumps(json_figures(figures)))
+        if self._curves is not None and "step" in figures:
+            flat = {**figures, **figures.get("evaluation", {})}
+            with self._control.writing():
+                self._curves.add(int(figures["step"]), flat)
+
+    def _drop_after(self, done: int) -> set[int]:
+        """Remove the lines of steps after `done`; return the steps whose lines remain."""
+        if not self.path.exists():
+            return set()
+        kept, found = [], set()
+        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                document = json.loads(line)
+                step = document["run"]["step"] if "run" in document else document["step"]
+                # A run that starts from scratch evaluates step 0 again.
+                keep = done > 0 and line.endswith("\n") and step <= done
+            except (ValueError, KeyError, TypeError):
+                keep = False  # truncated when the process was killed
+            if keep:
+                kept.append(line)
+                if "evaluation" in document:
+                    self._evaluated.add(step)
+                elif not {"run", "ranks", "loader"} & document.keys():
+                    found.add(step)
+        write_whole(self.path, "".join(kept).encode())
+        return found
+
+
+def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures as JSON values: None replaces numbers that are not finite."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
+
+
+def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
+    """The description of a start of a run: versions, devices and settings that affect its figures."""
+    device = rank_info.device
+    return {
+        "world_size": rank_info.world_size,
+        "mode": mode,
+        "precision": precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "sa1b": __version__,
+    }
+
+
+def score_line(scores: Mapping[str, float]) -> str:
+    """The scores of an evaluation as one line of text; the first one of a model's scorer is the count."""
+    prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
+    left_out = [
+        label.format(f"{scores[name]:,.0f}")
+        for name, label in (
+            ("empty", "masks without a pixel {}"),
+            ("damaged", "damaged images {} (see damaged.jsonl)"),
+        )
+        if scores.get(name)
+    ]
+    without = f"; left out: {', '.join(left_out)}" if left_out else ""
+    if "masks" not in scores:  # a scorer of the model
+        count, *means = (item for item in scores.items() if item[0] not in ("empty", "damaged"))
+        words = [f"{name} {value:.3f}" for name, value in means]
+        return f"{', '.join(words) or 'nothing to evaluate'} on {count[1]:,.0f} {count[0]}{without}"
+    if not scores["masks"]:
+        return f"mIoU: there is no mask to evaluate on{without}"
+    words = []
+    for prompt, label in prompts.items():
+        oracle = scores.get(f"miou_{prompt}_oracle")
+        best = "" if oracle is None else f", oracle {oracle:.3f}"
+        words.append(f"{scores[f'miou_{prompt}']:.3f} ({label}{best})")
+    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{without}"
+
+
+def figures_of(
+    figures: StepFigures, phases: Phases, lr: float, utilisation: float | None
+) -> dict[str, float]:
+    """The recorded figures of a step.
+
+    "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
+    exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_sync", "seconds_update",
+    "seconds_checkpoint" and "seconds_other" are its parts, see `phase.Phases`. "data_wait" is the
+    fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own
+    work took longest in the step before, without waiting for other ranks, and "seconds_slowest" its time.
+    They are missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the
+    ranks so far, and "peak_memory_rank" is the rank that has it. The samples of `utilisation`
+    have minimum, mean and maximum over the ranks; unknown figures are missing.
+
+    Args:
+        lr: learning rate.
+        utilisation: seconds of the step at the devices' peak; divided by the real seconds, it is the MFU.
+            None if the peak is unknown.
+    """
+    total = phases.total()
+    parts = {name: phases.seconds[name] for name in PARTS}
+    waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
+    own = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
+    whole = int(figures.count) if figures.count.is_integer() else figures.count
+    found = {**figures.means, "masks": whole, "images": figures.images}
+    found |= {"lr": lr, "grad_norm": figures.norm}
+    found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
+    found |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
+    found |= {f"seconds_{name}": value for name, value in parts.items()}
+    found |= {"seconds_other": total - sum(parts.values())}
+    if not any(map(math.isnan, own)):
+        found |= {"slowest_rank": own.index(max(own)), "seconds_slowest": max(own)}
+    found |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
+    found |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
+    found |= {"peak_memory_rank": memory.index(max(memory))}
+    for name in (*GPU, *CPU):
+        if known := [value for value in figures.ranks.get(name, ()) if not math.isnan(value)]:
+            mean = sum(known) / len(known)
+            found |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
+    if utilisation is not None:
+        found["mfu"] = utilisation / total
+    return found
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory so far in bytes, of the device, or of this process if the device is a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,135 @@
+"""Requests to this rank: signals, and the time before which the run stops."""
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+
+from sa1b.engine.ranks.rank_info import RankInfo
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is often sent by SLURM's --signal
+
+TABLE_SIGNAL = signal.SIGUSR2
+
+
+def handle(number: signal.Signals, handler: Callable[[int, object], None] | signal.Handlers) -> None:
+    """Set the handler of a signal, unless training runs in another thread than the main one.
+
+    Python accepts handlers from the main thread only. A process whose main thread does not train, such as a
+    worker of Ray, belongs to another program, which handles the signals itself.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, handler)
+
+
+class Stop(IntEnum):
+    """Why a run stops; if ranks have different reasons, the largest one counts."""
+
+    NONE = 0
+    TERMINATED = 1  # SIGTERM; from torchrun, it may concern one machine only
+    ASKED = 2  # SIGINT or SIGUSR1
+    DEADLINE = 3
+
+
+_AGENT_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL of torchrun, by default
+# Agents of torchrun look for new machines every second (torch 2.13, dynamic_rendezvous.py, cache_duration).
+_AGENTS_NOTICE = 5.0
+_AGENT = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+_STEPS = 16  # number of last steps of which the longest counts
+
+
+class Requests:
+    """What this rank is asked to do after its current step.
+
+    Args:
+        deadline: time before which the run stops, in seconds of `clock`; None: no deadline.
+        clock: this rank's clock.
+
+    Attributes:
+        asked: why this rank was asked to stop.
+        table_asked: whether a signal to this rank requested the table of the ranks.
+        stop, failed: what all ranks were asked; see `sa1b.engine.watch.control.Control`.
+    """
+
+    def __init__(self, rank_info: RankInfo, deadline: float | None, clock: Callable[[], float]) -> None:
+        self.asked = Stop.NONE
+        self.table_asked = False
+        self.stop = Stop.NONE
+        self.failed = False
+        self._rank_info = rank_info
+        self._deadline = deadline
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._checkpoint = 0.0
+
+    def took(self, step: float, checkpoint: float) -> None:
+        """Record the seconds of a step and of the newest checkpoint, which must fit before the deadline."""
+        self._steps.append(step)
+        self._checkpoint = checkpoint
+
+    def install(self) -> None:
+        """Install handlers of the signals to stop and to print the table of the ranks; see `handle`."""
+        for number in SIGNALS:
+            handle(number, self._on_signal)
+        handle(TABLE_SIGNAL, self._on_table_signal)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether torchrun starts this rank again after the stop, because a machine leaves or joins.
+
+        Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. A rank of
+        another machine must then end with an error: if it ended with 0, its torchrun would take the run for
+        complete and end it on all machines (torch 2.13, torch/distributed/elastic/agent/server/api.py).
+        """
+        machines, limit, used = (int(os.environ.get(name, "0")) for name in _AGENT)
+        return self.stop is Stop.TERMINATED and not self.failed and machines > 1 and limit > used
+
+    def wait_for_agent(self) -> None:
+        """Wait until torchrun asks this rank to end: it does not count a restart that it begins itself."""
+        end = time.monotonic() + _AGENTS_NOTICE
+        while self.asked is Stop.NONE and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def own_stop(self) -> Stop:
+        """Why this rank asks to stop; the deadline is due if another step and a checkpoint may not fit."""
+        due = self._deadline is not None and self._clock() + self._needed() >= self._deadline
+        return Stop.DEADLINE if due else self.asked
+
+    def _needed(self) -> float:
+        """Seconds of a step and a checkpoint."""
+        return max(self._steps, default=0.0) + self._checkpoint
+
+    def _on_table_signal(self, number: int, frame: object) -> None:
+        self.table_asked = True
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.asked = max(self.asked, Stop.TERMINATED if number == signal.SIGTERM else Stop.ASKED)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            # A second signal ends the process at once. If the first one went to the whole process group, as
+            # Ctrl-C does, torchrun sends the second one itself, and kills after 30 s.
+            signal.signal(number, signal.SIG_DFL)
+            if self._rank_info.rank == 0:
+                name = signal.Signals(number).name
+                _write(
+                    f"\n{name}: stopping after this step, with a checkpoint; {name} again ends the run at "
+                    "once, without one\n"
+                )
+        elif number != signal.SIGUSR1 and self._needed() > _AGENT_PATIENCE:
+            _write(self._too_slow(signal.Signals(number).name))
+
+    def _too_slow(self, name: str) -> str:
+        return (
+            f"\nrank {self._rank_info.rank}: {name}: torchrun kills ranks {_AGENT_PATIENCE:.0f} s after it, "
+            f"and a step and a checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes "
+            "from an older checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
+        )
+
+
+def _write(text: str) -> None:
+    """Write to stderr in a signal handler; not by print, which the signal may have interrupted."""
+    with suppress(OSError):  # a closed terminal or pipe must not end the run
+        os.write(2, text.encode())

@@ -1,0 +1,153 @@
+"""Make a dataset directory of some images only, from links to the tars that contain them.
+
+Example: sa1b fetch --ids ids.txt --links links.txt --out some --workers 4
+         sa1b fetch downloads --ids ids.csv:image_id --out some
+         sa1b fetch --ids ids.txt --links links.txt --out some --index s3://BUCKET/small-shards
+
+After an interruption, run the same command again. To add images later, run it with another list. Exit code 0:
+every image of --ids is stored; 1: a source could not be read, or the store of --out failed; 2: nothing was
+done; 3: every source that may contain an image was read, and an image is missing or was refused; 130:
+interrupted.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.report import present
+from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.sources.link_list import CONNECTIONS
+from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+
+TOUR = (50, "Make shards", "convert some images only", "sa1b fetch downloads --ids ids.txt --out some")
+
+
+def main(
+    source: Annotated[
+        Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")
+    ] = (),
+    /,
+    *,
+    ids: Annotated[str, tyro.conf.arg(metavar="FILE[:COLUMN]")],
+    out: Annotated[str, tyro.conf.arg(metavar="PATH")],
+    links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    index: Annotated[str | None, tyro.conf.arg(metavar="ROOT")] = None,
+    search_all: bool = False,
+    images_per_shard: int = 1024,
+    image_size: int | None = None,
+    quality: int | None = None,
+    keep_json: bool = False,
+    no_index_runs: bool = False,
+    decode_images: bool = False,
+    annotations_only: bool = False,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    workers: int = 1,
+    connections: int = CONNECTIONS,
+    max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
+    spill: Path | None = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    redo: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (),
+    on_error: Literal["quarantine", "stop"] = "quarantine",
+    accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
+    ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
+    no_space_check: bool = False,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Make a dataset directory of some images only, from links to the tars that contain them.
+
+    Each tar of SA-1B contains a contiguous block of image ids, in random order. The tar of an image is
+    estimated from its id, and the tars beside it are read if the image is not in it. A tar is read only until
+    all of its wanted images are found, and an image is excluded by the range of the ids read so far. The task
+    files record that the sources are not complete: `sa1b reshard` converts them completely.
+
+    Args:
+        source: Tars, folders of extracted pairs, folders that contain these, or URLs of tars, as for
+            `sa1b reshard`.
+        ids: The wanted images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
+            TSV or Parquet file with a column of ids (image_id, id or file_name, or the column after a colon),
+            or the .ids file of a view.
+        out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER.
+        links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). Links expire: a later
+            run may use a newer list.
+        index: Dataset directory, index or task file of the same tars, such as one with small images: it
+            determines the tar of each image that it contains.
+        search_all: Read tars to their end, and all tars for an image that is not in the expected ones: for
+            tars with other blocks of ids than those of SA-1B.
+        images_per_shard: Images in a shard; 1024 images take about 1 GB.
+        image_size: Re-encode images so that the longer side has this many pixels, 16 to 65500; masks stay at
+            source resolution. By default images keep their original bytes.
+        quality: JPEG quality of re-encoded images, 1 to 100, by default 95. Only with --image-size.
+        keep_json: Also store the annotation files verbatim. Exports have the original values without it.
+        no_index_runs: Omit the decoded masks from the index, which saves about 26 kB per image.
+        decode_images: Decode every JPEG and refuse those that fail.
+        annotations_only: Store annotations and indexes without images, as in `sa1b reshard`.
+        max_pixels: Largest accepted image in pixels, at most 268435456.
+        workers: Worker processes, each with one source at a time and up to 600 MB of memory.
+        connections: Requests at the same time for each tar that is read from a URL.
+        max_rate: Limit of the bytes read from URLs, in MB per second, over all workers.
+        spill: Folder for images that wait for their annotation; by default inside --out or --scratch.
+        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
+            default sa1b-USERID in the system's folder for temporary files.
+        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
+        redo: Read the images again that OUT has of the source of this name, even if its task file is damaged.
+            SOURCE must contain it. May be repeated.
+        on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
+        accept: A reason that may be frequent, see `sa1b reshard`. May be repeated.
+        ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
+            repeated.
+        no_space_check: Start even if the disk seems too small.
+        json_output: Print the summary as JSON, without progress.
+    """
+    if not source and links is None:
+        raise UsageError(f"--out {out}: no SOURCE to read; add tars, folders or --links, see --help")
+    for flag, number in (
+        ("--images-per-shard", images_per_shard),
+        ("--workers", workers),
+        ("--connections", connections),
+    ):
+        if number < 1:
+            raise UsageError(f"{flag} {number}: must be at least 1")
+    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
+        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
+    quality = checked_quality(image_size, quality, annotations_only=annotations_only)
+    check_rate("--max-rate", max_rate)
+    store = store_of(out, scratch, endpoint, source)
+    with loading():
+        from sa1b.ingest.fetch import fetch
+        from sa1b.ingest.ingest import Policy
+        from sa1b.ingest.worker import Run
+        from sa1b.shards.image_ids import read_image_ids
+        from sa1b.shards.manifest import Options
+    rate = None if max_rate is None else max_rate * 1e6 / workers
+    summary = fetch(
+        read_image_ids(ids),
+        paths_of(source),
+        store,
+        Options(
+            images_per_shard,
+            image_size,
+            quality,
+            keep_json,
+            not no_index_runs,
+            decode_images,
+            annotations_only,
+        ),
+        Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
+        Run(
+            workers=workers,
+            redo=redo,
+            ignore=ignore,
+            links=linked(source, links, connections, rate, endpoint),
+            space_check=not no_space_check,
+            quiet=json_output,
+        ),
+        index=index,
+        everywhere=search_all,
+    )
+    present(summary, json_output)
+    return summary.exit_code()

@@ -1,0 +1,305 @@
+"""Convert downloaded SA-1B tars to indexed shards.
+
+Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
+         sa1b reshard downloads --out shards --task 3/8     on each of 8 machines, then
+         sa1b reshard --out shards --finish
+         sa1b reshard downloads --out s3://BUCKET/shards --scratch /nvme/scratch
+         sa1b reshard --links links.txt --out shards --workers 8
+         sa1b reshard my_masks.json --images photos --out shards       your own masks, in COCO's format
+
+After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
+in the dataset; 1: a source is missing, or the store of --out failed; 2: nothing was done; 3: every source is
+in the dataset, but a pair was refused, a source is damaged, or a file in a SOURCE folder was not taken; 130:
+interrupted.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, UseAppendAction
+
+from sa1b import task_engine as engines
+from sa1b.console import loading, show
+from sa1b.errors import UsageError
+from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.sources.link_list import CONNECTIONS, Link
+from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.storage.claim import LONGEST, TIMEOUT
+from sa1b.storage.store import Store
+from sa1b.task_engine import Address, Engine
+
+TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
+
+if TYPE_CHECKING:
+    from sa1b.sources.coco_file import CocoOptions
+
+_FAILED_SHOWN = 10
+
+
+def main(
+    source: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")],
+    /,
+    out: Annotated[str, tyro.conf.arg(metavar="PATH")],
+    images_per_shard: int = 1024,
+    image_size: int | None = None,
+    quality: int | None = None,
+    keep_json: bool = False,
+    no_index_runs: bool = False,
+    decode_images: bool = False,
+    annotations_only: bool = False,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    workers: int | None = None,
+    engine: Engine = "processes",
+    address: Address = None,
+    spill: Path | None = None,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    connections: int = CONNECTIONS,
+    max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
+    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    image_ids: Literal["keep", "hash"] = "keep",
+    md5: Path | None = None,
+    on_error: Literal["quarantine", "stop"] = "quarantine",
+    accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
+    recheck: bool = False,
+    replace: bool = False,
+    redo: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (),
+    ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
+    rename: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATH=NAME")] = (),
+    drop: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")] = (),
+    task: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
+    finish: bool = False,
+    claim_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = TIMEOUT,
+    stall_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600,
+    no_space_check: bool = False,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Convert downloaded SA-1B tars to indexed shards.
+
+    Args:
+        source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
+            subfolders images/ and annotations/), folders that contain any of these at any depth, or URLs of
+            tars and of folders of tars (https://, s3://, ...), which are read without storing them. Or files
+            of your own masks in COCO's format (x.json), with --images.
+        out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER. To add
+            sources later, run the command again with them.
+        images_per_shard: Images in a shard; 1024 images take about 1 GB.
+        image_size: Re-encode images so that the longer side has this many pixels, 16 to 65500; masks stay at
+            source resolution. By default images keep their original bytes.
+        quality: JPEG quality of re-encoded images, 1 to 100, by default 95. Only with --image-size.
+        keep_json: Also store the annotation files verbatim. Exports have the original values without it.
+        no_index_runs: Omit the decoded masks from the index, which saves about 26 kB per image. With the
+            masks, the index files contain all annotations of the dataset.
+        decode_images: Decode every JPEG and refuse those that fail, which takes 10 ms per image. By default
+            only damage in the markers of the file is detected.
+        annotations_only: Store annotations and indexes without images: 4 % of the size of the sources, and
+            2 % with --no-index-runs. Images are checked and not stored. What needs no pixels works: view,
+            query, locate, verify, index, copy, export --to coco and folders, and sa1b.open.
+        max_pixels: Largest accepted image in pixels, at most 268435456. Decoding takes 3 bytes per pixel,
+            and 9 for progressive JPEGs: here with --image-size or --decode-images, later in training and
+            gallery.
+        workers: Workers, each with one source at a time and up to 600 MB of memory. By default 1; with Ray
+            one for each CPU of the cluster.
+        spill: Folder for images that wait for their annotation, about a third of a tar per worker; by default
+            inside --out, or inside --scratch if --out is a URL.
+        scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
+            end, about 12 GB per worker for the tars of SA-1B. By default sa1b-USERID in the system's folder
+            for temporary files.
+        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
+        links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). The tars are read from
+            these links without storing them. Links expire: a later run may use a newer list.
+        connections: Requests at the same time for each tar that is read from a URL.
+        max_rate: Limit of the bytes read from URLs, in MB per second, over all workers.
+        images: With files in COCO's format: folder that contains the images, by their file_name. By default
+            the folder of the file. JPEGs keep their bytes; other formats become JPEGs of quality 95.
+        image_ids: With files in COCO's format: keep takes the ids of the images in the file; hash takes
+            hashes of source and file_name, for several files whose ids are the same numbers. Finished sources
+            keep their ids; see --redo.
+        md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
+        on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
+        accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
+            more than 20) stops the run. May be repeated.
+        recheck: Recognise finished sources by the digest of their content instead of size and time.
+        replace: Replace a finished source by a source with the same name and other content. By default such a
+            source is refused.
+        redo: Convert the finished source of this name again, even if its task file is damaged. SOURCE must
+            include it. May be repeated.
+        ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. Other files
+            that are not sources are listed and cause exit code 3. May be repeated.
+        rename: Give the source at PATH another name. May be repeated.
+        drop: Remove a finished source and its shards. May be repeated; without SOURCE.
+        task: Process only the sources I, I + N, I + 2 N, ... in the order of their names, with I from 0 to
+            N - 1, for N processes on any number of machines that share --out. The dataset is not finished:
+            run --finish after all N processes, or add --finish to each of them.
+        finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources. With
+            --task, convert the sources of the task first; the process that ends last makes the dataset.
+        claim_timeout: Seconds without a heartbeat after which other machines may take over a source of this
+            run. The claims of other runs have their own timeouts. On one machine, the claim of a live process
+            never times out, and the claim of a dead process ends at once.
+        stall_timeout: Seconds without progress after which a worker is killed and its source is retried once.
+            Progress is data read from the source, an image stored, or data uploaded. If the retry stalls
+            too, the source has failed.
+        no_space_check: Start even if the disk seems too small.
+        json_output: Print the summary as JSON, without progress.
+    """
+    if drop or (finish and task is None):
+        store = store_of(out, scratch, endpoint, source)
+        with loading():
+            found = linked(source, links, CONNECTIONS, None, endpoint)
+            from sa1b.sources.coco_file import CocoOptions
+        named = partial(
+            _names, paths_of(source), found, store, _renamed(rename), ignore, CocoOptions(images, image_ids)
+        )
+        has_sources = bool(source or found or rename)
+        return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
+    if not source and links is None and not rename:
+        raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
+    for flag, number in (
+        ("--images-per-shard", images_per_shard),
+        ("--connections", connections),
+    ):
+        if number < 1:
+            raise UsageError(f"{flag} {number}: must be at least 1")
+    for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):
+        if not 0 < seconds <= LONGEST:
+            raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
+    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
+        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
+    _check_images(images, image_ids, paths_of((*source, *map(str, _renamed(rename)))))
+    quality = checked_quality(image_size, quality, annotations_only=annotations_only)
+    check_rate("--max-rate", max_rate)
+    store = store_of(out, scratch, endpoint, source)
+    with loading():
+        from sa1b.ingest.ingest import Policy
+        from sa1b.ingest.reshard import reshard
+        from sa1b.ingest.worker import Run
+        from sa1b.shards.manifest import Options
+        from sa1b.sources.coco_file import CocoOptions
+    with engines.engine(engine, address, workers) as (count, supervise):
+        rate = None if max_rate is None else max_rate * 1e6 / count
+        summary = reshard(
+            paths_of(source),
+            store,
+            Options(
+                images_per_shard,
+                image_size,
+                quality,
+                keep_json,
+                not no_index_runs,
+                decode_images,
+                annotations_only,
+            ),
+            Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
+            Run(
+                workers=count,
+                checklist=md5,
+                recheck=recheck,
+                replace=replace,
+                redo=redo,
+                rename=_renamed(rename),
+                ignore=ignore,
+                coco=CocoOptions(images, image_ids, max_pixels),
+                links=linked(source, links, connections, rate, endpoint),
+                task=_part(task),
+                finish=finish,
+                claim_timeout=claim_timeout,
+                stall_timeout=stall_timeout,
+                space_check=not no_space_check,
+                quiet=json_output,
+            ),
+            supervise,
+        )
+    show(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
+    return summary.exit_code()
+
+
+def _names(
+    source: tuple[Path, ...],
+    links: tuple[Link, ...],
+    store: Store,
+    rename: Mapping[Path, str],
+    ignore: tuple[str, ...],
+    coco: "CocoOptions",
+) -> list[str]:
+    """Names of the sources of a run with these arguments."""
+    from sa1b.ingest.admission import admitted
+    from sa1b.sources.remote_sources import named_links
+
+    found = admitted(source, rename, [store.scratch] if store.is_local else [], ignore, coco)
+    return [*(one.name for one in found.sources), *named_links(links)]
+
+
+def _without_ingest(
+    has_sources: bool,
+    names: Callable[[], list[str]],
+    store: Store,
+    drop: tuple[str, ...],
+    finish: bool,
+    task: str | None,
+    as_json: bool,
+) -> int:
+    """The command with --drop or --finish."""
+    if drop and (has_sources or finish or task is not None):
+        raise UsageError("--drop: cannot be combined with --finish, --task, SOURCE or --links; use it alone")
+    if store.is_local and not store.scratch.is_dir():
+        raise UsageError(f"--out {store}: no such folder; check the path")
+    if not store.is_local and not store.names("tasks") and not store.names(""):
+        raise UsageError(f"--out {store}: is empty; check the URL")
+    with loading():
+        from sa1b.ingest.finish import drop_source, stored_source
+        from sa1b.ingest.finish import finish as finish_dataset
+        from sa1b.shards.staging import remove_leftovers
+    dropped = dict.fromkeys(
+        stored_source(store, name) for name in drop
+    )  # all are checked before the first goes
+    remove_leftovers(store)
+    for name in dropped:
+        finished = drop_source(store, name)
+    if finish:
+        finished = finish_dataset(store, names() if has_sources else ())
+    document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
+    code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
+    if as_json:
+        show(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
+    else:
+        for name, why in sorted(finished.failed.items())[:_FAILED_SHOWN]:
+            show(f"FAILED {name}: {why}")
+        show(finished.line(store))
+    return code
+
+
+def _check_images(images: Path | None, image_ids: str, paths: tuple[Path, ...]) -> None:
+    if images is None and image_ids == "keep":
+        return
+    if not any(path.suffix.lower() == ".json" for path in paths):
+        flag = f"--image-ids {image_ids}" if images is None else f"--images {images}"
+        raise UsageError(
+            f"{flag}: only with a file in COCO's format as SOURCE, such as my_masks.json; omit it"
+        )
+    if images is not None and not images.is_dir():
+        raise UsageError(f"--images {images}: no such folder; name the folder of the images")
+
+
+def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
+    found = {}
+    for pair in pairs:
+        path, equals, name = pair.rpartition("=")
+        if not equals or not path or not name:
+            raise UsageError(f"--rename {pair}: must have the form PATH=NAME")
+        found[Path(path)] = name
+    return found
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    """`I/N` as numbers."""
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise UsageError(f"--task {text}: must have the form I/N with I from 0 to N - 1, such as 0/8")
+    return int(number), int(count)

@@ -1,0 +1,300 @@
+"""Annotation of a user's images: read, find masks, write pairs.
+
+The next image is read and decoded, and the previous one is written, while the model works.
+"""
+
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sa1b.console import command, counted
+from sa1b.engine.step.precision import autocast, set_float32
+from sa1b.errors import BadSample, UsageError
+from sa1b.names import parse_member_name
+from sa1b.programs.annotate.document import annotation_file, content_id
+from sa1b.programs.annotate.folder import AnnotationFolder, open_folder
+from sa1b.programs.annotate.images import InputImage, find_images, read_image
+from sa1b.progress import bar
+from sa1b.report import first_lines
+from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig, generate
+from sa1b.sam.model import Sam
+from sa1b.sam.published import weights_digest
+
+Precision = Literal["fp32", "tf32", "bf16"]
+_PREFETCHED = 2  # images that are read and decoded before the model needs them
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The images of one of several processes: every count-th image, starting with number `index`."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(slots=True)
+class AnnotationSummary:
+    """The result of an annotation, of the images of this process.
+
+    Attributes:
+        annotated, masks, empty: images of this run, their masks, and images without a mask.
+        complete: images that an earlier run had annotated.
+        duplicates: images with the same bytes as another image of this run.
+        refused: name, reason and message of the images that cannot be annotated.
+        others: number of files in folders that are not images, by their extensions.
+    """
+
+    out: str
+    images: int = 0
+    annotated: int = 0
+    complete: int = 0
+    duplicates: int = 0
+    refused: list[dict[str, str]] = field(default_factory=list)
+    masks: int = 0
+    empty: int = 0
+    others: int = 0
+    seconds: float = 0.0
+
+    def exit_code(self) -> int:
+        """0: all images are annotated; 2: all were refused; 3: an image was refused."""
+        if self.refused and not self._done:
+            return 2
+        return 3 if self.refused else 0
+
+    @property
+    def _done(self) -> int:
+        return self.annotated + self.complete + self.duplicates
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self) | {"exit_code": self.exit_code()}
+
+    def table(self) -> str:
+        notes = [f"{self.complete:,} already annotated"] if self.complete else []
+        notes += [counted(self.duplicates, "duplicate")] if self.duplicates else []
+        rate = self.annotated / self.seconds if self.seconds else 0.0
+        lines = [f"  images   {self._done:,}" + (f" ({', '.join(notes)})" if notes else "")]
+        if self.annotated:
+            each, empty = self.masks / self.annotated, counted(self.empty, "image")
+            lines.append(f"  masks    {self.masks:,} ({each:,.1f} per image, {empty} without any)")
+        if self.annotated and not self.masks:
+            lines.append("  note     no mask was found; lower --min-predicted-iou and --min-stability")
+        lines.append(f"  refused  {len(self.refused):,}")
+        refused = [
+            f"{refusal['image']}: {refusal['reason']}: {refusal['message']}" for refusal in self.refused
+        ]
+        lines += (f"    {line}" for line in first_lines(refused))
+        if self.others:
+            lines.append(
+                f"  other    {counted(self.others, 'file')} in the folders without the extension of an image"
+            )
+        if not self._done:
+            return "\n".join([*lines, "Nothing is annotated: all images are refused."])
+        lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
+        return "\n".join([*lines, f"Next: {command('reshard')} {self.out} --out shards"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """An image that is ready for the model, or an image that needs none: refused or complete."""
+
+    name: str
+    error: BadSample | None = None
+    image_id: int = -1
+    jpeg: bytes = b""
+    digest: bytes = b""  # sha256 of the JPEG
+    pixels: npt.NDArray[np.uint8] | None = None
+
+
+def annotate(
+    paths: Sequence[str],
+    model: Sam,
+    out: Path,
+    config: GeneratorConfig,
+    *,
+    image_ids: str = "content",
+    quality: int | None = None,
+    max_pixels: int,
+    precision: Precision = "fp32",
+    part: Part | None = None,
+    weights: str = "",
+    quiet: bool = False,
+) -> AnnotationSummary:
+    """Find the masks of images and write them as pairs in SA-1B's form; `sa1b annotate` has the details.
+
+    Memory: a few images, and 1 kB for each name.
+
+    Args:
+        paths: files, folders and dataset directories.
+        out: folder for the pairs; the folder of an earlier run with the same settings is completed.
+        image_ids: origin of the ids: "content", "name" or the first of consecutive numbers.
+        quality: of JPEGs that images of other formats are converted to; None: refuse these.
+        max_pixels: largest accepted image.
+        part: the images of this process; None: all images.
+        weights: name of the weights, for the record.
+
+    Raises:
+        UsageError: a path or setting is wrong, or `out` has other content.
+        OSError: the disk is full or fails; complete images are kept.
+    """
+    began = time.monotonic()
+    part = part or Part()
+    device = model.pixel_mean.device
+    try:
+        set_float32(precision, device)
+    except UsageError as error:  # names the flag of training
+        raise UsageError(str(error).replace("--parallel.", "--")) from None
+    inputs = find_images(paths, out)
+    first = _first_id(image_ids)
+    settings = {
+        "weights": weights,
+        "weights_sha256": weights_digest(model.state_dict()),
+        **{name: value for name, value in asdict(config).items() if name != "points_per_batch"},
+        "precision": precision,
+        "image_ids": image_ids,
+    }
+    folder = open_folder(out, settings, len(inputs.images))
+    numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
+    summary = AnnotationSummary(str(out), len(numbered_images), others=inputs.others)
+
+    def prepare(numbered: tuple[int, InputImage]) -> _Prepared:
+        number, image = numbered
+        try:
+            read = read_image(image, max_pixels, quality)
+            image_id = _image_id(image, read.source, None if first is None else first + number, image_ids)
+            if folder.is_complete(image_id, read.jpeg):
+                return _Prepared(image.name, image_id=image_id)
+            digest = hashlib.sha256(read.jpeg).digest()
+            return _Prepared(
+                image.name, image_id=image_id, jpeg=read.jpeg, digest=digest, pixels=read.pixels()
+            )
+        except BadSample as error:
+            return _Prepared(image.name, error)
+
+    with (
+        bar(len(numbered_images), "annotate", "image", quiet) as progress,
+        ThreadPoolExecutor(1) as writer,
+        ThreadPoolExecutor(_PREFETCHED) as threads,
+    ):
+        work = _Work(model, config, precision, folder, summary=summary, writer=writer)
+        for prepared in _prefetched(threads, prepare, numbered_images):
+            try:
+                work.take(prepared)
+            except BadSample as error:
+                printable = os.fsencode(prepared.name).decode(errors="replace")
+                refusal = {"image": printable, "reason": error.reason, "message": str(error)}
+                summary.refused.append(refusal)
+            progress.update(1)
+        work.wait(0)
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+@dataclass(slots=True)
+class _Work:
+    """The part of a run that takes one image at a time."""
+
+    model: Sam
+    config: GeneratorConfig
+    precision: Precision
+    folder: AnnotationFolder
+    summary: AnnotationSummary
+    writer: ThreadPoolExecutor
+    begun: dict[int, tuple[str, bytes]] = field(default_factory=dict)  # id -> name and digest, of this run
+    writing: deque[Future[None]] = field(default_factory=deque)
+
+    def take(self, prepared: _Prepared) -> None:
+        """Annotate an image, or count it if it is complete or a copy; BadSample refuses it."""
+        if prepared.error is not None:
+            raise prepared.error
+        if prepared.pixels is None:
+            self.summary.complete += 1
+            self._submit(self.folder.list_image, prepared.image_id, prepared.name, None)
+        elif prepared.image_id in self.begun:
+            name, digest = self.begun[prepared.image_id]
+            if digest != prepared.digest:
+                message = f"{name} is another image with the id {prepared.image_id}"
+                raise BadSample("id_taken", f"{message}; {self.folder.other_ids()}")
+            self.summary.duplicates += 1
+            self._submit(self.folder.list_image, prepared.image_id, prepared.name, None)
+        else:
+            masks = self._masks(prepared.pixels)
+            document = annotation_file(prepared.image_id, masks)
+            self.begun[prepared.image_id] = prepared.name, prepared.digest
+            self._submit(self._write, prepared, document, len(masks))
+            self.summary.annotated += 1
+            self.summary.masks += len(masks)
+            self.summary.empty += len(masks) == 0
+
+    def wait(self, most: int) -> None:
+        """Wait until at most `most` images are being written; OSError if writing failed."""
+        while len(self.writing) > most:
+            self.writing.popleft().result()
+
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.wait(_PREFETCHED)
+        self.writing.append(self.writer.submit(function, *arguments))
+
+    def _masks(self, pixels: npt.NDArray[np.uint8]) -> GeneratedMasks:
+        device = self.model.pixel_mean.device
+        try:
+            with autocast(self.precision, device):
+                return generate(self.model, pixels, self.config)
+        except torch.OutOfMemoryError:
+            raise UsageError(
+                f"--points-per-batch {self.config.points_per_batch}: not enough memory on {device}; "
+                "pass a smaller number"
+            ) from None
+
+    def _write(self, prepared: _Prepared, document: bytes, masks: int) -> None:
+        self.folder.write(prepared.image_id, prepared.jpeg, document)
+        self.folder.list_image(prepared.image_id, prepared.name, masks)
+
+
+def _prefetched(
+    threads: ThreadPoolExecutor,
+    prepare: Callable[[tuple[int, InputImage]], _Prepared],
+    images: Sequence[tuple[int, InputImage]],
+) -> Iterator[_Prepared]:
+    """The prepared images, in order, each prepared before it is needed."""
+    waiting: deque[Future[_Prepared]] = deque()
+    for image in images:
+        waiting.append(threads.submit(prepare, image))
+        if len(waiting) > _PREFETCHED:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _first_id(image_ids: str) -> int | None:
+    """The first of consecutive ids, if --image-ids is a number."""
+    if image_ids in ("content", "name"):
+        return None
+    if not image_ids.isdecimal() or int(image_ids) >= 2**62:
+        raise UsageError(
+            f"--image-ids {image_ids}: must be content, name, or a whole number below 2**62, the first id"
+        )
+    return int(image_ids)
+
+
+def _image_id(image: InputImage, source: bytes, number: int | None, image_ids: str) -> int:
+    """The id of an image; BadSample if it should come from a name that has none."""
+    if image.image_id is not None:
+        return image.image_id
+    if number is not None:
+        return number
+    if image_ids == "content":
+        return content_id(source)
+    named = parse_member_name(f"{Path(image.name).stem}.jpg")
+    if named is None:
+        raise BadSample("no_id", "its name is not sa_<id>; pass --image-ids content, or rename it")
+    return named.image_id

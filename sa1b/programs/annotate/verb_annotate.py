@@ -1,0 +1,198 @@
+"""Find the masks of images with a trained model and write them in SA-1B's form.
+
+Example: sa1b annotate photos --weights run --out labelled
+         sa1b annotate photos more.jpg --weights sam_vit_b_01ec64.pth --out labelled --device cuda
+         sa1b annotate shards --weights run --out labelled --crop-layers 1 --part 1/8
+
+The output has a pair of image and annotation file for each image: `sa1b reshard labelled --out shards` makes
+shards of it. To resume an interrupted run, or to add images, run the same command again: complete images are
+skipped. Exit code 0: all images are annotated; 2: nothing was annotated, or the disk failed; 3: annotated,
+and an image was refused; 130: interrupted.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.report import present
+from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.sources.path_arguments import check_here
+
+TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights run --out labelled")
+
+if TYPE_CHECKING:
+    import torch
+
+    from sa1b.programs.annotate.annotate import Part
+
+_POLL_SECONDS = 0.2
+
+
+def main(
+    images: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="IMAGES...", help_behavior_hint="")],
+    /,
+    *,
+    weights: str,
+    out: Path,
+    points_per_side: int = 32,
+    points_per_batch: int = 64,
+    min_predicted_iou: float = 0.88,
+    min_stability: float = 0.95,
+    stability_offset: float = 1.0,
+    max_box_iou: float = 0.7,
+    crop_layers: int = 0,
+    crop_overlap: float = 512 / 1500,
+    crop_points_divisor: int = 1,
+    crop_max_box_iou: float = 0.7,
+    image_ids: Annotated[str, tyro.conf.arg(metavar="content|name|N")] = "content",
+    quality: int | None = None,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    device: str | None = None,
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32",
+    part: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Find the masks of images with a trained model and write them in SA-1B's form.
+
+    A grid of points covers each image, and the model predicts three masks for each point. Masks with a low
+    predicted IoU or a low stability score are left out, and of masks with overlapping boxes only the best one
+    is kept. The defaults are those of the published automatic mask generator.
+
+    Args:
+        images: Image files, folders of images at any depth, and dataset directories (folders or URLs).
+        weights: A run folder, a checkpoint, or a .pth or .safetensors file with SAM weights; or the URL of
+            one of these.
+        out: Folder for the pairs; created if it is missing. The JPEGs have their original bytes.
+        points_per_side: Points along each side of the image: 32 make 1024 points.
+        points_per_batch: Points that are decoded together. A larger number needs more memory; the masks are
+            the same.
+        min_predicted_iou: Keep masks whose IoU, as predicted by the model, is above this number. A model that
+            was trained for a short time needs a lower number than SAM.
+        min_stability: Keep masks whose stability score is at least this number: the IoU of the masks at a
+            higher and a lower threshold.
+        stability_offset: Distance of these thresholds from the usual one, in logits.
+        max_box_iou: If the boxes of masks have a higher IoU, only the mask with the highest predicted IoU is
+            kept.
+        crop_layers: Also use crops of the image, which finds smaller masks: layer 1 has 2 x 2 crops, layer 2
+            has 4 x 4. Each crop costs as much as an image.
+        crop_overlap: Overlap of the crops of layer 1, as a part of the shorter side of the image.
+        crop_points_divisor: Each layer of crops has the points per side of the layer before, divided by this
+            number.
+        crop_max_box_iou: As --max-box-iou, between masks of different crops: those of smaller crops are kept.
+        image_ids: Where image ids come from. content: a hash of the file, from 2**52 on, which depends
+            neither on the name nor on other images. name: the number in sa_<id>.jpg. N: consecutive numbers
+            from N on, in the order of the images. Images of dataset directories keep their ids.
+        quality: Convert images in other formats to JPEGs of this quality, 1 to 100. By default they are
+            refused.
+        max_pixels: Largest accepted image in pixels, at most 268435456. `sa1b reshard` needs the same flag.
+        device: cpu, cuda or cuda:N. By default the GPU of this rank if there is one.
+        precision: Number format of the matrix products.
+        part: Annotate only part I of N of the images, from 1 to N, for several processes with one --out.
+            Under torchrun, each rank takes its part.
+        json_output: Print the summary as JSON, without progress.
+    """
+    check_here("--out", out)
+    if not images:
+        raise UsageError(
+            f"--out {out}: no IMAGES to annotate; name image files, or folders that contain them"
+        )
+    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
+        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
+    if quality is not None and not 1 <= quality <= 100:
+        raise UsageError(f"--quality {quality}: must be from 1 to 100")
+    with loading():
+        from sa1b.engine.weights import load_model
+        from sa1b.programs.annotate.annotate import annotate
+        from sa1b.sam.mask_generator import GeneratorConfig
+    try:
+        config = GeneratorConfig(
+            points_per_side,
+            points_per_batch,
+            min_predicted_iou,
+            min_stability,
+            stability_offset,
+            max_box_iou,
+            crop_layers,
+            crop_overlap,
+            crop_points_divisor,
+            crop_max_box_iou,
+        )
+    except ValueError as error:
+        name, _, reason = str(error).partition("=")
+        message = f"--{name.replace('_', '-')} {reason.replace(' must', ': must', 1)}"
+        raise UsageError(message) from None
+    own = _part(part)
+    where = _device(device)
+    summary = annotate(
+        images,
+        load_model(weights, where),
+        out,
+        config,
+        image_ids=image_ids,
+        quality=quality,
+        max_pixels=max_pixels,
+        precision=precision,
+        part=own,
+        weights=weights,
+        quiet=json_output or own.index > 0,
+    )
+    present(summary, json_output)
+    if part is None:
+        _wait_for_ranks(own.count)
+    return summary.exit_code()
+
+
+def _wait_for_ranks(count: int) -> None:
+    """Wait until all ranks are finished: torchrun ends the others when one exits with a code other than 0."""
+    environment = os.environ
+    if count == 1 or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
+        return
+    from torch._C._distributed_c10d import TCPStore
+
+    key = f"sa1b-annotate-finished-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        done = store.add(key, 1)
+        while done < count:
+            time.sleep(_POLL_SECONDS)
+            done = store.add(key, 0)
+    except RuntimeError:  # torchrun has ended, so no process has to be waited for
+        return
+
+
+def _part(text: str | None) -> "Part":
+    """The part of this process: of --part, or of its rank under torchrun."""
+    from sa1b.programs.annotate.annotate import Part
+    from sa1b.stream.plan import process_rank
+
+    if text is None:
+        try:
+            return Part(*process_rank())
+        except ValueError as error:
+            raise UsageError(f"{error}") from None
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8")
+    return Part(int(index) - 1, int(count))
+
+
+def _device(name: str | None) -> "torch.device":
+    import torch
+
+    if name is None:
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.device("cuda", index) if index < torch.cuda.device_count() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: must be cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs; pass cpu")
+    return device

@@ -1,0 +1,1 @@
+"""Job scripts of SLURM."""

@@ -1,0 +1,219 @@
+"""Limits of this machine: shared memory, open files, locked memory, CPUs, memory, clock."""
+
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import sa1b
+from sa1b.console import counted
+from sa1b.engine.ranks.network import active_ports
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.report import Finding, State
+from sa1b.report import memory_text
+from sa1b.storage.local import OPEN_FILES
+from sa1b.workers import available_cpus, cpu_quota, memory_limit
+
+MIB, GIB = 1 << 20, 1 << 30
+SHARED = 1 * GIB  # what NVIDIA's documentation of NCCL gives a container: --shm-size=1g
+# One prefetched batch of a DataLoader worker, 8 images of 1024 x 1024 pixels, is 25 MB; 64 MiB is the size
+# that Docker gives a container, in which NCCL and DataLoader workers end with a bus error.
+SHARED_LEAST = 64 * MIB
+# The reader keeps OPEN_FILES shards open and has 16 connections; libraries, GPU and torch's store need some.
+FILES = 2 * OPEN_FILES
+FILES_PER_RANK = 4  # sockets for each other rank, in the groups of a run
+CPUS_PER_GPU = 4  # below, decoding and the loader's threads compete with the threads of torch and NCCL
+MEMORY_PER_RANK = 4 * GIB  # interpreter, torch, buffers of the loader and a small model
+MEMORY_LEAST = 1 * GIB
+SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "pit")
+
+
+def shared_memory(process: RankProcess) -> Iterator[Finding]:
+    """Size of /dev/shm, through which ranks of a machine (NCCL) and DataLoader workers exchange data."""
+    folder = process.system / "dev/shm"
+    name = "shared memory"
+    grow = (
+        "Give the container more: docker run --shm-size=8g or --ipc=host, in Kubernetes an emptyDir of "
+        "medium Memory at /dev/shm; on a host: mount -o remount,size=8G /dev/shm"
+    )
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            space = os.statvfs(folder)
+    except OSError as error:
+        yield Finding(name, "failed", f"{folder}: {error.strerror}", grow)
+        return
+    total, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
+    figure = f"{memory_text(free)} free of {memory_text(total)} in {folder}"
+    values = {"free_bytes": free, "total_bytes": total}
+    if free < SHARED and total >= SHARED:
+        remedy = f"Remove files of ended processes from {folder}: ls -l {folder}"
+    else:
+        remedy = grow
+    if free <= SHARED_LEAST:
+        need = f"{figure}; NCCL and DataLoader workers need more than {memory_text(SHARED_LEAST)}"
+        yield Finding(name, "failed", need, remedy, values=values)
+    elif free < SHARED:
+        yield Finding(name, "warning", f"{figure}; {memory_text(SHARED)} is advised", remedy, values=values)
+    else:
+        yield Finding(name, "ok", figure, values=values)
+
+
+def open_files(process: RankProcess) -> Iterator[Finding]:
+    """`ulimit -n`: shards, connections to a store, and sockets to the other ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = FILES + FILES_PER_RANK * process.world_size
+    values = {"soft": soft, "hard": hard, "needed": need}
+    figure = f"limit {_limit(soft)}, {need} needed"
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        yield Finding("open files", "ok", figure, values=values)
+        return
+    if hard == resource.RLIM_INFINITY or hard >= need:
+        remedy = f"Run `ulimit -n {max(need, 4096) if hard < 0 else min(hard, max(need, 4096))}` first"
+    else:
+        remedy = (
+            f"Raise the hard limit {hard}: LimitNOFILE= of the service (slurmd, docker), nofile in "
+            "/etc/security/limits.conf, or docker run --ulimit nofile=65536"
+        )
+    yield Finding("open files", "failed", figure, remedy, values=values)
+
+
+def locked_memory(process: RankProcess) -> Iterator[Finding]:
+    """`ulimit -l`: InfiniBand adapters read and write memory that is locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    ports = sorted(active_ports(process.system))
+    values = {"soft_bytes": soft, "rdma_ports": ports}
+    figure = f"limit {'unlimited' if soft == resource.RLIM_INFINITY else memory_text(soft)}"
+    if soft == resource.RLIM_INFINITY or not ports:
+        why = "" if ports else ", no active RDMA port needs more"
+        yield Finding("locked memory", "ok", f"{figure}{why}", values=values)
+        return
+    yield Finding(
+        "locked memory",
+        "failed",
+        f"{figure}, but NCCL registers its buffers with the adapter of {', '.join(ports)}",
+        "Make it unlimited: LimitMEMLOCK=infinity of slurmd, docker run --ulimit memlock=-1, or memlock in "
+        "/etc/security/limits.conf",
+        values=values,
+    )
+
+
+def cpus(process: RankProcess) -> Iterator[Finding]:
+    """The CPUs of a rank, compared with its threads."""
+    ranks = max(process.local_world_size, 1)
+    usable_cpus, quota = available_cpus(process.system), cpu_quota(process.system)
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    figure = f"{usable_cpus} for this rank, {bound} bound, {os.cpu_count()} in the machine"
+    figure += f", quota {quota:.1f}" if quota < float("inf") else ""
+    figure += f"; torch uses {threads} thread{'' if threads == 1 else 's'}"
+    values = {
+        "available": usable_cpus,
+        "bound": bound,
+        "quota": quota if quota < float("inf") else None,
+        "torch_threads": threads,
+        "local_ranks": ranks,
+    }
+    usable = min(bound, quota)
+    problems = []
+    if usable < ranks:
+        problems.append(
+            (
+                f"{ranks} ranks share {usable:g} CPU{'' if usable == 1 else 's'}",
+                "Ask for more CPUs (--cpus-per-task, --cpus), or start fewer ranks on this machine",
+            )
+        )
+    elif threads > usable_cpus:
+        problems.append(
+            (
+                f"{ranks} x {threads} threads compete for {usable:g} CPU{'' if usable == 1 else 's'}",
+                f"Set OMP_NUM_THREADS={usable_cpus} for each rank",
+            )
+        )
+    if process.device.type == "cuda" and usable_cpus < CPUS_PER_GPU:
+        problems.append(
+            (
+                f"{counted(usable_cpus, 'CPU')} for a GPU, {CPUS_PER_GPU} or more are advised",
+                "Ask for more CPUs for each GPU (--cpus-per-gpu), or store smaller images: reshard "
+                "--image-size 1024",
+            )
+        )
+    if not problems:
+        yield Finding("CPUs", "ok", figure, values=values)
+    for problem, remedy in problems:
+        yield Finding("CPUs", "warning", f"{figure}: {problem}", remedy, values=values)
+
+
+def memory(process: RankProcess) -> Iterator[Finding]:
+    """Free memory of the machine and the limit of the cgroup, for each rank of this machine."""
+    meminfo = {}
+    with suppress(OSError, ValueError):
+        for line in (process.system / "proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            meminfo[name] = int(rest.split()[0]) * 1024
+    limit = memory_limit(process.system)
+    if "MemAvailable" not in meminfo:
+        yield Finding(
+            "memory", "skipped", "/proc/meminfo has no MemAvailable", "Ignore this outside of Linux"
+        )
+        return
+    available = min(meminfo["MemAvailable"], limit)
+    each = available / max(process.local_world_size, 1)
+    figure = (
+        f"{memory_text(each)} for each rank of this machine: {memory_text(meminfo['MemAvailable'])} available"
+    )
+    figure += f", limit of the cgroup {memory_text(limit)}" if limit < float("inf") else ""
+    values = {
+        "available_bytes": meminfo["MemAvailable"],
+        "limit_bytes": limit if limit < float("inf") else None,
+        "per_rank_bytes": each,
+    }
+    state: State = "failed" if each < MEMORY_LEAST else "warning" if each < MEMORY_PER_RANK else "ok"
+    needed = memory_text(MEMORY_PER_RANK)
+    remedy = f"Give the job more memory (--mem, --memory), or start fewer ranks: one needs {needed}"
+    yield Finding("memory", state, figure, "" if state == "ok" else remedy, values=values)
+
+
+def clock(process: RankProcess, now: float | None = None) -> Iterator[Finding]:
+    """The date, and the source of the clock. S3 rejects requests whose time is 15 minutes off.
+
+    `now`: seconds since 1970; by default those of this machine.
+    """
+    now = time.time() if now is None else now
+    source = ""
+    with suppress(OSError):
+        source = (
+            (process.system / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+            .read_text()
+            .strip()
+        )
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    figure = date + (f", clock source {source}" if source else "")
+    values = {"unix_seconds": now, "source": source}
+    installed = Path(sa1b.__file__).stat().st_mtime
+    if now < installed - 86_400:
+        yield Finding(
+            "clock",
+            "failed",
+            f"{figure}: before the installation of sa1b",
+            "Set the clock and run a time service: chronyc tracking, timedatectl status",
+            values=values,
+        )
+    elif source in SLOW_CLOCKS:
+        yield Finding(
+            "clock",
+            "warning",
+            f"{figure}: reading it takes microseconds",
+            "Boot with clocksource=tsc, or kvm-clock in a virtual machine; dmesg shows why tsc was rejected",
+            values=values,
+        )
+    else:
+        yield Finding("clock", "ok", figure, values=values)
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)

@@ -1,0 +1,147 @@
+"""Connections between hosts: names, the port of the rendezvous, every pair of hosts in both directions."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from sa1b.console import counted
+from sa1b.engine.ranks.network import choose
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.connection import connect_reason
+from sa1b.programs.doctor.exchange import RankExchange
+from sa1b.programs.doctor.report import Finding
+from sa1b.programs.doctor.software import boot_id
+from sa1b.report import first_names
+
+REACHABILITY = "reachability"
+_AT_ONCE = 32
+_REMEDIES = {
+    "timed out": "Open all TCP ports between these hosts in firewall and security group: the ranks listen on "
+    "ports that the system chooses (net.ipv4.ip_local_port_range)",
+    "connection refused": "The address leads to another machine or interface, or a firewall rejects: set "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between these hosts",
+    "no route": "Look at the routes of both hosts (ip route get ADDRESS), and set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the interface between them",
+    "name not known": "Add the name to DNS or /etc/hosts (getent hosts NAME)",
+}
+
+
+def reachability(
+    process: RankProcess, exchange: RankExchange, address: str | None = None
+) -> Iterator[Finding]:
+    """Connect each host to every other host, from the address that gloo would use.
+
+    One rank of each host takes part. It listens at `address` on a port that the system chooses, as gloo and
+    NCCL do; by default at the address of gloo's interface.
+    """
+    listening = own_address(process) if address is None else address
+    exchange.send("reachability/host", (process.host, boot_id(process)))  # two machines may have one name
+    machines = exchange.receive("reachability/host")
+    hosts = {rank: host for rank, (host, _) in machines.items()}
+    first = {machine: rank for rank, machine in sorted(machines.items(), reverse=True)}
+    if len(first) < 2:
+        if process.rank == 0:
+            yield Finding(REACHABILITY, "ok", "one host", "", tuple(hosts))
+        return
+    if first[machines[process.rank]] != process.rank:
+        return
+    members = sorted(first.values())
+    if listening.startswith("127.") and address is None:
+        yield Finding(
+            REACHABILITY,
+            "failed",
+            f"{process.host}: its own name leads to {listening}, which no other host reaches",
+            "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface to the other machines, or "
+            "correct /etc/hosts",
+        )
+    with socket.create_server((listening, 0), backlog=len(members)) as server:
+        threading.Thread(target=_accept, args=(server,), daemon=True).start()
+        exchange.send("reachability/address", (listening, server.getsockname()[1]))
+        addresses = exchange.receive("reachability/address", members)
+        targets = {rank: at for rank, at in addresses.items() if rank != process.rank}
+        targets[-1] = _rendezvous(process)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            reasons = dict(zip(targets, pool.map(_reason, targets.values()), strict=True))
+        # Others may still connect to this server.
+        exchange.send("reachability/done", True)
+        exchange.receive("reachability/done", members)
+    yield from connection_findings(process.host, hosts, targets, reasons)
+
+
+def connection_findings(
+    host: str, hosts: Mapping[int, str], targets: Mapping[int, tuple[str, int]], reasons: Mapping[int, str]
+) -> Iterator[Finding]:
+    """The findings of a host: one for each reason why it cannot reach some of the others.
+
+    `targets`: rank -> address and port, where rank -1 is the rendezvous; `reasons`: rank -> why the
+    connection failed, empty if it did not.
+    """
+    groups: dict[str, list[str]] = {}
+    for rank, reason in reasons.items():
+        if reason:
+            name = "rendezvous" if rank < 0 else hosts[rank]
+            groups.setdefault(reason, []).append(f"{name} ({targets[rank][0]}:{targets[rank][1]})")
+    for reason, names in groups.items():
+        yield Finding(
+            REACHABILITY,
+            "failed",
+            f"{host} -> {first_names(names, 4)}: {reason}",
+            _REMEDIES.get(reason, "Look at interfaces and routes of both hosts"),
+            values={"from": host, "to": names, "reason": reason},
+        )
+    if not groups:
+        others = counted(len(targets) - 1, "other host")
+        yield Finding(REACHABILITY, "ok", f"{others} and the rendezvous answer")
+
+
+def _reason(target: tuple[str, int]) -> str:
+    return connect_reason(*target)
+
+
+def _rendezvous(process: RankProcess) -> tuple[str, int]:
+    return process.environment["MASTER_ADDR"], int(process.environment["MASTER_PORT"])
+
+
+def _accept(server: socket.socket) -> None:
+    """Accept connections and close them, until the server is closed."""
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def own_address(process: RankProcess) -> str:
+    """The IPv4 address that gloo would give the other ranks.
+
+    It is the address of the interface in GLOO_SOCKET_IFNAME, which training sets if it finds the interface to
+    the first machine; otherwise it is the address of the host name. If the name is not known, gloo takes the
+    loopback address.
+    """
+    name = gloo_interface(process)
+    if name and (address := _address_of_interface(name)):
+        return address
+    try:
+        return socket.gethostbyname(process.host)
+    except OSError:
+        return "127.0.0.1"
+
+
+def gloo_interface(process: RankProcess) -> str:
+    """The interface in GLOO_SOCKET_IFNAME, as it is set or as training would set it; empty: none."""
+    environment = {**process.environment}
+    out = process.out or process.system
+    choose("auto", gpus=False, out=out, environment=environment, root=process.system).apply(environment)
+    return environment.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
+def _address_of_interface(name: str) -> str | None:
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), 0x8915, request)[20:24])  # SIOCGIFADDR
+    except (ImportError, OSError):
+        return None

@@ -1,0 +1,165 @@
+"""Gradients after a real backward pass of DDP and FSDP on different data, compared with one process.
+
+Equal parameters or gradients on all ranks would prove nothing: DDP copies the parameters of rank 0, and a sum
+that is not divided by the number of ranks is equal everywhere. So each rank computes the gradient of the data
+of all ranks alone, without communication, and compares its own with it.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.settings import ParallelConfig
+from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.exchange import RankExchange
+from sa1b.programs.doctor.group import joined
+from sa1b.programs.doctor.report import Finding, ranges
+from sa1b.programs.doctor.small_step import small_inputs, small_model
+
+GRADIENTS = "gradients"
+_DATA = 8  # different inputs; rank r has number r % 8, so that thousands of ranks need no thousands of passes
+_TOLERANCE = 1e-4  # relative to the largest value of a gradient: the ranks are summed in another order
+
+Gradients = Mapping[str, Tensor]
+
+
+def gradients(
+    process: RankProcess,
+    exchange: RankExchange,
+    alter: Callable[[nn.Module], None] = lambda module: None,
+    modes: Sequence[Literal["ddp", "fsdp"]] = ("ddp", "fsdp"),
+) -> Iterator[Finding]:
+    """Compare the gradients of both modes between ranks and with those of one process.
+
+    `alter` is called with the wrapped model before the backward pass.
+    """
+    numbers = [rank % _DATA for rank in range(process.world_size)]
+    alone = {number: _backward(small_model().to(process.device), number) for number in sorted(set(numbers))}
+    of_this_rank = alone[numbers[process.rank]]
+    mean = {name: torch.stack([alone[number][name] for number in numbers]).mean(0) for name in of_this_rank}
+    for mode in modes:
+        rank_info = joined(process, mode)
+        module = wrap(small_model(), ParallelConfig(mode=mode), rank_info)
+        alter(module)
+        computed = _backward(module, numbers[process.rank])
+        wrong = [name for name in mean if not _equal(computed.get(name), mean[name])]
+        if mode == "ddp":  # ranks of fsdp have different shards
+            exchange.send(
+                "gradients/digests", None if wrong else {name: _digest(computed[name]) for name in computed}
+            )
+        if wrong:
+            name = wrong[0]
+            more = f" and {len(wrong) - 1:,} more of {len(mean):,}" if len(wrong) > 1 else ""
+            what = _difference(computed.get(name), mean[name], of_this_rank[name], process.world_size)
+            yield Finding(
+                GRADIENTS,
+                "failed",
+                f"{mode}: {name}{more}: {what}",
+                _remedy(what),
+                values={"mode": mode, "parameters": wrong},
+            )
+        else:
+            yield Finding(GRADIENTS, "ok", f"{mode}: {len(mean)} gradients are those of one process")
+        if process.rank == 0 and mode == "ddp":
+            yield from differing(
+                {
+                    rank: digests
+                    for rank, digests in exchange.receive("gradients/digests").items()
+                    if digests is not None
+                }
+            )
+
+
+def _backward(module: nn.Module, number: int) -> dict[str, Tensor]:
+    """The gradients of a model by name, after a pass with the inputs of this number."""
+    device = next(module.parameters()).device
+    loss: Tensor = module(*small_inputs(device, number))["loss"]
+    torch.autograd.backward(loss)
+    return {
+        name.removeprefix("module."): parameter.grad.detach()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _same_shard(whole: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """A complete tensor and a gradient, both reduced to the part that this rank has."""
+    if not isinstance(like, DTensor):
+        return whole, like
+    part = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return part.to_local(), like.to_local()
+
+
+def _equal(gradient: Tensor | None, expected: Tensor) -> bool:
+    if gradient is None:
+        return not expected.any()
+    limit = _TOLERANCE * float(expected.abs().max()) + 1e-7
+    part, local = _same_shard(expected, gradient)
+    return local.shape == part.shape and bool(((local - part).abs() <= limit).all())
+
+
+def _difference(gradient: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
+    """The fault of a gradient, as text."""
+    if gradient is None:
+        return "has no gradient"
+    if _equal(gradient, alone):
+        return "not synchronised, it is the gradient of the data of this rank alone"
+    part, local = _same_shard(expected, gradient)
+    if not local.numel() or local.shape != part.shape:
+        return f"has the shape {list(local.shape)}, expected {list(part.shape)}"
+    if not bool(torch.isfinite(local).all()):
+        return "is not finite"
+    at = int(part.abs().argmax())
+    right, wrong = float(part.flatten()[at]), float(local.flatten()[at])
+    factor = wrong / right if right else 0.0
+    if factor and _equal(gradient, expected * factor):
+        what = f"the mean over the ranks times {factor:.4g}"
+        return f"{what}, the sum" if abs(factor - world_size) < 1e-3 * world_size else what
+    return f"element {at} is {wrong:.6g}, expected {right:.6g}"
+
+
+def _remedy(what: str) -> str:
+    if "synchronised" in what or "no gradient" in what:
+        return (
+            "Look for no_sync, set_requires_gradient_sync(False), or a hook that leaves out the reduction, "
+            "on these ranks"
+        )
+    if "times" in what:
+        return "Look for a communication hook that divides by another number than that of the ranks"
+    return (
+        "If the check 'rank sum' is ok, look for hooks on these ranks and for versions that differ; else fix "
+        "that first"
+    )
+
+
+def _digest(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+    """The ranks whose gradients differ in a byte from those of most ranks.
+
+    `answers`: rank -> name of a parameter -> digest of its gradient.
+    """
+    for name in next(iter(answers.values()), {}):
+        of_rank = {rank: digests.get(name) for rank, digests in answers.items()}
+        groups: dict[int | None, list[int]] = {}
+        for rank, digest in sorted(of_rank.items()):
+            groups.setdefault(digest, []).append(rank)
+        if len(groups) > 1:
+            most = max(groups.values(), key=len)
+            ranks = tuple(rank for rank in of_rank if rank not in most)
+            yield Finding(
+                GRADIENTS,
+                "failed",
+                f"ddp: {name}: has other bytes than on ranks {ranges(most)}",
+                "Weights drift apart in every step: look for hooks on these ranks and for versions that "
+                "differ",
+                ranks=ranks,
+            )
+            return

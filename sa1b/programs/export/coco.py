@@ -1,0 +1,242 @@
+"""Export in COCO's format: a JSON file of annotations beside the folder `images`.
+
+    images/sa_223750.jpg         original bytes; absent if the dataset directory has annotations only
+    annotations.json             all images; or annotations-0000.json, ... with a number of images in each
+    parts/annotations-0000.json  beside annotations.json: the files that it was joined from, for a rerun
+
+Masks of files in COCO's format keep their category, `iscrowd` and further fields; others have category 0,
+`object`. `bbox` is COCO's box of the mask (x, y, width, height in pixels), `area` its
+pixels. Annotations are numbered from 1 in each file, because COCO's tools need unique ids above 0. `mask_id`
+and the other fields of SA-1B are kept, and `sa1b reshard` reads them again.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sa1b.errors import UsageError
+from sa1b.masks import geometry, outline
+from sa1b.names import member_name
+from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks, by_source
+from sa1b.programs.export.part_files import PartFiles
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import READING
+from sa1b.shards.sample import Sample
+from sa1b.storage.atomic import commit, flush
+from sa1b.storage.processes import temporary_path
+
+Segmentation = Literal["rle", "polygons"]
+JOINED = "annotations.json"
+_HEAD = '{"annotations": [\n'
+_MIDDLE = '], "images": [\n'
+_CATEGORIES = '], "categories": [\n'
+_TAIL = "]}\n"
+_OBJECT = {"id": 0, "name": "object", "supercategory": ""}
+
+
+@dataclass(frozen=True)
+class Coco(Format):
+    """Annotations in COCO's format. Memory: one image, and 200 bytes for each image of a part.
+
+    Attributes:
+        images_per_file: images in a JSON file; None: one file for all of them.
+        segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
+            same masks. A mask without a pixel has run lengths.
+        annotations_only: write no JPEGs.
+        categories: those of the sources as JSON, in every file, also without a mask.
+    """
+
+    images_per_file: int | None = None
+    segmentation: Segmentation = "rle"
+    annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
+    categories: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        number = self.images_per_file
+        return "coco" if number is None else f"coco --images-per-file {number}"
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        return (JOINED,) if self.images_per_file is None else ()
+
+    def without_images(self) -> Format:
+        return replace(self, annotations_only=True)
+
+    def of(self, dataset: Dataset, rows: Rows) -> Format:
+        readings: dict[str, Any] = dataset.manifest.get(READING, {})
+        found: dict[int, dict[str, Any]] = {}
+        for name, _ in by_source(dataset, rows) if readings else ():
+            for category in readings.get(name, {}).get("categories", ()):
+                _add(found, category, name)
+        return replace(self, categories=tuple(map(json.dumps, found.values())))
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        return blocks([("annotations", rows)], self.images_per_file or IMAGES_PER_PART)
+
+    def paths(self, part: str, ids: Ids) -> list[str]:
+        images = map(_image_path, ids.tolist()) if not self.annotations_only else ()
+        return [self._path(part), *images]
+
+    def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        entries = []
+        categories = {one["id"]: one for one in map(json.loads, self.categories)}
+        first = 1
+        with files.open(self._path(part)) as file:
+            file.write(_HEAD.encode())
+            for sample in samples:
+                if not self.annotations_only:
+                    files.write(_image_path(sample.image_id), sample.jpeg)
+                for one in annotations(sample, first, self.segmentation):
+                    category = one.pop("category", _OBJECT["name"])
+                    _add(categories, {**_OBJECT, "id": one["category_id"], "name": category}, part)
+                    file.write(b",\n" * (first > 1) + json.dumps(one).encode())
+                    first += 1
+                entries.append(json.dumps(_entry(sample)))
+            file.write(b"\n" * (first > 1) + _MIDDLE.encode())
+            file.write(",\n".join(entries).encode() + f"\n{_CATEGORIES}".encode())
+            file.writelines(line.encode() for line in _separated(_listed(categories)))
+            file.write(_TAIL.encode())
+
+    def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
+        if self.images_per_file is not None:
+            return
+        partial = temporary_path(out / JOINED)
+        try:
+            with partial.open("w", encoding="ascii") as file:
+                file.write(_HEAD)
+                file.writelines(_separated(self._annotations(out, parts)))
+                file.write(_MIDDLE)
+                file.writelines(_separated(self._images(out, parts)))
+                file.write(_CATEGORIES)
+                file.writelines(_separated(_listed(self._categories(out, parts))))
+                file.write(_TAIL)
+            flush(partial)
+            commit(partial, out / JOINED)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _path(self, part: str) -> str:
+        return f"parts/{part}.json" if self.images_per_file is None else f"{part}.json"
+
+    def _annotations(self, out: Path, parts: list[str]) -> Iterator[str]:
+        """The annotations of all parts, numbered from 1."""
+        number = 0
+        for part in parts:
+            with (out / self._path(part)).open(encoding="ascii") as file:
+                for line in _section(file, _HEAD, _MIDDLE):
+                    number += 1
+                    yield f'{{"id": {number}{line[line.index(",") :]}'
+
+    def _images(self, out: Path, parts: list[str]) -> Iterator[str]:
+        for part in parts:
+            with (out / self._path(part)).open(encoding="ascii") as file:
+                yield from _section(file, _MIDDLE, _CATEGORIES)
+
+    def _categories(self, out: Path, parts: list[str]) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            with (out / self._path(part)).open(encoding="ascii") as file:
+                for line in _section(file, _CATEGORIES, _TAIL):
+                    _add(found, json.loads(line), part)
+        return found
+
+
+def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
+    """The objects between two lines, one on each line, without their separators."""
+    rest = iter(lines)
+    for line in rest:
+        if line == begin:
+            break
+    for line in rest:
+        if line == end:
+            return
+        yield line.rstrip().removesuffix(",")
+
+
+def _add(categories: dict[int, dict[str, Any]], one: dict[str, Any], part: str) -> None:
+    """Add a category to those of a file, in which each id is one category."""
+    names = [str(found.get("name", one["id"])) for found in (categories.setdefault(one["id"], one), one)]
+    if names[0] != names[1]:
+        raise UsageError(
+            f"category {one['id']} of {part}: is {names[0]!r} in one source and {names[1]!r} in "
+            "another; export the sources apart, each with a view"
+        )
+
+
+def _listed(categories: dict[int, dict[str, Any]]) -> Iterator[str]:
+    """The categories as JSON by their ids; without masks the one of SA-1B."""
+    yield from (
+        (json.dumps(categories[key]) for key in sorted(categories)) if categories else [json.dumps(_OBJECT)]
+    )
+
+
+def _separated(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a JSON array."""
+    last = None
+    for line in lines:
+        if last is not None:
+            yield f"{last},\n"
+        last = line
+    if last is not None:
+        yield f"{last}\n"
+
+
+def _image_path(image_id: int) -> str:
+    return f"images/{member_name(image_id, 'jpg')}"
+
+
+def _entry(sample: Sample) -> dict[str, Any]:
+    """The object of an image."""
+    return {
+        "id": sample.image_id,
+        "file_name": member_name(sample.image_id, "jpg"),
+        "width": sample.annotations.width,
+        "height": sample.annotations.height,
+    }
+
+
+def annotations(sample: Sample, first: int, segmentation: Segmentation) -> Iterator[dict[str, Any]]:
+    """The annotations of an image in COCO's form, numbered from `first`."""
+    found, runs = sample.annotations, sample.runs
+    boxes, areas = geometry.bbox(runs).tolist(), geometry.area(runs).tolist()
+    masks: list[Any]
+    if segmentation == "rle":
+        masks = runs.to_coco(text=True)
+    else:
+        masks = [[part.reshape(-1).tolist() for part in parts] for parts in outline.polygons(runs)]
+        # pycocotools cannot read a list without a polygon.
+        empty = [index for index, mask in enumerate(masks) if not mask]
+        for index, mask in zip(empty, runs.select(empty).to_coco(text=True), strict=True):
+            masks[index] = mask
+    origin = found.origin()
+    further = [{}] * len(masks) if origin is None else list(map(json.loads, origin["fields"].tolist()))
+    for index, mask in enumerate(masks):
+        own = further[index]
+        if type(own.get("category_id")) is not int:
+            own = {key: value for key, value in own.items() if key not in ("category_id", "category")}
+        elif type(own.get("category")) is not str:
+            own = {**own, "category": str(own["category_id"])}
+        yield {
+            "id": first + index,
+            "image_id": sample.image_id,
+            "category_id": 0,
+            "iscrowd": 0,
+            **{key: value for key, value in own.items() if key not in ("id", "image_id", "mask_id")},
+            "bbox": boxes[index],
+            "area": areas[index],
+            "segmentation": mask,
+            "mask_id": int(found.mask_id[index]),
+            "predicted_iou": _number(found.predicted_iou[index]),
+            "stability_score": _number(found.stability_score[index]),
+            "point_coords": [[_number(value) for value in found.point_coords[index]]],
+            "crop_box": [_number(value) for value in found.crop_box[index]],
+        }
+
+
+def _number(value: float) -> float | None:
+    """A number that JSON can express; SA-1B's fields are NaN where a file lacks them."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,192 @@
+"""The interface of an export format: the parts of an export, the files of each part, and their content.
+
+`export.export(root, out, format)` runs the workers and keeps the record for resuming; a format
+only names and writes files. A *part* is the unit of a worker and of resuming: a name and rows of the sample
+table, such as one tar or 1024 images with their annotation files. A format is a frozen dataclass, because it
+is pickled to the workers; its fields are its options. The smallest one:
+
+    @dataclass(frozen=True, slots=True)
+    class Pictures(Format):
+        def paths(self, part, ids):
+            return [f"{part}/{image_id}.jpg" for image_id in ids.tolist()]
+
+        def write(self, part, samples, files):
+            for sample in samples:
+                files.write(f"{part}/{sample.image_id}.jpg", sample.jpeg)
+
+`write` puts every file of `paths` into `files`, a temporary folder that has the layout of the export. When
+all files of the part are on the disk, they are renamed to their final paths. `samples` reads, verifies and
+counts; a damaged sample raises ShardError, and the part is left out. `finish` writes the files about the
+whole export, such as a list of ids, after all parts are complete.
+
+To add a format: a module with its class here, a line in `verb_export.py`, a test that reads the export
+with the format's own reader and compares every mask.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.console import command
+from sa1b.errors import ManifestError, UsageError
+from sa1b.names import shard_order, source_stem
+from sa1b.programs.export.part_files import PartFiles
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.manifest import DATASET
+from sa1b.shards.sample import Sample
+
+Rows = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.uint64]
+
+IMAGES_PER_PART = 1024
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of `sa1b export`; see the module."""
+
+    @property
+    def unit(self) -> str:
+        """The word for a part in messages."""
+        return "part"
+
+    @property
+    def identity(self) -> str:
+        """Text that differs between formats and options that write other bytes."""
+        return repr(self)
+
+    @property
+    def kind(self) -> str:
+        """The value of --to with the options that change the paths of files. A folder has one kind only."""
+        return type(self).__name__.lower()
+
+    @property
+    def takes_all_files(self) -> bool:
+        """Whether readers take all files of the folder, so that it may not have parts of other images."""
+        return False
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Paths of the files that `finish` writes, relative to the export."""
+        return ()
+
+    def check(self, dataset: Dataset) -> None:
+        """Refuse a dataset that cannot be exported in this format; by default one with scaled images.
+
+        Raises:
+            UsageError: the reason and the way out.
+        """
+        refuse_scaled(dataset)
+
+    def without_images(self) -> "Format | None":
+        """The format for a dataset directory without images; None: the format needs images."""
+        return None
+
+    def of(self, dataset: Dataset, rows: Rows) -> "Format":
+        """The format with what it writes about the sources of these rows."""
+        return self
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
+
+        Args:
+            dataset: the dataset.
+            rows: rows of the sample table to export, int64 [N], ascending.
+        """
+        return blocks(by_source(dataset, rows), IMAGES_PER_PART)
+
+    def paths(self, part: str, ids: Ids) -> list[str]:
+        """Paths of all files of a part, relative to the export.
+
+        Args:
+            part: name of the part.
+            ids: uint64 [N], its image ids, in the order of its rows.
+        """
+        raise NotImplementedError
+
+    def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        """Write all files of a part, in a worker.
+
+        Args:
+            part: name of the part.
+            samples: its samples, in the order of its rows; read while they are consumed, each once.
+            files: receives the files.
+
+        Raises:
+            ShardError: a sample cannot be written in this format; the message names the image.
+        """
+        raise NotImplementedError
+
+    def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
+        """Write the files about the whole export; called when all parts are complete, also by a rerun.
+
+        Args:
+            out: folder of the export.
+            parts: names of its parts, in the order of `parts`.
+            ids: uint64 [N], ascending, image ids of the export that have at least one mask.
+        """
+
+
+def refuse_scaled(dataset: Dataset) -> None:
+    """Refuse shards whose JPEGs have another size than their masks.
+
+    Raises:
+        UsageError: the shards were made with --image-size.
+    """
+    size = dataset.manifest["options"]["image_size"]
+    if size is not None:
+        raise UsageError(
+            f"{dataset.root}: was made with --image-size {size}, so the sizes of its JPEGs differ from the "
+            "sizes in the annotations; export from shards made without --image-size, or only the JPEGs with "
+            "--to images"
+        )
+
+
+def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
+    """Name and rows of each source that has any of the rows, in the order of the shards.
+
+    Raises:
+        ManifestError: the manifest lacks the source of a shard.
+    """
+    sources = {source_stem(name): name for name in dataset.manifest["sources"]}
+    stems = [shard_order(shard).stem for shard in dataset.shards]
+    strange = [stem for stem in stems if stem not in sources]
+    if strange:
+        raise ManifestError(
+            f"{dataset.reader.url(DATASET)}: lists no source for the shards of {strange[0]!r}; "
+            f"run `{command('index')}` to rebuild it"
+        )
+    names = sorted(sources.values())
+    numbers = {name: number for number, name in enumerate(names)}
+    table = dataset.table
+    rows = rows[np.lexsort((table.offset[rows], table.shard[rows]))]
+    of_source = np.array([numbers[sources[stem]] for stem in stems])[table.shard[rows]]
+    rows = rows[np.argsort(of_source, kind="stable")]
+    ends = np.cumsum(np.bincount(of_source, minlength=len(names)))
+    own = np.split(rows, ends[:-1])
+    return [(name, part) for name, part in zip(names, own, strict=True) if len(part)]
+
+
+def joined(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:
+    """Join consecutive sources of few images, up to `images` images; the name is that of the first source.
+
+    A list of ids has a few images of each source. A part for each source would cost more than its images.
+    """
+    name, rows = "", np.empty(0, np.int64)
+    for own_name, own in named:
+        if len(rows) and len(rows) + len(own) > images:
+            yield name, rows
+            rows = rows[:0]
+        name, rows = (own_name, own) if not len(rows) else (name, np.concatenate([rows, own]))
+    if len(rows):
+        yield name, rows
+
+
+def blocks(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:
+    """Parts of at most `images` images: `<name>-0000`, `<name>-0001`, ..."""
+    for name, rows in named:
+        for number, start in enumerate(range(0, len(rows), images)):
+            yield f"{name}-{number:04d}", rows[start : start + images]

@@ -1,0 +1,130 @@
+"""Export for Hugging Face's `datasets`: Parquet files with the bytes of the images, and masks as run lengths.
+
+    train-00000-of-00003.parquet    a row for each image
+
+The metadata of the files declare `image` as an image, so that `datasets` decodes it and the viewer of the Hub
+shows it. `masks` is a list of objects; `counts` is COCO's compressed string, which pycocotools and
+`sa1b.masks.decode` read.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.masks import coco, geometry
+from sa1b.names import member_name
+from sa1b.programs.export.export_format import Format, Ids, Rows
+from sa1b.programs.export.part_files import PartFiles
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.sample import Sample
+
+IMAGES_PER_FILE = 1000  # about 1 GB
+_GROUP_BYTES = 32 << 20  # of images in a row group: a reader of one row reads its group
+_MASK = pa.struct(
+    {
+        "id": pa.int64(),
+        "counts": pa.string(),
+        "bbox": pa.list_(pa.float64()),
+        "area": pa.int64(),
+        "predicted_iou": pa.float64(),
+        "stability_score": pa.float64(),
+        "point_coords": pa.list_(pa.float64()),
+        "crop_box": pa.list_(pa.float64()),
+    }
+)
+_COLUMNS = {
+    "image_id": pa.int64(),
+    "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+    "width": pa.int32(),
+    "height": pa.int32(),
+    "masks": pa.list_(_MASK),
+}
+
+
+def _feature(kind: pa.DataType) -> Any:
+    """The type of a column in the metadata of `datasets`."""
+    if pa.types.is_list(kind):
+        return {"feature": _feature(kind.value_type), "_type": "List"}
+    if pa.types.is_struct(kind):
+        return {field.name: _feature(field.type) for field in kind}
+    return {"dtype": {"double": "float64"}.get(str(kind), str(kind)), "_type": "Value"}
+
+
+FEATURES = {
+    name: {"_type": "Image"} if name == "image" else _feature(kind) for name, kind in _COLUMNS.items()
+}
+SCHEMA = pa.schema(_COLUMNS, {"huggingface": json.dumps({"info": {"features": FEATURES}})})
+
+
+@dataclass(frozen=True)
+class Parquet(Format):
+    """Parquet files for `datasets`. Memory: a row group, 32 MB of images with their masks.
+
+    Attributes:
+        images_per_file: images in a file.
+    """
+
+    images_per_file: int = IMAGES_PER_FILE
+
+    @property
+    def takes_all_files(self) -> bool:
+        return True
+
+    @property
+    def unit(self) -> str:
+        return "file"
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        starts = range(0, len(rows), self.images_per_file)
+        return [
+            (f"train-{part:05d}-of-{len(starts):05d}", rows[start : start + self.images_per_file])
+            for part, start in enumerate(starts)
+        ]
+
+    def paths(self, part: str, ids: Ids) -> list[str]:
+        return [f"{part}.parquet"]
+
+    def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        group: list[dict[str, Any]] = []
+        size = 0
+        with (
+            files.open(f"{part}.parquet") as file,
+            pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
+        ):
+            for sample in samples:
+                group.append(_row(sample))
+                size += len(sample.jpeg)
+                if size >= _GROUP_BYTES:
+                    _write(writer, group)
+                    group, size = [], 0
+            if group:
+                _write(writer, group)
+
+
+def _write(writer: pq.ParquetWriter, group: list[dict[str, Any]]) -> None:
+    writer.write_table(pa.Table.from_pylist(group, SCHEMA), row_group_size=len(group))
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    found, runs = sample.annotations, sample.runs
+    columns = {
+        "id": found.mask_id.tolist(),
+        "counts": [string.decode("ascii") for string in coco.encode(runs)],
+        "bbox": geometry.bbox(runs).tolist(),
+        "area": geometry.area(runs).tolist(),
+        "predicted_iou": found.predicted_iou.tolist(),
+        "stability_score": found.stability_score.tolist(),
+        "point_coords": found.point_coords.tolist(),
+        "crop_box": found.crop_box.tolist(),
+    }
+    return {
+        "image_id": sample.image_id,
+        "image": {"bytes": sample.jpeg, "path": member_name(sample.image_id, "jpg")},
+        "width": found.width,
+        "height": found.height,
+        "masks": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+    }

@@ -1,0 +1,125 @@
+"""Export to tars for the library webdataset: `sa_<id>.jpg`, `sa_<id>.json` and joined columns.
+
+    sa1b-000000.tar   sa_1.jpg, sa_1.json, sa_1.caption.txt, sa_5.jpg, ...
+
+The JPEG has the stored bytes, the JSON is that of source_tars.annotation_text. A joined column is
+a member `sa_<id>.<name>.txt` if the value is text, else `sa_<id>.<name>.json`, which webdataset decodes. A
+column by mask_id is a JSON list with a value or null for each mask, in the order of the annotations. An
+image without a value has no such member. The members of an image follow each other, as webdataset needs;
+images are in the order of the shards, so shuffle the tars and the samples when you read them.
+"""
+
+import json
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import ShardError, UsageError
+from sa1b.names import image_name
+from sa1b.programs.export.export_format import Format, Ids, Rows, by_source
+from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.source_tars import add_member, annotation_text
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.sample import Sample
+
+IMAGES_PER_TAR = 1000
+
+
+class JoinedColumn(Protocol):
+    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers.
+
+    Attributes:
+        name: name of the column.
+        key: "image_id" or "mask_id".
+        path: its file, whose name changes with the content.
+    """
+
+    name: str
+    key: str
+    path: Path
+
+    def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
+        """The values of some ids; None where the table has no row."""
+        ...
+
+    def count(self, ids: npt.NDArray[np.int64]) -> int:
+        """Number of these ids that have a row."""
+        ...
+
+
+@dataclass(frozen=True)
+class WebDataset(Format):
+    """Tars of `images_per_tar` images with joined columns."""
+
+    images_per_tar: int = IMAGES_PER_TAR
+    columns: tuple[JoinedColumn, ...] = ()
+
+    def check(self, dataset: Dataset) -> None:
+        """Refuse scaled images, and a column that belongs to other images."""
+        super().check(dataset)
+        ids = dataset.table.image_id.astype(np.int64)
+        for column in self.columns:
+            if column.key == "image_id" and not column.count(ids):
+                raise UsageError(
+                    f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
+                    f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
+                )
+
+    @property
+    def takes_all_files(self) -> bool:
+        return True
+
+    @property
+    def unit(self) -> str:
+        return "tar"
+
+    @property
+    def identity(self) -> str:
+        return f"webdataset {[(one.name, one.key, one.path.name) for one in self.columns]}"
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterator[tuple[str, Rows]]:
+        ordered = np.concatenate([own for _, own in by_source(dataset, rows)])
+        for number, start in enumerate(range(0, len(ordered), self.images_per_tar)):
+            yield f"sa1b-{number:06d}.tar", ordered[start : start + self.images_per_tar]
+
+    def paths(self, part: str, ids: Ids) -> list[str]:
+        return [part]
+
+    def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        with (
+            files.open(part) as file,
+            tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+        ):
+            for sample in samples:
+                key = image_name(sample.image_id)
+                add_member(tar, f"{key}.jpg", sample.jpeg)
+                add_member(tar, f"{key}.json", annotation_text(sample))
+                for column in self.columns:
+                    value = _value(column, sample)
+                    if value is not None:
+                        ending, data = _encoded(column, sample, value)
+                        add_member(tar, f"{key}.{column.name}.{ending}", data)
+
+
+def _value(column: JoinedColumn, sample: Sample) -> Any:
+    if column.key == "image_id":
+        return column.lookup(np.array([sample.image_id], np.int64))[0]
+    values = column.lookup(sample.annotations.mask_id)
+    return None if all(value is None for value in values) else values
+
+
+def _encoded(column: JoinedColumn, sample: Sample, value: Any) -> tuple[str, bytes]:
+    if isinstance(value, str):
+        return "txt", value.encode()
+    try:
+        return "json", json.dumps(value, ensure_ascii=False).encode()
+    except TypeError as error:
+        raise ShardError(
+            f"{image_name(sample.image_id)}: the value of column {column.name!r} has no JSON form ({error}); "
+            "export without this column, or convert it to text or numbers"
+        ) from None

@@ -1,0 +1,143 @@
+"""Charts of distributions as inline SVG: bars, labelled axes, and a caption with statistics."""
+
+import math
+from html import escape
+from itertools import pairwise
+
+from sa1b.programs.gallery.histograms import Distribution, Survey
+
+# The chart in SVG units, which are about pixels.
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 348, 194, 56, 20, 10, 46
+_LETTER = 7  # largest width of a digit at the font size of the labels
+
+
+def charts(survey: Survey) -> str:
+    """All distributions as HTML figures with inline SVG."""
+    return "\n".join(_chart(distribution) for distribution in survey.distributions)
+
+
+def _chart(distribution: Distribution) -> str:
+    edges, counts = distribution.bars()
+    caption = f"<figcaption><b>{escape(distribution.title)}</b> {_summary(distribution)}</figcaption>"
+    if not len(counts):
+        return f'<figure class="chart">{caption}</figure>'
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    y_ticks = _ticks(0, int(counts.max()), 4, whole=True)
+    top = max(int(counts.max()), y_ticks[-1])
+    # The bin of an integer n ranges from n - 0.5 to n + 0.5.
+    x_low, x_high = float(edges[0]), float(edges[-1])
+
+    def x(value: float) -> str:
+        return f"{_LEFT + (value - x_low) / (x_high - x_low) * (right - _LEFT):.2f}"
+
+    def y(value: float) -> str:
+        return f"{bottom - value / top * (bottom - _TOP):.2f}"
+
+    bars = "".join(
+        f'<path d="M{x(start)} {bottom}V{y(count)}H{x(stop)}V{bottom}z">'
+        f"<title>{_span(distribution, start, stop)}: {count:,} {distribution.unit}</title></path>"
+        for start, stop, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True)
+        if count
+    )
+    across = "".join(
+        f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{_short(tick)}</text>'
+        for tick in y_ticks
+    )
+    along = "".join(
+        f'<path class="tick" d="M{x(tick)} {bottom}v4"/>'
+        f'<text x="{x(tick)}" y="{bottom + 19}" text-anchor="middle">{label}</text>'
+        for tick, label in _x_ticks(distribution, x_low, x_high)
+    )
+    labels = (
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(distribution.axis)}'
+        f"{' (log scale)' if distribution.log else ''}</text>"
+        f'<text transform="translate(11 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
+        f"{distribution.unit}</text>"
+    )
+    name = escape(f"Histogram: {distribution.title}")
+    return (
+        f'<figure class="chart">{caption}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{name}">'
+        f'{across}<g class="bars">{bars}</g><path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{labels}'
+        "</svg></figure>"
+    )
+
+
+def _summary(distribution: Distribution) -> str:
+    known = distribution.known
+    parts = []
+    if known:
+        form = _percent if distribution.log else (lambda value: f"{value:,.4g}")
+        mean = distribution.total / known
+        parts.append(f"mean {form(mean)}, from {form(distribution.smallest)} to {form(distribution.largest)}")
+    if distribution.missing:
+        parts.append(f"{distribution.missing:,} {distribution.unit} without a value")
+    if distribution.outside:
+        parts.append(f"{distribution.outside:,} out of range")
+    return "; ".join(parts) or "no values"
+
+
+def _span(distribution: Distribution, start: float, stop: float) -> str:
+    """The range of values of one bar, as text."""
+    if distribution.log:
+        return f"{_percent(10**start)} to {_percent(10**stop)}"
+    if distribution.step == 1:
+        first, last = round(start + 0.5), round(stop - 0.5)
+        return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    return f"{start:.3f} to {stop:.3f}"
+
+
+def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[float, str]]:
+    """Positions and labels on the x axis, as many as fit without overlap."""
+    if not distribution.log:
+        whole = distribution.step == 1
+        for most in range(6, 0, -1):
+            values = [tick for tick in _ticks(low, high, most, whole=whole) if low <= tick <= high]
+            ticks = [(tick, f"{tick:,.10g}") for tick in values]
+            if _fit(ticks, low, high):
+                break
+        return ticks
+    decades = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
+    if len(decades) < 2:
+        return [(low, _percent(10**low)), (high, _percent(10**high))]
+    for step in range(1, len(decades)):
+        ticks = [(decade, _percent(10.0**decade)) for decade in decades[::-1][::step]]
+        if _fit(ticks, low, high):
+            break
+    return ticks
+
+
+def _fit(ticks: list[tuple[float, str]], low: float, high: float) -> bool:
+    """Whether adjacent labels, each centred on its tick, are at least the width of a digit apart."""
+    scale = (_WIDTH - _RIGHT - _LEFT) / (high - low)
+    spans = sorted(
+        ((value - low) * scale - len(label) * _LETTER / 2, (value - low) * scale + len(label) * _LETTER / 2)
+        for value, label in ticks
+    )
+    return all(left[1] + _LETTER <= right[0] for left, right in pairwise(spans))
+
+
+def _ticks(low: float, high: float, most: int, *, whole: bool) -> list[float]:
+    """About `most` round numbers that cover low..high; the first is at or below low."""
+    wide = max((high - low) / most, 1e-9)
+    power = 10.0 ** math.floor(math.log10(wide))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wide * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first = math.floor(low / step + 1e-9)
+    return [round(n * step, 10) for n in range(first, math.ceil(high / step - 1e-9) + 1)]
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g} {letter}"
+    return f"{value:g}"
+
+
+def _percent(fraction: float) -> str:
+    percent = fraction * 100
+    if 1e-4 <= percent < 99.5:
+        return f"{float(f'{percent:.2g}'):.10f}".rstrip("0").rstrip(".") + " %"
+    return f"{percent:.0f} %" if percent >= 99.5 else f"{percent:.2g} %"

@@ -1,0 +1,218 @@
+"""Input of the gallery: reads the distributions and the chosen images of a dataset, shard, tar or folder.
+
+The images of a dataset directory are chosen from its sample table and read by their offsets. By default the
+distributions come from the indexes of at most SURVEYED_SHARDS shards, evenly spaced, because the indexes of
+11,000 shards take minutes and the rest of the page takes a second. Other inputs are read completely, once.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.console import command
+from sa1b.errors import ShardError, UsageError
+from sa1b.names import image_name
+from sa1b.programs.gallery.histograms import Survey
+from sa1b.programs.gallery.members import read_members
+from sa1b.programs.gallery.selection import Choice, Exhibit, Gathered, Skipped
+from sa1b.progress import Bar
+from sa1b.shards import manifest
+from sa1b.shards.commit import shard_files
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.index_reader import index_file
+from sa1b.shards.sample_read import location_in_shard, submit
+from sa1b.shards.shard import index_path
+from sa1b.shards.without_images import check_images
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import Source
+from sa1b.sources.tar_reader import is_tar
+from sa1b.storage.errors import MissingError
+from sa1b.storage.reader import Reader
+
+SURVEYED_SHARDS = 64
+_BATCH_IMAGES = 1024
+_LOCATIONS = ("jpg_offset", "jpg_bytes", "jpg_crc32c", "masks_offset", "masks_bytes", "masks_crc32c")
+_NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
+
+
+def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
+    """Read an input: a dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
+
+    `progress` is a bar of bytes, whose total this function sets. `survey_all` reads all indexes.
+
+    Raises:
+        SourceError, ManifestError, ShardError: the input has nothing to show.
+        UsageError: the input does not contain a requested image, or has no views.
+    """
+    root, path = path, Path(path)
+    if path.name == manifest.DATASET:
+        raise manifest.no_dataset(root)
+    if is_dataset(root):
+        gathered = _dataset(root, choice, progress, survey_all)
+    elif choice.images is not None:
+        raise UsageError(f"{path}: not a dataset directory; pass one, or omit --view and --warnings")
+    elif path.is_file() and index_path(path).exists():
+        gathered = _indexed_shard(path, choice, progress)
+    else:
+        tars = sources(path)
+        progress.total = sum(source.size for source in tars)
+        gathered = Gathered("Source tar" if path.is_file() else "Folder", path.resolve().name)
+        if read_members(tars, choice, gathered, _advance(progress)) and path.is_file():
+            gathered.kind = "Shard without index"
+    missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
+    if missing:
+        listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
+        part = ", or not in the chosen part of it" if choice.images is not None else ""
+        raise UsageError(
+            f"--id {listed}: not in {root}{part}; choose other ids, the input has {gathered.images:,} images"
+        )
+    return gathered
+
+
+def is_dataset(path: Path | str) -> bool:
+    """Whether a path is a dataset directory, complete or not. Every URL counts as one."""
+    if "://" in str(path):
+        return True
+    path = Path(path)
+    return path.is_dir() and ((path / manifest.DATASET).exists() or (path / manifest.TASKS).is_dir())
+
+
+def sources(path: Path) -> list[Source]:
+    """The tars and folders at a path; unlike in ingest, a single tar may have any name."""
+    if path.is_file() and is_tar(path):
+        stat = path.stat()
+        return [Source(path.name, path, "tar", stat.st_size, stat.st_mtime_ns)]
+    return discover([path]).sources
+
+
+def _advance(progress: Bar) -> Callable[[int], None]:
+    def advance(done: int) -> None:
+        progress.update(done)
+
+    return advance
+
+
+def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
+    dataset = Dataset(root)
+    check_images(dataset, "a gallery")
+    table, document = dataset.table, dataset.manifest
+    totals, options = document["totals"], document["options"]
+    part = np.arange(len(table)) if choice.images is None else _rows(table.image_id, choice.images)
+    if not len(part):
+        raise UsageError(f"{root}: contains none of the chosen images; omit --view or --warnings")
+    gathered = Gathered("Dataset directory", _last_part(root), known_images=len(part), part_noun="shard")
+    ids = table.image_id[part]
+    rows = part[choice.best(ids)]
+    gathered.found = set(table.image_id[rows].tolist())
+    gathered.exhibits = _read_rows(dataset, rows, gathered.skipped)
+
+    shards = np.unique(table.shard[part])
+    if len(shards) > SURVEYED_SHARDS and not survey_all:
+        spaced = np.linspace(0, len(shards) - 1, SURVEYED_SHARDS).round().astype(np.int64)
+        gathered.surveyed = [dataset.shards[shard] for shard in shards[spaced].tolist()], len(shards)
+        shards = shards[spaced]
+        gathered.known_masks = totals["masks"] if choice.images is None else None
+    infos = document["shards"]
+    progress.total = sum(int(infos[shard]["index_bytes"]) for shard in shards.tolist())
+    keep = None if choice.images is None else ids
+    for shard in shards.tolist():
+        _survey(dataset.reader, dataset.shards[shard], gathered.survey, keep)
+        progress.update(int(infos[shard]["index_bytes"]))
+
+    gathered.parts = [
+        (str(info["name"]), info["images"], info["masks"], info["bytes"] + info["index_bytes"])
+        for info in infos
+    ]
+    if choice.images is not None:
+        gathered.facts.append(("Images in the dataset", f"{len(table):,}"))
+    made_from = [str(source) for source in document["sources"]]
+    listed = ", ".join(made_from[:6]) + (f" … {made_from[-1]}" if len(made_from) > 6 else "")
+    gathered.facts.append(("Sources", f"{len(made_from):,} ({listed})"))
+    if options["image_size"] is not None:
+        gathered.facts.append(("Stored images", f"longer side at most {options['image_size']:,} px"))
+    kept = totals.get("warnings", totals.get("doubtful", 0))
+    gathered.facts.append(("Quarantined; kept with warnings", f"{totals['refused']:,}; {kept:,}"))
+    return gathered
+
+
+def _last_part(root: Path | str) -> str:
+    return str(root).rstrip("/").rpartition("/")[2] if "://" in str(root) else Path(root).resolve().name
+
+
+def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The rows of the ids that are known."""
+    return np.flatnonzero(np.isin(known, ids, assume_unique=True))
+
+
+def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) -> Iterator[Exhibit]:
+    """The images in rows of the sample table, each read when the iterator reaches it."""
+    for row in rows.tolist():
+        try:
+            sample = dataset[row]
+        except ShardError as error:
+            shard, offset = dataset.shards[int(dataset.table.shard[row])], int(dataset.table.offset[row])
+            where = f"{image_name(int(dataset.table.image_id[row]))} in {shard} at offset {offset:,}"
+            skipped.add("damaged", f"{where}: {error}")
+            continue
+        yield Exhibit(sample.jpeg, sample.annotations, sample.shard)
+
+
+def _survey(reader: Reader, shard: str, survey: Survey, keep: npt.NDArray[np.uint64] | None) -> None:
+    """Count the images of a shard from its index; `keep`: ids of the images to count, None: all."""
+    for batch in _batches(reader, shard, ("image_id", "width", "height", *_NUMBERS)):
+        if keep is not None:
+            rows = batch.filter(pa.array(np.isin(batch["image_id"].to_numpy(), keep)))
+        else:
+            rows = batch
+        flat = {name: rows[name].flatten().to_numpy(zero_copy_only=False) for name in _NUMBERS}
+        counts = rows["area"].value_lengths().to_numpy(zero_copy_only=False)
+        survey.add(rows["width"].to_numpy(), rows["height"].to_numpy(), counts.astype(np.int64), **flat)
+
+
+def _batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    name = shard_files(shard)[1]
+    index = reader.url(name)
+    try:
+        with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+            yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
+    except (FileNotFoundError, MissingError):
+        raise ShardError(f"{index}: missing; run `{command('index')}` to rebuild it from the tar") from None
+    except (pa.ArrowException, KeyError) as error:
+        raise ShardError(f"{index}: {error}; run `{command('index')}` to rebuild it from the tar") from None
+
+
+def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
+    """Read a single shard that has an index."""
+    index_bytes = index_path(shard).stat().st_size
+    progress.total = index_bytes
+    gathered = Gathered("Shard", shard.name)
+    reader = Reader(shard.parent)
+    _survey(reader, shard.name, gathered.survey, None)
+    batches = _batches(reader, shard.name, ("image_id", *_LOCATIONS))
+    tables = [pa.Table.from_batches([batch]) for batch in batches]
+    located = pa.concat_tables(tables) if tables else pa.table({"image_id": pa.array([], pa.uint64())})
+    ids = located["image_id"].to_numpy()
+    best = choice.best(ids)
+    gathered.found = set(ids[best].tolist())
+    gathered.exhibits = _read_located(shard, located.take(pa.array(best)).to_pylist(), gathered.skipped)
+    gathered.parts = [(shard.name, None, None, shard.stat().st_size + index_bytes)]
+    progress.update(index_bytes)
+    return gathered
+
+
+def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> Iterator[Exhibit]:
+    """The images in rows of an index, each read when the iterator reaches it."""
+    reader = Reader(shard.parent)
+    for row in rows:
+        try:
+            (reading,) = submit(reader, [location_in_shard(shard.name, row)])
+            jpeg, annotations = reading.result()
+        except ShardError as error:
+            skipped.add("damaged", str(error))
+            continue
+        yield Exhibit(bytes(jpeg), annotations, shard.name)

@@ -1,0 +1,200 @@
+"""Galleries of source tars, folders of pairs and shards without index: one pass over all members.
+
+The two members of an image may be far apart. The first member stays in memory if the image may still be
+chosen. These members take at most WAITING_BYTES; beyond the limit, the image with the lowest priority loses
+its bytes first. Only numbers are kept of the other images.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sa1b.errors import BadSample
+from sa1b.masks.runs import MaskError
+from sa1b.names import image_name, member_name, parse_member_path
+from sa1b.programs.gallery.selection import NEVER, Choice, Exhibit, Gathered
+from sa1b.shards import annotation, jpeg, record
+from sa1b.shards.annotation import Annotations
+from sa1b.shards.limits import MAX_STORED_PIXELS
+from sa1b.shards.record import RecordError
+from sa1b.sources.source import Source, SourceReader
+from sa1b.sources.tar_stream import Damage, Member
+
+WAITING_BYTES = 256 << 20
+_NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
+
+
+@dataclass(slots=True)
+class _Half:
+    """One member of an image whose other member has not been read yet; `rank`: see Choice.
+
+    Masks and data are dropped if the image can no longer be chosen.
+    """
+
+    ending: str
+    rank: int
+    frame: tuple[int, int] | None = None
+    annotations: Annotations | None = None
+    data: bytes | None = None
+    kept_bytes: int = 0
+
+
+class _Pass:
+    """One pass over members in any order."""
+
+    def __init__(self, choice: Choice, gathered: Gathered) -> None:
+        self.choice, self.gathered = choice, gathered
+        self.skipped = gathered.skipped
+        self.halves: dict[int, _Half] = {}
+        self.done: set[int] = set()
+        self.refused: set[int] = set()  # a member was bad: the other member is ignored
+        self.best: list[tuple[int, int]] = []  # heap of (-rank, id) of complete images, largest rank on top
+        self.exhibits: dict[int, Exhibit] = {}
+        self.waiting: list[tuple[int, int]] = []  # heap of (-rank, id) of single members with their bytes
+        self.waiting_bytes = 0
+        self.sharded = False  # the input has mask records, so that its annotation files are copies
+
+    def member(self, member: Member, place: str) -> None:
+        """Process one member of a source or a shard."""
+        named = parse_member_path(member.name)
+        masks = named is not None and named.ending == "masks"
+        if member.kind == "folder" or (self.sharded and member.name.endswith(".json")):
+            return
+        where = f"{member.name} in {place}"
+        if member.reason:
+            self.skipped.add(member.reason, f"{where}: {member.detail}")
+            return
+        if member.kind != "file":
+            self.skipped.add("not_a_file", f"{where}: {member.kind}")
+            return
+        if named is None:
+            self.skipped.add("unexpected_name", f"{where}: neither sa_<id>.jpg nor masks of an image")
+            return
+        self.sharded |= masks
+        image_id, ending = named
+        rank = int(self.choice.ranks([image_id])[0])
+        if self.choice.ids and rank != NEVER:
+            self.gathered.found.add(image_id)
+        first = self.halves.get(image_id)
+        if image_id in self.refused:
+            return
+        if image_id in self.done or (first is not None and (first.ending == "jpg") == (ending == "jpg")):
+            self.skipped.add("duplicate", f"{where}: the image has such a member already")
+            return
+        try:
+            half = _read_half(member.data, ending, image_id, rank)
+        except BadSample as error:
+            self.skipped.add(error.reason, f"{where}: {error}")
+            self._forget(image_id)
+            self.refused.add(image_id)
+            return
+        if first is None:
+            self._wait(image_id, half)
+        else:
+            self._forget(image_id)
+            self.done.add(image_id)
+            image, masks_half = (half, first) if ending == "jpg" else (first, half)
+            self._whole(image_id, image, masks_half, place)
+
+    def finish(self) -> None:
+        """Count the members without a partner, and store the chosen images."""
+        for image_id, half in sorted(self.halves.items()):
+            self.skipped.add("unpaired", f"{member_name(image_id, half.ending)}: its partner is missing")
+        ranks = sorted((-rank, image_id) for rank, image_id in self.best)
+        self.gathered.exhibits = [self.exhibits[image_id] for _, image_id in ranks]
+
+    def _wait(self, image_id: int, half: _Half) -> None:
+        self.halves[image_id] = half
+        if not self._wanted(half.rank):
+            _strip(half)
+            return
+        self.waiting_bytes += half.kept_bytes
+        heapq.heappush(self.waiting, (-half.rank, image_id))
+        while self.waiting_bytes > WAITING_BYTES and self.waiting and not self.choice.ids:
+            _, least = heapq.heappop(self.waiting)
+            if least in self.halves:
+                self.waiting_bytes -= self.halves[least].kept_bytes
+                _strip(self.halves[least])
+
+    def _forget(self, image_id: int) -> None:
+        half = self.halves.pop(image_id, None)
+        if half is not None:
+            self.waiting_bytes -= half.kept_bytes
+
+    def _wanted(self, rank: int) -> bool:
+        return rank != NEVER and (len(self.best) < self.choice.limit or rank < -self.best[0][0])
+
+    def _whole(self, image_id: int, image: _Half, masks: _Half, place: str) -> None:
+        annotations = masks.annotations
+        assert image.frame is not None
+        assert annotations is not None
+        height, width = image.frame
+        if masks.ending == "json" and (height, width) != (annotations.height, annotations.width):
+            message = f"JPEG of {width} x {height}, annotated as {annotations.width} x {annotations.height}"
+            self.skipped.add("image_size", f"{image_name(image_id)} in {place}: {message}")
+            return
+        self.gathered.survey.add(
+            np.array([annotations.width]),
+            np.array([annotations.height]),
+            np.array([len(annotations)]),
+            *(getattr(annotations, name) for name in _NUMBERS),
+        )
+        rank = image.rank
+        if image.data is None or not masks.kept_bytes or not self._wanted(rank):
+            return
+        self.exhibits[image_id] = Exhibit(image.data, annotations, place)
+        heapq.heappush(self.best, (-rank, image_id))
+        if len(self.best) > self.choice.limit:
+            del self.exhibits[heapq.heappop(self.best)[1]]
+
+
+def _read_half(data: bytes, ending: str, image_id: int, rank: int) -> _Half:
+    if ending == "jpg":
+        frame = jpeg.frame(data)
+        return _Half(ending, rank, frame=(frame.height, frame.width), data=data, kept_bytes=len(data))
+    if ending == "json":
+        annotations = annotation.parse_annotation(data, image_id, MAX_STORED_PIXELS).annotations
+    else:
+        try:
+            annotations = record.decode(data)
+            annotations.runs()
+        except (RecordError, MaskError) as error:
+            raise BadSample("damaged_record", str(error)) from None
+    return _Half(ending, rank, annotations=annotations, kept_bytes=len(data))
+
+
+def _strip(half: _Half) -> None:
+    """Release the bytes and the masks; keep the numbers for the survey."""
+    half.kept_bytes = 0
+    half.data = None
+    if half.annotations is not None:
+        numbers = {name: getattr(half.annotations, name) for name in Annotations.__slots__}
+        half.annotations = Annotations(**numbers | {"rle": np.empty(0, np.uint8), "text": None})
+
+
+def read_members(
+    parts: Sequence[Source], choice: Choice, gathered: Gathered, progress: Callable[[int], None]
+) -> bool:
+    """Read all sources once; whether one has mask records, so that it is a shard."""
+    read = _Pass(choice, gathered)
+    sharded = False
+    for source in parts:
+        read.sharded = False
+        name = source.path.name
+        before = gathered.survey.images, gathered.survey.masks
+        reader = SourceReader(source, progress=progress)
+        try:
+            for item in reader.items():
+                if isinstance(item, Damage):
+                    gathered.skipped.add(item.reason, f"{name} at offset {item.offset:,}: {item.message}")
+                else:
+                    read.member(item, name)
+        finally:
+            reader.close()
+        sharded |= read.sharded
+        images, masks = gathered.survey.images - before[0], gathered.survey.masks - before[1]
+        gathered.parts.append((name, images, masks, source.size))
+    read.finish()
+    return sharded

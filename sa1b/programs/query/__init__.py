@@ -1,0 +1,1 @@
+"""`sa1b query`: SQL on the indexes of a dataset directory."""

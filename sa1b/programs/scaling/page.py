@@ -1,0 +1,150 @@
+"""The results as one self-contained HTML page: verdict, curves of the speed-up, split of the steps, table.
+
+`charts` gives the middle part alone, for a page with the same CSS classes (`benchmarks/report.html`).
+"""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from sa1b.programs.scaling.cases import KINDS, Kind
+from sa1b.programs.scaling.result import Point, Scaling, milliseconds
+from sa1b.programs.scaling.verdict import Verdict
+
+_FRAME = Path(__file__).with_name("page.html")
+_LINE_COLORS = 6  # in page.html
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 48, 14, 12, 46
+_PARTS = ("compute", "communication", "data")
+_COLORS = {"compute": 1, "communication": 3, "data": 2}  # numbers of the classes s0, s1, ...
+
+
+def page(scaling: Scaling, verdict: Verdict) -> str:
+    """The page of a measurement."""
+    lines = "".join(f"<p>{escape(line)}</p>" for line in verdict.lines)
+    advice = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.advice)
+    parts = {
+        "TITLE": escape(f"{scaling.preset}, {scaling.device}"),
+        "VERDICT": lines + (f"<ul>{advice}</ul>" if advice else ""),
+        "FACTS": "".join(f"<p>{escape(line)}</p>" for line in scaling.heading()),
+        "CHARTS": charts(scaling),
+        "TABLE": escape(scaling.table()),
+    }
+    text = _FRAME.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = text.replace(f"<!--{name}-->", part)
+    return text
+
+
+def charts(scaling: Scaling) -> str:
+    """Curves and bars of both kinds of scaling, as HTML with inline SVG."""
+    return "".join(
+        _kind(kind, scaling) for kind in KINDS if any(series.kind == kind for series in scaling.series)
+    )
+
+
+def _kind(kind: Kind, scaling: Scaling) -> str:
+    precisions = dict.fromkeys(series.precision for series in scaling.series)
+    curves = "".join(_curves(kind, precision, scaling) for precision in precisions)
+    rule = (
+        "Each rank computes one micro-batch in a step; the global batch grows with the ranks."
+        if kind == "weak"
+        else "The global batch is fixed; each rank computes a smaller part of it when there are more ranks."
+    )
+    return (
+        f'<h2>{kind.capitalize()} scaling of training</h2><p>{rule}</p><div class="curves">{curves}</div>'
+        f'<section class="card"><figcaption>Where the time of a step goes</figcaption>{_bars(kind, scaling)}'
+        "</section>"
+    )
+
+
+def _curves(kind: Kind, precision: str, scaling: Scaling) -> str:
+    """The speed-up of all modes in one precision."""
+    lines = {
+        series.mode: points
+        for series, points in scaling.points.items()
+        if series.kind == kind and series.precision == precision and points
+    }
+    ranks = sorted({point.case.ranks for points in lines.values() for point in points})
+    title = f"{kind.capitalize()} scaling, {precision}: speed-up"
+    if not ranks:
+        return f'<figure class="card"><figcaption>{title}</figcaption><p>All cases failed.</p></figure>'
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    top = max([float(ranks[-1]), *(point.speed_up for points in lines.values() for point in points)])
+    first = 0 if len(ranks) == 1 else ranks[0]  # a single number of ranks is at the right edge
+
+    def x(count: float) -> str:
+        return f"{_LEFT + 10 + (count - first) / (ranks[-1] - first) * (right - _LEFT - 20):.1f}"
+
+    def y(value: float) -> str:
+        return f"{bottom - value / top * (bottom - _TOP):.1f}"
+
+    colors = {mode: number % _LINE_COLORS for number, mode in enumerate(lines)}
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if top / step <= 6)
+    across = "".join(
+        f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{tick}</text>'
+        for tick in range(0, int(top) + 1, step)
+    )
+    along = "".join(
+        f'<path class="tick" d="M{x(count)} {bottom}v4"/>'
+        f'<text x="{x(count)}" y="{bottom + 16}" text-anchor="middle">{count}</text>'
+        for count in ranks
+    )
+    ideal = f'<path class="ideal" d="M{x(ranks[0])} {y(ranks[0])}L{x(ranks[-1])} {y(ranks[-1])}"/>'
+    plots = "".join(
+        f'<g class="line l{colors[mode]}">'
+        f'<path d="M{"L".join(f"{x(point.case.ranks)} {y(point.speed_up)}" for point in points)}"/>'
+        + "".join(
+            f'<circle cx="{x(point.case.ranks)}" cy="{y(point.speed_up)}" r="3.5"><title>{mode}, '
+            f"{point.case.ranks} ranks: {point.speed_up:.2f}, efficiency {point.efficiency:.0%}</title>"
+            "</circle>"
+            for point in points
+        )
+        + "</g>"
+        for mode, points in lines.items()
+    )
+    key = "".join(f'<span><b class="l{colors[mode]}"></b>{mode}</span>' for mode in lines)
+    return (
+        f'<figure class="card"><figcaption>{title}</figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'
+        f'{across}<path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{ideal}{plots}'
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">ranks</text>'
+        f'<text transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">speed-up'
+        f'</text></svg><p class="key">{key}<span>dashed: ideal</span></p></figure>'
+    )
+
+
+def _bars(kind: Kind, scaling: Scaling) -> str:
+    rows = [
+        (point, number == 0)
+        for series, points in scaling.points.items()
+        if series.kind == kind
+        for number, point in enumerate(points)
+    ]
+    longest = max((point.result.step for point, _ in rows), default=1.0)
+    parts = _PARTS if scaling.root else _PARTS[:2]
+    key = "".join(f'<span><b class="stage s{_COLORS[name]}"></b>{name}</span>' for name in parts)
+    return "".join(_bar(point, longest, first) for point, first in rows) + f'<p class="key">{key}</p>'
+
+
+def _bar(point: Point, longest: float, first: bool) -> str:
+    case, result = point.case, point.result
+    segments = "".join(
+        f'<span class="stage s{_COLORS[name]}" style="width:{100 * seconds / longest:.2f}%" '
+        f'title="{name}: {milliseconds(seconds)} ms"></span>'
+        for name, seconds in _seconds(point)
+    )
+    low, high = (milliseconds(seconds) for seconds in result.range)
+    return (
+        f'<div class="row{" first" * first}" title="from {low} to {high} ms">'
+        f'<span class="name">{case.mode} {case.precision}, {case.ranks} rank{"s" * (case.ranks > 1)}</span>'
+        f'<span class="track stages">{segments}</span>'
+        f'<span class="value">{milliseconds(result.step)} ms, efficiency {point.efficiency:.0%}</span></div>'
+    )
+
+
+def _seconds(point: Point) -> Iterator[tuple[str, float]]:
+    for name in _PARTS:
+        seconds = getattr(point.result, name)
+        if seconds:
+            yield name, seconds

@@ -1,0 +1,288 @@
+"""Synthetic source tars with the format, statistics and irregularities of SA-1B, but none of its data.
+
+Every image is a function of (seed, image id, long side, simple). Means of 200 images at full size: JPEG 1.30
+MB (q95) and 0.52 MB (q75); JSON 62 kB; 92 masks of 316 runs, with a median area of 0.21 %. One core draws 3
+images a second at full size, 30 at 640 pixels (`pytest tests/synthetic/test_source_tars.py -k calibration
+-s`).
+"""
+
+import gzip
+import io
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from sa1b.programs.synthetic.annotation import AnnotationFile, annotate
+from sa1b.programs.synthetic.phrases import Phrases
+from sa1b.programs.synthetic.scene import Shape, draw, plan
+from sa1b.storage.atomic import write_whole
+from sa1b.storage.processes import temporary_path
+from sa1b.workers import Failure, supervise
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+IDS_PER_TAR = 11_187  # images per tar in the download; the ids of a tar do not depend on its number of images
+MTIME = 1_680_000_000  # seconds; a fixed time, chosen arbitrarily
+PHRASES = "phrases.parquet"
+_SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
+
+
+@dataclass(slots=True)
+class SyntheticSummary:
+    tars: int = 0
+    images: int = 0
+    masks: int = 0
+    runs: int = 0
+    jpeg_bytes: int = 0
+    json_bytes: int = 0
+    tar_bytes: int = 0
+
+    def add(self, other: "SyntheticSummary") -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    def document(self) -> dict[str, int]:
+        return asdict(self)
+
+    def table(self) -> str:
+        images, masks = max(self.images, 1), max(self.masks, 1)
+        return "\n".join(
+            f"{name:<11}{total:>15,}{each}"
+            for name, total, each in (
+                ("tars", self.tars, ""),
+                ("images", self.images, ""),
+                ("masks", self.masks, f"{self.masks / images:>13,.1f} per image"),
+                ("runs", self.runs, f"{self.runs / masks:>13,.1f} per mask"),
+                ("JPEG bytes", self.jpeg_bytes, f"{self.jpeg_bytes / images:>13,.0f} per image"),
+                ("JSON bytes", self.json_bytes, f"{self.json_bytes / images:>13,.0f} per image"),
+                ("tar bytes", self.tar_bytes, ""),
+            )
+        )
+
+
+def scene(
+    image_id: int, seed: int = 0, long_side: int | None = None, *, simple: bool = False
+) -> tuple[bytes, AnnotationFile]:
+    """One image and its annotation file, as `json.loads` returns it.
+
+    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF.
+
+    Args:
+        image_id: SA-1B image id, at least 0.
+        seed: seed of the whole dataset.
+        long_side: pixels of the longer side; None for full size (mostly 2250x1500).
+        simple: few large objects with plain surfaces; see `sa1b.programs.synthetic.scene.plan`.
+    """
+    jpeg, annotations, *_ = _scene(image_id, seed, long_side, simple)
+    return jpeg, annotations
+
+
+def _scene(
+    image_id: int, seed: int, long_side: int | None, simple: bool
+) -> tuple[bytes, AnnotationFile, int, list[Shape]]:
+    """The return values of `scene`, the number of runs of all masks, and the objects of the annotations."""
+    rng = np.random.default_rng([seed, image_id, long_side or 0])
+    outlook = plan(rng, long_side, simple=simple)
+    picture, shapes = draw(rng, outlook)
+    jpeg: bytes = simplejpeg.encode_jpeg(picture, quality=outlook.quality, colorsubsampling="420")
+    return jpeg, *annotate(rng, image_id, outlook.height, outlook.width, shapes)
+
+
+def write_tar(
+    path: str | Path,
+    *,
+    images: int,
+    first_id: int,
+    seed: int = 0,
+    long_side: int | None = None,
+    simple: bool = False,
+    compress: bool = True,
+    directory: bool = True,
+    temporary: Path | None = None,
+    phrases: Phrases | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> SyntheticSummary:
+    """Write one source tar in the format of the download, and commit it when it is complete.
+
+    Memory: a few images, because a temporary file holds the members until they are shuffled.
+
+    Args:
+        path: path of the tar; an existing file is replaced.
+        images: number of pairs; the ids start at `first_id`.
+        seed, long_side, simple: see `scene`.
+        compress: write gzip, as in the download; False for a plain tar.
+        directory: write an entry for `./` first.
+        temporary: path of the incomplete tar, in the same folder; by default one that no other process uses.
+        phrases: receives the phrases of the objects.
+        progress: called with 1 for every image drawn.
+    """
+    path = Path(path)
+    temporary = temporary or temporary_path(path)
+    summary = SyntheticSummary(tars=1, images=images)
+    members: list[tuple[str, int, int]] = []  # name, offset and length in the spill file
+    try:
+        with ExitStack() as stack:
+            out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
+            if compress:  # no name and no time in gzip's header: equal content gives equal bytes
+                out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
+            tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
+            spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
+            for image_id in range(first_id, first_id + images):
+                jpeg, annotations, runs, shapes = _scene(image_id, seed, long_side, simple)
+                if phrases is not None:
+                    _describe(phrases, annotations, shapes)
+                text = json.dumps(annotations).encode()
+                for suffix, data in (("jpg", jpeg), ("json", text)):
+                    members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
+                    spill.write(data)
+                summary.masks += len(annotations["annotations"])
+                summary.runs += runs
+                summary.jpeg_bytes += len(jpeg)
+                summary.json_bytes += len(text)
+                if progress is not None:
+                    progress(1)
+            if directory:
+                entry = _entry("./", 0)
+                entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(entry)
+            for index in np.random.default_rng([seed, first_id, _SHUFFLE, 0]).permutation(len(members)):
+                name, offset, length = members[index]
+                spill.seek(offset)
+                tar.addfile(_entry(name, length), io.BytesIO(spill.read(length)))
+        summary.tar_bytes = temporary.stat().st_size
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return summary
+
+
+def _describe(phrases: Phrases, annotations: AnnotationFile, shapes: list[Shape]) -> None:
+    pixels = annotations["image"]["width"] * annotations["image"]["height"]
+    areas = [annotation["area"] / pixels for annotation in annotations["annotations"]]
+    looks = [shape.look for shape in shapes if shape.look is not None]
+    ids = [annotation["id"] for annotation in annotations["annotations"]]
+    phrases.add(annotations["image"]["image_id"], ids, looks, areas)
+
+
+def _entry(name: str, size: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime, entry.mode = size, MTIME, 0o644
+    return entry
+
+
+def write_tars(
+    out: str | Path,
+    *,
+    tars: int = 2,
+    images_per_tar: int = 100,
+    first_tar: int = 0,
+    seed: int = 0,
+    long_side: int | None = None,
+    simple: bool = False,
+    compress: bool = True,
+    workers: int = 1,
+    overwrite: bool = False,
+    phrases: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> SyntheticSummary:
+    """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
+
+    Args:
+        first_tar: number of the first tar; the ids of tar t start at 1 + t * 11187.
+        seed, long_side, simple, compress, progress: see `write_tar`.
+        workers: worker processes; each writes one tar at a time.
+        overwrite: replace existing tars.
+        phrases: also write phrases.parquet, a row for each mask; see `sa1b.programs.synthetic.phrases`.
+
+    Raises:
+        FileExistsError: one of the files exists; nothing was written.
+        OSError: the disk is full or fails; with the path of the tar.
+        ChildProcessError: a worker failed for another reason; the message names its tar.
+        ValueError: `images_per_tar` is out of range.
+    """
+    if not 0 < images_per_tar <= IDS_PER_TAR:
+        raise ValueError(f"images_per_tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = [(out / f"sa_{tar:06d}.tar", 1 + tar * IDS_PER_TAR) for tar in range(first_tar, first_tar + tars)]
+    present = [path for path, _ in jobs if path.exists()]
+    if present and not overwrite:
+        raise FileExistsError(
+            f"{present[0]}: already exists ({len(present)} of {tars} tars do); replace them with --overwrite"
+        )
+    table = out / PHRASES
+    if phrases and table.exists() and not overwrite:
+        raise FileExistsError(f"{table}: already exists; replace it and the tars with --overwrite")
+    options = images_per_tar, seed, long_side, simple, compress, phrases
+    tasks = [(path, temporary_path(path), first_id, *options) for path, first_id in jobs]
+    total, described = SyntheticSummary(), Phrases()
+    events = supervise(_work, tasks, workers=workers)
+    try:
+        for event in events:
+            if event.kind == "progress" and progress is not None:
+                progress(event.value)
+            elif event.kind == "done":
+                summary, phrases_of_tar = event.value
+                total.add(summary)
+                described.extend(phrases_of_tar)
+            elif event.kind in ("failed", "lost"):
+                path = jobs[event.task][0]
+                if isinstance(event.value, Failure) and event.value.errno is not None:
+                    raise OSError(event.value.errno, os.strerror(event.value.errno), str(path))
+                why = event.value.message if isinstance(event.value, Failure) else event.value
+                raise ChildProcessError(f"{path}: {why}")
+    finally:
+        events.close()
+        for _, temporary, *_ in tasks:
+            temporary.unlink(missing_ok=True)
+    if phrases:
+        _write_table(described.table(), table)
+    return total
+
+
+def _write_table(table: "pa.Table", path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def _work(
+    path: Path,
+    temporary: Path,
+    first_id: int,
+    images: int,
+    seed: int,
+    long_side: int | None,
+    simple: bool,
+    compress: bool,
+    describe: bool,
+    report: Callable[[int], None],
+) -> tuple[SyntheticSummary, Phrases]:
+    cv2.setNumThreads(1)
+    phrases = Phrases()
+    summary = write_tar(
+        path,
+        images=images,
+        first_id=first_id,
+        seed=seed,
+        long_side=long_side,
+        simple=simple,
+        compress=compress,
+        temporary=temporary,
+        phrases=phrases if describe else None,
+        progress=report,
+    )
+    return summary, phrases

@@ -1,0 +1,91 @@
+"""Make synthetic source tars: drawn images in the format of the SA-1B download, with its statistics.
+
+Example: sa1b synthesize source --long-side 640
+
+Exit code 0: written; 2: not written; 130: interrupted.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.report import present
+from sa1b.sources.path_arguments import check_here
+
+TOUR = (10, "Make shards", "make synthetic source tars", "sa1b synthesize downloads --long-side 640")
+
+
+def main(
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
+    /,
+    tars: int = 2,
+    images_per_tar: int = 100,
+    long_side: int | None = None,
+    first_tar: int = 0,
+    seed: int = 0,
+    simple: bool = False,
+    plain: bool = False,
+    phrases: bool = False,
+    workers: int | None = None,
+    overwrite: bool = False,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Make synthetic source tars: drawn images in the format of the SA-1B download, with its statistics.
+
+    The tars are gzip, with ./sa_<id>.jpg and ./sa_<id>.json in random order, like the download. The same
+    options give the same bytes for any number of workers. An image of full size takes about 0.4 s and 1 MB,
+    an image of 640 pixels 0.03 s and 0.1 MB. Without flags: 200 images, 80 s of processor time, 200 MB.
+
+    Args:
+        out: Folder for sa_000000.tar, sa_000001.tar, ...; created if it is missing.
+        tars: Number of tars.
+        images_per_tar: Images per tar, at most 11187.
+        long_side: Pixels of the longer side, at least 32; by default full size, mostly 2250x1500.
+        first_tar: Number of the first tar, which determines the image ids.
+        seed: Seed of the images.
+        simple: Draw a few large objects with smooth outlines and plain surfaces instead of scenes with
+            SA-1B's statistics, so that a small model learns in minutes.
+        plain: Write plain tars instead of gzip.
+        phrases: Also write OUT/phrases.parquet, which describes the size, colour, texture and shape of each
+            object, for `sa1b train --preset grounding --data.text OUT/phrases.parquet`.
+        workers: Worker processes, each with one tar at a time; by default one for each CPU that this job may
+            use.
+        overwrite: Replace existing tars.
+        json_output: Print the summary as JSON, without progress.
+    """
+    check_here("OUT", out)
+    with loading():
+        from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, write_tars
+        from sa1b.progress import bar
+        from sa1b.workers import available_cpus
+    if tars < 1:
+        raise UsageError(f"--tars {tars}: must be at least 1")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: must be at least 1")
+    if not 0 < images_per_tar <= IDS_PER_TAR:
+        raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
+    if long_side is not None and long_side < 32:
+        raise UsageError(f"--long-side {long_side}: must be at least 32 pixels")
+    if (out / "dataset.json").exists():
+        raise UsageError(f"{out}: a dataset directory; name another folder for source tars")
+    with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
+        summary = write_tars(
+            out,
+            tars=tars,
+            images_per_tar=images_per_tar,
+            first_tar=first_tar,
+            seed=seed,
+            long_side=long_side,
+            simple=simple,
+            compress=not plain,
+            workers=available_cpus() if workers is None else workers,
+            overwrite=overwrite,
+            phrases=phrases,
+            progress=shown.update,
+        )
+    present(summary, json_output)
+    return 0

@@ -1,0 +1,383 @@
+"""A verified copy of a dataset directory: folder or bucket to folder or bucket.
+
+A source's shards and indexes are copied first, verified by their digests in dataset.json, then its task file;
+the sample table and dataset.json follow all sources. The same call resumes a copy: a source with a task file
+is skipped, and an object of the right size and digest is kept.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.console import command
+from sa1b.errors import UsageError
+from sa1b.names import SHARD_PREFIX, is_quarantine_file
+from sa1b.programs.transfer.partial import partial_task
+from sa1b.programs.transfer.plan import Plan, make_plan
+from sa1b.programs.transfer.summary import CopySummary
+from sa1b.progress import Bar, bar
+from sa1b.shards.commit import (
+    abort_uploads,
+    dataset_claim,
+    remove_old_tables,
+    rows_of_indexes,
+    shard_files,
+    write_dataset,
+)
+from sa1b.shards.manifest import (
+    DATASET,
+    QUARANTINE,
+    TASKS,
+    VIEWS,
+    ShardInfo,
+    Task,
+    is_current,
+    no_dataset,
+    read_tasks,
+    task_name,
+    write_task,
+)
+from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
+from sa1b.shards.stored import check_outside, check_own
+from sa1b.storage.atomic import naming_path
+from sa1b.storage.claim import ENDING, Claim, holder
+from sa1b.storage.errors import DamageError, MissingError
+from sa1b.storage.fetch import digest, fetch
+from sa1b.storage.protocols import READ_ONLY, protocol_of
+from sa1b.storage.scratch import check_scratch
+from sa1b.storage.store import Root, Store, open_store
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user interrupted the copy."""
+
+
+class _Damaged(Exception):
+    """A file of the source directory is damaged or missing; the message has the repair."""
+
+
+def copy_dataset(
+    root: Root,
+    dest: Root,
+    *,
+    shards: Sequence[str] = (),
+    images: npt.NDArray[np.uint64] | None = None,
+    workers: int = 1,
+    scratch: Path | None = None,
+    quiet: bool = False,
+) -> CopySummary:
+    """Copy a dataset directory, verified; resumes an interrupted copy.
+
+    A source with a damaged shard is skipped and the others are copied. With `shards` or `images`, views are
+    not copied. Memory: 64 MiB for each worker.
+
+    Args:
+        root: folder or URL of the dataset directory.
+        dest: folder or URL of the copy, empty or with a part of the same dataset.
+        shards: patterns of shards' names (fnmatch); only these are copied.
+        images: uint64 [N], ascending; only shards that hold one of these images are copied.
+        workers: threads, each copies one source at a time.
+        scratch: of a URL: local folder for the objects that are being copied.
+
+    Raises:
+        ManifestError: `root` has no readable dataset.
+        UsageError: `dest` is another dataset, or a disk is too small.
+        OSError, sa1b.storage.errors.StorageError: the destination cannot be written, or a store cannot be
+            reached. What was copied is kept.
+    """
+    began = time.monotonic()
+    source, target = open_store(root, scratch=scratch), open_store(dest, scratch=scratch)
+    _check_apart(source, target)
+    plan = make_plan(source, target, shards, images)
+    summary = CopySummary(source.root, target.root, target.url(DATASET), skipped=sorted(plan.finished))
+    _check_content(target)
+    _check_space(target, plan, workers)
+    target.scratch.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target)
+    with naming_path(target.scratch):
+        staging = make_staging(staging_place(target))
+    total = sum(shard.bytes + shard.index_bytes for name in plan.remaining() for shard in plan.shards[name])
+    try:
+        with clean_scratch(source), bar(total, "copy", "B", quiet) as progress:
+            copy = _Copy(source, target, plan, staging=staging, summary=summary, progress=progress)
+            copy.release_claims()
+            copy.sources(workers)
+            if not shards and images is None:
+                copy.views()
+            copy.dataset()
+    finally:
+        remove_staging(staging)
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+class _Copy:
+    """The state of one copy, shared by its threads."""
+
+    def __init__(
+        self, source: Store, target: Store, plan: Plan, *, staging: Path, summary: CopySummary, progress: Bar
+    ) -> None:
+        self.source, self.target, self.plan = source, target, plan
+        self.staging, self.summary, self.progress = staging, summary, progress
+        self.busy: list[str] = []  # sources that another process writes
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+
+    def sources(self, workers: int) -> None:
+        """Copy all sources, each in one thread."""
+        with ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool:
+            running = [pool.submit(self._source, name) for name in self.plan.remaining()]
+            try:
+                for future in as_completed(running):
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                for future in running:
+                    future.cancel()
+                raise
+
+    def views(self) -> None:
+        """Copy the files of views. The document of a view is copied after its other files."""
+        names = self.source.names(VIEWS)
+        for name in sorted(names, key=lambda name: (Path(name).stem, name.endswith(".json"))):
+            with self.source.files(f"{VIEWS}/{name}") as (path,):
+                data = hashlib.sha256(path.read_bytes()).digest()
+                with self.target.files(f"{VIEWS}/{name}") as (there,):
+                    if there.is_file() and hashlib.sha256(there.read_bytes()).digest() == data:
+                        continue
+                staged = self._staged(name, path)
+            self.target.commit_file(staged, f"{VIEWS}/{name}")
+            self.summary.views.append(name)
+
+    def dataset(self) -> None:
+        """Write the sample table and dataset.json over the copied sources."""
+        with dataset_claim(self.target):
+            tasks = read_tasks(self.target)
+            failed = self.plan.failed | {
+                name: why
+                for name, why in self.summary.failed.items()
+                if name not in tasks and name not in self.busy
+            }
+            pending = sorted({*self.plan.pending, *self.busy} - tasks.keys() - failed.keys())
+            for name in self.plan.failed:
+                with contextlib.suppress(FileNotFoundError):
+                    why = task_name(name, "failed")
+                    self.target.put(why, self.source.read(why))
+            if tasks and not is_current(self.target, tasks, failed, pending):
+                write_dataset(self.target, tasks, failed, pending)
+            remove_old_tables(self.target)
+        shards = [shard for task in tasks.values() for shard in task.shards]
+        self.summary.missing = sorted({*self.plan.failed, *self.plan.pending})
+        self.summary.sources, self.summary.shards = len(tasks), len(shards)
+        self.summary.images = sum(shard.images for shard in shards)
+        self.summary.masks = sum(shard.masks for shard in shards)
+        self.summary.partial = [name for name in self.plan.shards if not self.plan.is_whole(name)]
+
+    def release_claims(self) -> None:
+        """Remove claims of finished sources that a process did not release because it was killed."""
+        claimed = {name.removesuffix(ENDING) for name in self.target.names(TASKS, ENDING)}
+        for name in claimed & self.plan.finished:
+            claim = Claim.take(self.target, task_name(name, "claim"))
+            if claim is not None:
+                claim.release()
+
+    def _source(self, name: str) -> None:
+        """Copy a source; its task file is written last."""
+        self._check_running()
+        claim = Claim.take(self.target, task_name(name, "claim"))
+        if claim is None:
+            owner = holder(self.target, task_name(name, "claim"))
+            with self._lock:
+                self.busy.append(name)
+                self.summary.failed[name] = (
+                    f"{owner or 'another process'} is writing this source to {self.target.root}; run the "
+                    "same command again after it has ended"
+                )
+            return
+        with claim:
+            abort_uploads(self.target, name)
+            damage = [why for shard in self.plan.shards[name] for why in self._shard(name, shard)]
+            claim.check()
+            if damage:
+                with self._lock:
+                    self.summary.failed[name] = "; ".join(damage)
+                return
+            self._finish(name)
+
+    def _shard(self, name: str, shard: ShardInfo) -> list[str]:
+        """Copy a shard and its index; returns what is damaged in the source directory."""
+        tar, index = shard_files(shard.name)
+        damage = []
+        for file, size, expected in (
+            (tar, shard.bytes, shard.sha256),
+            (index, shard.index_bytes, shard.index_sha256),
+        ):
+            try:
+                self._object(file, size, expected)
+            except _Damaged as error:
+                if file == index:
+                    repair = f"run `{command('index')} {self.source.url(tar)}`"
+                else:
+                    repair = (
+                        f"restore it from a copy, or run `{command('reshard')}` again with the source, "
+                        f"--out {self.source.root} and --redo {name}"
+                    )
+                damage.append(f"{error}; {repair}")
+        return damage
+
+    def _object(self, name: str, size: int, expected: str) -> None:
+        """Copy one object, verified, unless the destination has it."""
+        if (stored := self.target.size(name)) is not None:
+            if stored == size and digest(self.target.reader, name, self._check_running) == expected:
+                self._advance(size)
+                with self._lock:
+                    self.summary.bytes_kept += size
+                return
+            check_own(self.target, [name])
+        staged = self.staging / name
+        # The bar shows the bytes that are read or, for an upload, the bytes that are stored.
+        read = self._advance if self.target.is_local else self._check_running
+        try:
+            with naming_path(staged), staged.open("w+b") as file:
+                self._fetch(name, size, expected, file, read)
+                file.flush()
+                os.fsync(file.fileno())
+            self.target.commit_file(staged, name, None if self.target.is_local else self._advance)
+        finally:
+            staged.unlink(missing_ok=True)
+        with self._lock:
+            self.summary.bytes_copied += size
+
+    def _fetch(
+        self, name: str, size: int, expected: str, file: BinaryIO, progress: Callable[[int], None]
+    ) -> None:
+        url = self.source.url(name)
+        actual = self.source.size(name)
+        if actual is None:
+            raise _Damaged(f"{url}: missing")
+        if actual != size:
+            raise _Damaged(f"{url}: {actual:,} bytes, {size:,} recorded")
+        try:
+            fetch(self.source.reader, name, expected, file, progress)
+        except (MissingError, FileNotFoundError):
+            raise _Damaged(f"{url}: missing") from None
+        except DamageError as error:
+            raise _Damaged(f"{url}: sha256 is {error.found}, {expected} recorded") from None
+
+    def _finish(self, name: str) -> None:
+        """Write the files of tasks/ and quarantine/ of a source whose shards are copied."""
+        task = self.plan.tasks[name]
+        if self.plan.is_whole(name):
+            self._quarantine(name)
+            if task.samples is not None:
+                with self.source.files(task_name(name, "samples")) as (path,):
+                    rows = path.read_bytes() if path.is_file() else b""
+                if hashlib.sha256(rows).hexdigest() == task.samples["sha256"]:
+                    self.target.put(task_name(name, "samples"), rows)
+        else:
+            task = self._partial(task, self.plan.shards[name])
+        write_task(self.target, task)
+
+    def _partial(self, task: Task, shards: list[ShardInfo]) -> Task:
+        with self.target.files(*(shard_files(shard.name)[1] for shard in shards)) as indexes:
+            task = partial_task(task, shards, indexes, self.target.reader)
+            rows = rows_of_indexes(indexes)
+        self.target.put(task_name(task.name, "samples"), rows)
+        return replace(task, samples={"bytes": len(rows), "sha256": hashlib.sha256(rows).hexdigest()})
+
+    def _quarantine(self, name: str) -> None:
+        folder = f"{QUARANTINE}/{name}"
+        files = self.source.names(folder)
+        if not files:
+            return
+        staged = self.staging / f"{name}.quarantine"
+        staged.mkdir()
+        for file in files:
+            self._check_running()
+            with self.source.files(f"{folder}/{file}") as (path,):
+                self._staged(f"{staged.name}/{file}", path)
+        self.target.commit_folder(staged, folder, is_quarantine_file)
+
+    def _staged(self, name: str, path: Path) -> Path:
+        """A flushed copy of a small local file in the staging folder."""
+        staged = self.staging / name
+        with naming_path(staged), path.open("rb") as file, staged.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
+        return staged
+
+    def _advance(self, count: int) -> None:
+        self._check_running()
+        with self._lock:
+            self.progress.update(count)
+
+    def _check_running(self, count: int = 0) -> None:
+        """End this thread if another one has failed or the user interrupted the copy."""
+        if self._stop.is_set():
+            raise _Stopped
+
+
+def _check_apart(source: Store, target: Store) -> None:
+    """Refuse a missing source directory, a copy to or into itself, and a DEST that cannot be written."""
+    if source.is_local and not Path(source.root).is_dir():
+        raise no_dataset(source.root)
+    protocol = protocol_of(target.root)
+    if protocol in READ_ONLY:
+        raise UsageError(
+            f"{target.root}: {protocol} can only be read; name a folder, or a URL of s3://, gs:// or az://"
+        )
+    source_root, target_root = source.root.rstrip("/"), target.root.rstrip("/")
+    if source.is_local and target.is_local:
+        source_root, target_root = str(Path(source_root).resolve()), str(Path(target_root).resolve())
+    if target.is_local and Path(target.root).exists() and not Path(target.root).is_dir():
+        raise UsageError(f"{target.root}: is a file; name a folder or a URL as DEST")
+    if target.is_local:
+        check_outside(Path(target.root))
+    if source_root == target_root or f"{target_root}/".startswith(f"{source_root}/"):
+        raise UsageError(f"{target.root}: is {source.root} or a folder in it; name another DEST")
+
+
+def _check_content(target: Store) -> None:
+    """Refuse a destination with files that belong to no dataset directory."""
+    if target.exists(DATASET) or target.names(TASKS):
+        return
+    # An interrupted copy may have shards without a task file.
+    names = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, QUARANTINE}
+    others = [name for name in names if not name.startswith((SHARD_PREFIX, "samples-"))]
+    if others:
+        raise UsageError(
+            f"{target.root}: contains {min(others)!r}, which is no part of a dataset directory; name an "
+            "empty folder as DEST"
+        )
+
+
+def _check_space(target: Store, plan: Plan, workers: int) -> None:
+    """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
+    shards = [shard for name in plan.remaining() for shard in plan.shards[name]]
+    if not target.is_local:
+        check_scratch(target, [shard.bytes for shard in shards], workers)
+        return
+    stored = target.sizes()
+    sizes = {shard.name: shard.bytes for shard in shards}
+    sizes |= {shard_files(shard.name)[1]: shard.index_bytes for shard in shards}
+    need = sum(size for name, size in sizes.items() if stored.get(name) != size)
+    folder = target.scratch.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need:
+        raise UsageError(
+            f"{target.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed; name a larger disk "
+            "as DEST, or copy fewer shards with --shards"
+        )

@@ -1,0 +1,398 @@
+"""Evaluation on a COCO-format annotation file, for example to reproduce published tables.
+
+    sa1b train --preset vit_h --init sam_vit_h_4b8939.pth --evaluate-only
+        --evaluation.coco instances_val2017.json --evaluation.images val2017
+
+By default masks are scored by the protocol of sa1b.sam.protocol, with the annotations' boxes as box prompts.
+The result is the mean IoU by prompt and by COCO's sizes. With --evaluation.detections, a file of COCO results
+with boxes ([{"image_id", "category_id", "bbox", "score"}, ...]), these boxes are the prompts, and pycocotools
+computes the average precision of the masks.
+
+Box prompts have the same form as in the published code: x, y, x + width, y + height. Crowds are left out.
+Each rank evaluates every world_size-th image.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.precision import autocast
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.limit import Limited, OverdueError
+from sa1b.masks import coco
+from sa1b.masks.dense import runs_of
+from sa1b.masks.grid import framed_size
+from sa1b.masks.raster import rasterize
+from sa1b.masks.runs import MaskError, Runs
+from sa1b.sam.prediction import framed_image
+from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
+from sa1b.sam.score import Score
+from sa1b.sam.targets import Targets
+
+T = TypeVar("T")
+_LIMITED = Limited()
+_SHOWN = 60  # largest number of characters of a value in a message
+_COCO = "pass an annotation file in COCO's format, such as instances_val2017.json"
+_AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # names of the first figures of COCOeval
+
+
+class CocoError(Sa1bError):
+    """An image or a mask that cannot be read or decoded; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CocoImage:
+    """An image of an annotation file.
+
+    Attributes:
+        height, width: size of the image in pixels.
+        annotations, detections: entries of its masks, without crowds, and of its boxes in the two files.
+    """
+
+    id: int
+    path: Path
+    height: int
+    width: int
+    annotations: list[dict[str, Any]]
+    detections: list[dict[str, Any]]
+
+
+def read_coco(
+    annotations: Path, folder: Path, detections: Path | None = None, deadline: float = 300.0
+) -> list[CocoImage]:
+    """The images of an annotation file, by id.
+
+    Args:
+        deadline: seconds that the read of one file may take.
+
+    Raises:
+        UsageError: a file has another format, or images are missing; the message names the flag and the file.
+        CocoError: a file cannot be read within the deadline.
+    """
+    document = _json("--evaluation.coco", annotations, deadline)
+    if not isinstance(document, dict) or not all(
+        isinstance(document.get(name), list) for name in ("images", "annotations")
+    ):
+        raise UsageError(f"--evaluation.coco {annotations}: has no lists of images and annotations; {_COCO}")
+    boxes = [] if detections is None else _json("--evaluation.detections", detections, deadline)
+    if detections is not None and not isinstance(document.get("categories"), list):
+        raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
+    if not isinstance(boxes, list):
+        raise UsageError(f"--evaluation.detections {detections}: not a list; pass results in COCO's format")
+    images: dict[int, CocoImage] = {}
+
+    def take_image(one: Any) -> None:
+        number = _field(one, "id", int)
+        if number in images:
+            raise _EntryError(f"has id {number}, which an earlier image also has")
+        path = folder / _field(one, "file_name", str)
+        height, width = _field(one, "height", int), _field(one, "width", int)
+        images[number] = CocoImage(number, path, height, width, [], [])
+
+    def take_annotation(one: Any) -> None:
+        image = _image_of(one, images)
+        if detections is not None:  # only the fields that pycocotools reads
+            for name in ("id", "category_id", "iscrowd", "area"):
+                _field(one, name, float)
+        if not one.get("iscrowd"):
+            image.annotations.append(one)
+
+    def take_detection(one: Any) -> None:
+        image = _image_of(one, images)
+        _field(one, "bbox", _corners), _field(one, "score", float), _field(one, "category_id", int)
+        image.detections.append(one)
+
+    _take_each(document["images"], f"--evaluation.coco {annotations}: images", take_image)
+    _take_each(document["annotations"], f"--evaluation.coco {annotations}: annotations", take_annotation)
+    _take_each(boxes, f"--evaluation.detections {detections}: results", take_detection)
+    if images and not any(image.annotations for image in images.values()):
+        raise UsageError(f"--evaluation.coco {annotations}: has no annotations other than crowds; {_COCO}")
+    if detections is not None and not boxes:
+        raise UsageError(f"--evaluation.detections {detections}: has no detections; pass a file with one")
+    paths = [image.path for image in images.values()]
+    if missing := [path for path in paths if not _read("--evaluation.images", path, Path.is_file, deadline)]:
+        raise UsageError(
+            f"--evaluation.images {folder}: lacks {len(missing):,} of the {len(images):,} images of "
+            f"{annotations}, such as {missing[0].name}; pass the folder that holds all of them"
+        )
+    if not images:
+        raise UsageError(f"--evaluation.coco {annotations}: has no image; {_COCO}")
+    return [images[number] for number in sorted(images)]
+
+
+class _EntryError(ValueError):
+    """An invalid entry of a file; the message is a predicate without subject: "has no height"."""
+
+
+def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> None:
+    for number, one in enumerate(entries):
+        try:
+            take(one)
+        except _EntryError as error:
+            raise UsageError(f"{where}, entry {number} (from 0): {error}; correct the file") from None
+
+
+def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
+    """A field of an entry, converted by `read`."""
+    if not isinstance(one, dict):
+        raise _EntryError("is not a JSON object")
+    if name not in one:
+        raise _EntryError(f"has no {name}")
+    try:
+        return read(one[name])
+    except (_EntryError, MaskError) as error:
+        raise _EntryError(f"has a {name} that cannot be used: {error}") from None
+    except Exception:  # pycocotools raises Exception itself
+        value = json.dumps(one[name])
+        shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+        raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
+
+
+def _image_of(one: Any, images: Mapping[int, CocoImage]) -> CocoImage:
+    number = _field(one, "image_id", int)
+    if number not in images:
+        raise _EntryError(f"has image_id {number}, but the annotation file has no image with this id")
+    return images[number]
+
+
+@torch.no_grad()
+def evaluate_coco(
+    module: nn.Module,
+    images: list[CocoImage],
+    annotations: Path,
+    image_size: int,
+    parallel: ParallelConfig,
+    rank_info: RankInfo,
+    *,
+    detected: bool,
+    deadline: float,
+) -> dict[str, float]:
+    """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
+
+    Args:
+        module: wrapped `Interactive`.
+        annotations: the annotation file of the images.
+        detected: True: prompt with the detections and return average precisions; False: prompt with the
+            annotations.
+        deadline: seconds that the read of one image may take.
+
+    Returns:
+        If detected, "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores
+        of `Score.result` and "empty", the number of annotations without a pixel, which are left out.
+
+    Raises:
+        CocoError: an image or a mask cannot be read or decoded.
+    """
+    module.eval()
+    device = rank_info.device
+    score = Score.empty(device, PROMPTS)
+    empty = torch.zeros(1, dtype=torch.int64, device=device)
+    results: list[dict[str, Any]] = []
+    for image, pixels, truth, areas in _loaded(images, annotations, rank_info, deadline):
+        inputs = _inputs(pixels, image_size, device)
+        with autocast(parallel.precision, device):
+            if detected:
+                boxes = [] if image is None else [_corners(one["bbox"]) for one in image.detections]
+                source = (1, 1) if image is None else (image.height, image.width)
+                protocol = BoxMasks(np.array(boxes, np.float64).reshape(-1, 4), source)
+                masks = module(*inputs, protocol=protocol)["masks"]
+                if image is not None and boxes:
+                    results += _results(image, masks.cpu().numpy())
+            else:
+                filled = truth.masks.any(axis=(1, 2))
+                counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
+                protocol_of = SamProtocol([] if image is None else [counted])
+                found = module(*inputs, protocol=protocol_of)
+                sizes = torch.from_numpy(areas[filled]).to(device)
+                score.add(found["intersections"], found["unions"], sizes, torch.ones_like(sizes))
+                empty += int((~filled).sum())
+    if detected:
+        return _average_precision(annotations, results, rank_info)
+    if rank_info.world_size > 1:
+        score.all_reduce()
+        dist.all_reduce(empty)
+    return {**score.result(), "empty": int(empty)}
+
+
+def detection_line(scores: Mapping[str, float]) -> str:
+    """Average precisions in one line."""
+    labels = ("AP", "AP50", "AP75", "small", "medium", "large")
+    return ", ".join(f"{label} {scores[name]:.3f}" for name, label in zip(_AP, labels, strict=True))
+
+
+Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
+
+
+def _loaded(
+    images: list[CocoImage], annotations: Path, rank_info: RankInfo, deadline: float
+) -> Iterator[Loaded]:
+    """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
+    own = images[rank_info.rank :: rank_info.world_size]
+    steps = -(-len(images) // rank_info.world_size)
+    with ThreadPoolExecutor(1) as pool:
+        jobs = [partial(load_image, image, annotations, deadline) for image in own]
+        pending = pool.submit(jobs[0]) if jobs else None
+        for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
+            if pending is None:
+                truth = ImageTruth(np.zeros((0, 1, 1), np.bool_), np.zeros((0, 4)))
+                yield None, np.zeros((0, 0, 3), np.uint8), truth, np.zeros(0, np.int64)
+                continue
+            following = pool.submit(jobs[step + 1]) if step + 1 < len(jobs) else None
+            yield pending.result()
+            pending = following
+
+
+def load_image(image: CocoImage, annotations: Path, deadline: float = 300.0) -> Loaded:
+    """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
+
+    Raises:
+        CocoError: the image or one of its annotations cannot be read or decoded; the message names the file.
+    """
+    data = _read("--evaluation.images", image.path, partial(np.fromfile, dtype=np.uint8), deadline)
+    # Annotations refer to the stored pixels: the EXIF orientation is ignored.
+    flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+    decoded = cv2.imdecode(data, flags) if len(data) else None
+    if decoded is None:
+        raise CocoError(f"--evaluation.images: {image.path} cannot be decoded; download it again")
+    if decoded.shape[:2] != (image.height, image.width):
+        raise CocoError(
+            f"--evaluation.images: {image.path} has {decoded.shape[1]} x {decoded.shape[0]} pixels, its "
+            f"annotation {image.width} x {image.height}; pass the images that the annotations belong to"
+        )
+    masks = np.zeros((len(image.annotations), image.height, image.width), np.bool_)
+    boxes = np.zeros((len(image.annotations), 4))
+    areas = np.zeros(len(image.annotations), np.int64)
+    for i, one in enumerate(image.annotations):
+        try:
+            masks[i] = _field(one, "segmentation", partial(_mask, height=image.height, width=image.width))
+            boxes[i] = _field(one, "bbox", _corners)
+            areas[i] = _field(one, "area", int) if "area" in one else masks[i].sum()
+        except _EntryError as error:
+            raise CocoError(
+                f"--evaluation.coco {annotations}: annotation {one.get('id')} of image {image.id} {error}; "
+                "correct the file"
+            ) from None
+    pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
+    return image, pixels, ImageTruth(masks, boxes), areas
+
+
+def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
+    """A mask of COCO, polygons or runs, as pixels."""
+    if isinstance(segmentation, list):
+        from pycocotools import mask
+
+        joined = mask.merge(mask.frPyObjects(segmentation, height, width))
+        return np.asarray(mask.decode(joined), np.bool_)
+    if list(segmentation["size"]) != [height, width]:
+        size = [height, width]
+        raise _EntryError(f"a mask of {segmentation['size']} in an image of {size} (height, width)")
+    counts = segmentation["counts"]
+    if isinstance(counts, list):
+        lengths = np.array(counts, np.uint32)
+        if lengths.sum(dtype=np.int64) != height * width:
+            raise _EntryError("its runs do not add up to the pixels of the image")
+        runs = Runs(lengths, np.array([0, len(lengths)]), height, width)
+    else:
+        runs = coco.decode([counts], height, width)
+    return np.asarray(rasterize(runs, dtype=np.bool_)[0], np.bool_)
+
+
+def _corners(box: Any) -> tuple[float, float, float, float]:
+    x, y, width, height = map(float, box)
+    if not np.isfinite([x, y, width, height]).all() or width < 0 or height < 0:
+        raise _EntryError(f"{box} is not x, y, width, height")
+    return x, y, x + width, y + height
+
+
+def _inputs(
+    pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
+) -> tuple[Tensor, Targets, Tensor]:
+    """Arguments of `Interactive` without targets for one image, or for no image if `pixels` is empty."""
+    count = int(pixels.size > 0)
+    square, taken = np.zeros((count, image_size, image_size, 3), np.uint8), (image_size, image_size)
+    if count:
+        taken = framed_size(pixels.shape[0], pixels.shape[1], image_size)
+        square[0] = framed_image(pixels, *taken, image_size)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    targets = Targets(
+        masks=torch.zeros((0, image_size // 4, image_size // 4), dtype=torch.uint8, device=device),
+        boxes=torch.zeros((0, 4), device=device),
+        points=torch.zeros((0, 2), device=device),
+        image=none,
+        weights=torch.zeros(0, device=device),
+        keys=none,
+        sizes=torch.tensor([taken] * count, dtype=torch.int64, device=device).reshape(-1, 2),
+        counts=[0] * count,
+    )
+    return torch.from_numpy(square).permute(0, 3, 1, 2).to(device), targets, none[:count]
+
+
+def _results(image: CocoImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
+    """COCO results: the masks of an image's detections."""
+    size = [image.height, image.width]
+    return [
+        {
+            "image_id": image.id,
+            "category_id": one["category_id"],
+            "score": one["score"],
+            "segmentation": {"size": size, "counts": counts.decode("ascii")},
+        }
+        for one, counts in zip(image.detections, coco.encode(runs_of(masks)), strict=True)
+    ]
+
+
+def _average_precision(
+    annotations: Path, results: list[dict[str, Any]], rank_info: RankInfo
+) -> dict[str, float]:
+    of_all = [results]
+    if rank_info.world_size > 1:
+        of_all = of_all * rank_info.world_size
+        dist.all_gather_object(of_all, results)
+    everything = [one for some in of_all for one in some]
+    if not everything:
+        return dict.fromkeys(_AP, 0.0)
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the tables that pycocotools prints
+        truth = COCO(str(annotations))
+        judged = COCOeval(truth, truth.loadRes(everything), "segm")
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    return dict(zip(_AP, map(float, judged.stats[: len(_AP)]), strict=True))
+
+
+def _read(flag: str, path: Path, read: Callable[[Path], T], deadline: float) -> T:
+    """The result of `read`; a mount whose server is lost would block it without limit."""
+    try:
+        return _LIMITED.call(partial(read, path), deadline)
+    except OverdueError as error:
+        remedy = "repair the disk or the server of its mount, or raise --data.deadline"
+        raise CocoError(f"{flag}: {path}: {error}; {remedy}") from None
+
+
+def _json(flag: str, path: Path, deadline: float) -> Any:
+    try:
+        return json.loads(_read(flag, path, Path.read_bytes, deadline))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} {path}: not JSON ({error}); download it again") from None
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise UsageError(f"{flag} {path}: {reason}; pass a file that this user can read") from None

@@ -1,0 +1,340 @@
+"""The presets of `sa1b train`: settings of SAM models, of distilled ones and of grounding models."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch.distributed as dist
+
+from sa1b.engine.config import Config
+from sa1b.engine.data_config import DataConfig
+from sa1b.engine.settings import CheckpointConfig, OptimConfig
+from sa1b.errors import UsageError
+from sa1b.grounding.model import Grounding
+from sa1b.grounding.recipe import GroundingRecipe
+from sa1b.grounding.text_encoder import TextConfig
+from sa1b.recipes.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest
+from sa1b.sam.distillation import Distillation
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import PRESETS as MODELS
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.stream.tokenizer import open_tokenizer
+
+Preset = Literal[
+    "vit_b",
+    "vit_l",
+    "vit_h",
+    "sam2",
+    "vit_t",
+    "tiny",
+    "distill",
+    "distill_tiny",
+    "grounding",
+    "grounding_tiny",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamConfig(Config):
+    """A run that trains SAM.
+
+    Attributes:
+        preset: Set of defaults for all other flags. tiny: learns in minutes on two CPU cores. vit_b,
+            vit_l, vit_h: the published models with the recipe of their paper. sam2: vit_b with the recipe of
+            SAM 2's first stage, which is trained on SA-1B. vit_t: a small model, to be trained after
+            distill. distill, distill_tiny: the image encoder of a small model learns the embeddings of a
+            teacher; `--preset distill --help` shows their flags. grounding, grounding_tiny: SAM's image
+            encoder and a text encoder, which find what a phrase describes; `--preset grounding --help`.
+        model: Sizes of the model.
+        recipe: Prompts and losses.
+    """
+
+    evaluates: ClassVar[bool] = True
+
+    preset: Preset = "vit_b"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    recipe: Recipe = field(default_factory=Recipe)
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that the model takes, pixels."""
+        return self.model.image_size
+
+    def build(self) -> Interactive:
+        """The model together with the simulated user of interactive training."""
+        return Interactive(Sam(self.model), self.recipe)
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        _check_targets(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig(Config):
+    """A run in which the image encoder of a small SAM, the student, learns the embeddings of a larger one.
+
+    Attributes:
+        preset: Set of defaults for all other flags. distill: a student with the sizes of vit_t. distill_tiny:
+            a student for the teacher that `--preset tiny` trains.
+        distill: The teacher, and a cache of its embeddings.
+        model: Sizes of the student. Image size, patch size and channels are also those of the teacher.
+        recipe: Prompts of evaluations.
+    """
+
+    evaluates: ClassVar[bool] = True
+
+    preset: Preset = "distill"
+    distill: TeacherConfig = field(default_factory=TeacherConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    recipe: Recipe = field(default_factory=Recipe)
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that both models take, pixels."""
+        return self.model.image_size
+
+    def build(self) -> Distillation:
+        """Student and teacher."""
+        student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
+        teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
+        cache = None if self.evaluate_only else open_cache(self.distill)
+        return Distillation(student, self.recipe, teacher, cache)
+
+    def resolved(self) -> "DistillConfig":
+        """The settings with the digest of the teacher; see `Config.resolved`."""
+        if self.dry_run:
+            return self
+        return replace(
+            self, distill=replace(self.distill, digest=teacher_digest(self.distill.teacher, self.scratch))
+        )
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        self.distill.check()
+
+
+@dataclass(frozen=True, slots=True)
+class GroundingConfig(Config):
+    """A run that trains a grounding model.
+
+    Attributes:
+        preset: Set of defaults for all other flags. grounding: the image encoder of vit_b. grounding_tiny:
+            learns in minutes on two CPU cores.
+        model: Sizes of the image encoder.
+        text: Sizes of the text encoder.
+        recipe: Losses.
+    """
+
+    evaluates: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
+
+    preset: Preset = "grounding"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    recipe: GroundingRecipe = field(default_factory=GroundingRecipe)
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that the model takes, pixels."""
+        return self.model.image_size
+
+    def build(self) -> Grounding:
+        """The model. In a process group, its capacity is that of the group's micro-batches."""
+        data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
+        images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
+        return Grounding(
+            self.model,
+            self.text,
+            self.recipe,
+            vocabulary=1 if data.text_width else self.text.vocabulary or _vocabulary(data.tokenizer),
+            length=data.text_tokens,
+            vectors=data.text_width,
+            capacity=images * data.masks,
+            tokenizer=data.tokenizer,
+        )
+
+    def micro_batches(self, world_size: int) -> tuple[int, int]:
+        """See `Config.micro_batches`; several micro-batches would change the contrastive loss."""
+        size, count = Config.micro_batches(self, world_size)
+        if count > 1 and self.recipe.negatives == "step":
+            raise UsageError(
+                f"--data.micro-batch {size}: the {count} micro-batches of a step would each compare only "
+                "their own regions and phrases, which is another loss; drop it and use more ranks, or pass "
+                "--recipe.negatives micro-batch to train with that loss"
+            )
+        return size, count
+
+    def check(self) -> None:
+        """See `Config.check`."""
+        Config.check(self)
+        if self.data.text is None:
+            raise UsageError(
+                "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "
+                "of `sa1b synthesize --phrases`"
+            )
+        if self.data.text_key == "image_id":
+            raise UsageError(
+                "--data.text-key image_id: grounding needs a phrase for each mask; pass mask_id, and a table "
+                "with that column"
+            )
+        _check_targets(self)
+        if self.model.pixel_features or self.model.compile_decoder:
+            flag = "pixel-features" if self.model.pixel_features else "compile-decoder"
+            raise UsageError(f"--model.{flag}: is of SAM's decoder, which grounding does not have; drop it")
+        if self.evaluation.coco is not None or self.evaluation.protocol != "uniform":
+            flag = "coco" if self.evaluation.coco is not None else "protocol"
+            raise UsageError(f"--evaluation.{flag}: is about clicks and boxes, not about phrases; drop it")
+
+
+def _vocabulary(tokenizer: str) -> int:
+    vocabulary = open_tokenizer(tokenizer).vocabulary
+    if vocabulary is None:
+        raise UsageError(
+            f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass --text.vocabulary"
+        )
+    return vocabulary
+
+
+def _check_targets(config: SamConfig | GroundingConfig) -> None:
+    if config.data.masks == 0:
+        raise UsageError("--data.masks 0: leaves the model nothing to learn; pass at least 1")
+    low = config.image_size // 4
+    if config.data.target_size is not None and config.data.target_size < low:
+        raise UsageError(
+            f"--data.target-size {config.data.target_size}: must be at least the {low} pixels of the "
+            f"predicted masks (--model.image-size {config.image_size} / 4)"
+        )
+
+
+def _published(model: Preset, **recipe: Any) -> SamConfig:
+    """A model of the paper with its batch, learning rate, schedule, layer decay and drop path."""
+    drop_path, batch = recipe.pop("drop_path"), recipe["reference_batch"]
+    return SamConfig(
+        preset=model,
+        data=DataConfig(global_batch=batch),
+        model=replace(MODELS[model], drop_path=drop_path),
+        optim=OptimConfig(**recipe),
+    )
+
+
+# vit_b, vit_l, vit_h: "Segment Anything" (Kirillov et al. 2023), appendix A, "Training recipe". ViT-H at
+# batch 256 for 90,000 steps; ViT-B and ViT-L at batch 128 for 180,000, with milestones at the same fractions
+# of the run. A preset cannot set two parts of the recipe: initial weights of MAE (--init), and no masks of
+# more than 90 % of an image (a view with "area_fraction < 0.9"). The paper does not specify the limit of the
+# gradient norm (here 1), the mean over the iterations of a mask, and losses at the decoder's resolution.
+#
+# sam2: "SAM 2" (Ravi et al. 2024), appendix "Training", first stage on SA-1B, with the values of the base
+# model, and prompts and losses of its published training code. docs/recipes.md lists the deviations.
+#
+# vit_t: not published. SAM's recipe without drop path and layer decay, for distilled weights.
+#
+# tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
+# with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
+SAM_PRESETS: dict[str, SamConfig] = {
+    "vit_b": _published(
+        "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
+        milestones=(120_000, 173_332),
+    ),
+    "vit_l": _published(
+        "vit_l", lr=4e-4, reference_batch=128, layer_decay=0.8, drop_path=0.4, steps=180_000,
+        milestones=(120_000, 173_332),
+    ),
+    "vit_h": _published("vit_h", lr=8e-4, reference_batch=256, layer_decay=0.8, drop_path=0.4),
+    "sam2": SamConfig(
+        preset="sam2",
+        data=DataConfig(global_batch=256, masks=64, flip=0.5),
+        model=replace(MODELS["vit_b"], drop_path=0.2),
+        recipe=Recipe(
+            clicks=7, unprompted=0, iou_loss="absolute", iou_masks="all", iteration_loss="sum",
+            feedback_gradient=True, box_noise_kind="uniform", box_masks="one",
+        ),
+        optim=OptimConfig(
+            lr=4e-4, reference_batch=256, schedule="rsqrt", steps=90_000, warmup=1_000, timescale=1_000,
+            cooldown=5_000, layer_decay=0.9, weight_decay=0.1, grad_clip=0.1,
+        ),
+    ),
+    "vit_t": SamConfig(
+        preset="vit_t",
+        data=DataConfig(global_batch=64),
+        model=MODELS["vit_t"],
+        optim=OptimConfig(
+            lr=2e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=250, layer_decay=1.0,
+            weight_decay=0.1,
+        ),
+    ),
+    "tiny": SamConfig(
+        preset="tiny",
+        data=DataConfig(global_batch=8, masks=16, flip=0.5),
+        model=MODELS["tiny"],
+        # A weighted cross entropy instead of the focal loss. From random weights, a model with the focal loss
+        # predicts only background for some hundred steps, because most pixels are background.
+        recipe=Recipe(
+            box_probability=0.25, clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
+            iou_weight=2, iou_masks="all", all_masks_share=0.5,
+        ),
+        optim=OptimConfig(
+            lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
+            weight_decay=0.05, min_lr_ratio=0.05,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
+
+# distill, distill_tiny: not published. Training reads no masks. The student starts from random weights,
+# therefore there is no layer decay.
+DISTILL_PRESETS: dict[str, DistillConfig] = {
+    "distill": DistillConfig(
+        preset="distill",
+        data=DataConfig(global_batch=64, masks=0, flip=0.5),
+        model=MODELS["vit_t"],
+        optim=OptimConfig(
+            lr=1e-3, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=1.0,
+            weight_decay=0.05,
+        ),
+    ),
+    "distill_tiny": DistillConfig(
+        preset="distill_tiny",
+        data=DataConfig(global_batch=8, masks=0, flip=0.5),
+        model=replace(MODELS["tiny"], width=64, heads=2),
+        recipe=SAM_PRESETS["tiny"].recipe,
+        optim=OptimConfig(
+            lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
+            weight_decay=0.05, min_lr_ratio=0.05,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
+
+# grounding: not published; sizes of vit_b, the losses of the recipe, and the optimizer of SAM's recipe.
+# grounding_tiny: the same for the image sizes of `tiny`.
+GROUNDING_PRESETS: dict[str, GroundingConfig] = {
+    "grounding": GroundingConfig(
+        preset="grounding",
+        data=DataConfig(global_batch=64, masks=32, flip=0.5),
+        model=replace(MODELS["vit_b"], drop_path=0.1),
+        optim=OptimConfig(
+            lr=4e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=0.8,
+            weight_decay=0.1,
+        ),
+    ),
+    "grounding_tiny": GroundingConfig(
+        preset="grounding_tiny",
+        data=DataConfig(global_batch=8, masks=16, flip=0.5),
+        model=replace(MODELS["tiny"], pixel_features=0, channels=64),
+        text=TextConfig(width=128, depth=2),
+        recipe=GroundingRecipe(features=64),
+        optim=OptimConfig(
+            lr=1e-3, reference_batch=8, schedule="cosine", steps=400, warmup=20, layer_decay=1.0,
+            weight_decay=0.05, min_lr_ratio=0.05,
+        ),
+        checkpoint=CheckpointConfig(every=100),
+    ),
+}  # fmt: skip
+
+PRESETS: dict[str, SamConfig | DistillConfig | GroundingConfig] = {
+    **SAM_PRESETS,
+    **DISTILL_PRESETS,
+    **GROUNDING_PRESETS,
+}

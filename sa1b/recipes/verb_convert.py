@@ -1,0 +1,56 @@
+"""Convert a checkpoint, or published SAM weights, to one file of weights.
+
+Example: sa1b convert run --out sam.safetensors
+
+The tensors have the published names, so that the original SAM code can load the file and training can start
+from it with --init. The command prints the lines of Python that load the file. Exit code 0: written;
+2: not written; 130: interrupted.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.report import present
+from sa1b.sources.link_list import is_url
+from sa1b.sources.path_arguments import check_here
+
+TOUR = (150, "Train", "write weights as one file", "sa1b convert run --out sam.safetensors")
+
+
+def main(
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")],
+    /,
+    out: Path,
+    overwrite: bool = False,
+    scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Convert a checkpoint, or published SAM weights, to one file of weights.
+
+    The file contains the model, not the optimizer. The command verifies digests and checksums, compares names
+    and shapes with the model, and runs no code from the source. A damaged checkpoint is refused. For a run
+    folder, the newest undamaged checkpoint is converted.
+
+    Args:
+        source: A checkpoint (run/checkpoints/step-00001000), a run folder, or a .pth or .safetensors file
+            with SAM weights; or the URL of one of these.
+        out: File to write; its ending, .safetensors or .pth, determines the format.
+        overwrite: Replace the file if it exists.
+        scratch: With a URL as SOURCE: local folder for the copy of the checkpoint, which is removed
+            afterwards; by default sa1b-USERID in the system's folder for temporary files.
+        json_output: Print the summary as JSON.
+    """
+    with loading():
+        from sa1b.engine.weights import convert
+
+    check_here("--scratch", scratch)
+    if scratch is not None and not is_url(source):
+        raise UsageError(f"--scratch {scratch}: only for a SOURCE at a URL; omit it")
+    converted = convert(source, out, overwrite=overwrite, scratch=scratch)
+    present(converted, json_output)
+    return 0

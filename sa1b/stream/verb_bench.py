@@ -1,0 +1,116 @@
+"""Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
+
+Example: sa1b bench shards
+         sa1b bench s3://bucket/shards --threads 8 --dense 256 --seconds 60
+         sa1b bench shards --device cuda --decode gpu --batch 16
+
+Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files
+except those of --cache. `sa1b bench scaling` is another command: how training scales with the ranks. For a
+dataset directory with the name "scaling", write ./scaling.
+Exit code 0: measured; 2: not measured; 130: interrupted.
+"""
+
+import os
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from sa1b.console import loading
+from sa1b.errors import UsageError
+from sa1b.report import present
+
+TOUR = (110, "See and select", "measure images per second", "sa1b bench shards")
+
+
+def main(
+    root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
+    /,
+    image_size: int = 1024,
+    masks: int = 64,
+    dense: int | None = None,
+    batch: int = 8,
+    view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
+    threads: int | None = None,
+    device: str = "cpu",
+    decode: Literal["auto", "cpu", "gpu"] = "auto",
+    seconds: float = 15.0,
+    cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    cache_bytes: int | None = None,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
+
+    Args:
+        root: Dataset directory that `sa1b reshard` made, or its URL (s3://...).
+        image_size: Side of the padded square images, in pixels.
+        masks: Largest number of masks that are sampled per image.
+        dense: Also make dense masks with this side in pixels, for example 256. By default masks stay runs.
+        batch: Images in a batch.
+        view: Only images of this view: its name, digest or path.
+        threads: Threads of the loader; by default one for each CPU that this job may use.
+        device: Device of the batches: cpu or cuda.
+        decode: Where JPEG files are decoded: cpu, or gpu with --device cuda. auto: on the CPU.
+        seconds: Duration of the three measurements together, 1 to 3600.
+        cache: Folder on a local disk that caches the data read from a URL, as in training; a first
+            run fills it.
+        cache_bytes: Limit of the cache, in bytes; required with --cache.
+        json_output: Print the result as JSON, without progress.
+    """
+    counts = {
+        "--image-size": image_size,
+        "--batch": batch,
+        "--dense": dense,
+        "--threads": threads,
+        "--cache-bytes": cache_bytes,
+    }
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value}: must be at least 1")
+    if (cache is None) != (cache_bytes is None):
+        given, other = ("--cache", "--cache-bytes") if cache_bytes is None else ("--cache-bytes", "--cache")
+        raise UsageError(f"{given}: needs {other} as well; pass both or none")
+    if masks < 0:
+        raise UsageError(f"--masks {masks}: must be at least 0")
+    if device != "cpu" and not device.startswith("cuda"):
+        raise UsageError(f"--device {device}: must be cpu or cuda")
+    if decode == "gpu" and device == "cpu":
+        raise UsageError("--decode gpu: needs a GPU for the batches; also pass --device cuda")
+    if not 1 <= seconds <= 3600:
+        raise UsageError(f"--seconds {seconds:g}: must be from 1 to 3600")
+    with loading():
+        from sa1b.stream.dataset import Stream
+        from sa1b.stream.throughput import measure
+    if device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {device}: torch finds no GPU; omit the flag to measure on the CPU")
+    stream = Stream(
+        root,
+        global_batch=batch,
+        epochs=None,
+        view=view,
+        image_size=image_size,
+        masks=masks,
+        rank=0,
+        world_size=1,
+        damage_log=os.devnull,
+        cache=cache,
+        cache_bytes=cache_bytes,
+    )
+    try:
+        found = measure(
+            stream,
+            seconds=seconds,
+            threads=threads,
+            dense=dense,
+            device=device,
+            decode=decode,
+            quiet=json_output,
+        )
+    except ValueError as error:  # no library for the GPU
+        message = str(error).replace("decode=", "--decode ")
+        raise UsageError(message) from None
+    present(found, json_output)
+    return 0
