@@ -21,7 +21,8 @@ def test_no_module_shares_a_name_with_the_standard_library() -> None:
 
 def test_contributing_says_which_tests_belong_to_which_room() -> None:
     table = (REPOSITORY / "CONTRIBUTING.md").read_text().split("## Which tests")[1].split("## Rules")[0]
-    rooms = {f"sa1b/{path.parent.name}/" for path in REPOSITORY.glob("sa1b/*/__init__.py")}
+    packages = {*REPOSITORY.glob("sa1b/*/__init__.py"), *REPOSITORY.glob("sa1b/programs/*/__init__.py")}
+    rooms = {f"{path.parent.relative_to(REPOSITORY)}/" for path in packages} - {"sa1b/programs/"}
     tests = {f"tests/{path.parent.name}/" for path in REPOSITORY.glob("tests/*/__init__.py")}
     assert {name for name in rooms | tests if f"`{name}`" not in table} == set()
     named = set(re.findall(r"`((?:sa1b|tests|tools)/[a-z_/]*)`", table))
