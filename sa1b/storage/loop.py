@@ -74,7 +74,8 @@ class Loop:
             await asyncio.wait(tasks, timeout=_CLOSING)
         for last in (self._last, self._loop.shutdown_default_executor()):
             if last is not None:
-                await asyncio.wait({asyncio.ensure_future(last)}, timeout=_CLOSING)
+                # At the exit of the interpreter no thread starts; the executor has ended by then.
+                await asyncio.wait({asyncio.gather(last, return_exceptions=True)}, timeout=_CLOSING)
         self._loop.set_exception_handler(_silence)  # no warning about a thread whose request is stalled
 
 

@@ -188,3 +188,25 @@ def test_no_process_or_thread_is_left(store: Store) -> None:
     assert set(threading.enumerate()) <= threads
     assert set(multiprocessing.active_children()) <= before
     assert not runs(pid)
+
+
+def test_a_reader_that_is_open_at_the_exit_prints_nothing(tmp_path: Path) -> None:
+    """Python 3.12 starts no thread then; older versions are made to refuse it as well."""
+    (tmp_path / "object").write_bytes(bytes(10))
+    script = """
+import atexit, sys, threading
+from sa1b.storage.reader import Reader
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+reader = Reader(sys.argv[1])
+assert reader.read_range("object", 0, 10) == bytes(10)
+atexit.register(setattr, threading.Thread, "start", refuse)
+"""
+    with Service("range_server", tmp_path) as server:
+        command = [sys.executable, "-c", script, server.url]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
