@@ -46,6 +46,7 @@ from torch._dynamo.utils import counters
 
 from sa1b import train
 from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
@@ -78,6 +79,8 @@ PLACES = {
     "save": (train.Run, "save", 1),
     "snapshot": (Checkpoints, "_copied", 1),
     "write": (tensors.Writer, "write_data", 1),
+    "writing thread": (Checkpoints, "_write", 1),
+    "upload": (BucketLocation, "keep", 1),
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train.Run, "close", 1),
 }

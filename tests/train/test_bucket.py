@@ -19,8 +19,12 @@ from tests.train.command import (
     start,
     starts,
 )
+from tests.train.matrix import MODES
+from tests.train.test_failing_rank import WAITS
 
 Whole = Callable[..., Path]
+SLOW = ((), (pytest.mark.slow,))
+PLACES = ("write", "writing thread")
 RUN = "s3://data/run"
 
 
@@ -112,6 +116,36 @@ def test_a_store_that_is_full_is_named_and_the_same_command_continues(
     assert again.codes == [0], again.outputs
     assert losses(bucket) == losses(whole("none", 1))
     assert_same_state(bucket, whole("none", 1))
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=SLOW[mode != "zero1"]) for mode in MODES])
+@pytest.mark.parametrize("place", ["upload", *(pytest.param(one, marks=SLOW[1]) for one in PLACES)])
+def test_a_rank_that_raises_while_a_checkpoint_is_written_to_a_url(
+    root: Path, whole: Whole, bucket: Path, tmp_path: Path, mode: str, place: str
+) -> None:
+    kind, own, of_ranks = MODES[mode]
+    ranks = min(of_ranks)
+    flags = ("--scratch", str(tmp_path / "scratch"), "--data.micro-batch", "1", *own, *of_ranks[ranks])
+    mishap = {"what": "raise", "at": place, "rank": ranks - 1, "error": "KeyError"}
+    ended = start(root, RUN, *flags, *WAITS, ranks=ranks, mode=kind, mishap=mishap)
+    assert ended.codes == [1] * ranks, ended.outputs
+    where = "error" if ranks == 1 else f"error on rank {ranks - 1}"
+    reason = (
+        "KeyError: 'no more'" if place == "writing thread" else f"{RUN}/checkpoints/step-00000004: KeyError"
+    )
+    assert ended.outputs[-1].count(f"{where}: {reason}") == 1, ended.outputs
+    assert ended.outputs[-1].count("Traceback") == (place == "writing thread")
+    if place == "writing thread" and ranks > 1:  # of the other places all ranks know the error
+        assert ended.outputs[0].count("ends because another rank ended or does not answer") == 1
+        assert "no more" not in ended.outputs[0]
+    again = start(root, RUN, *flags, ranks=ranks, mode=kind)
+    assert again.codes == [0] * ranks, again.outputs
+    expected = whole("none", 1)
+    if mode == "powersgd":
+        expected = whole(kind, ranks, "sam", "--data.micro-batch", "1", *own)
+    assert losses(bucket) == pytest.approx(losses(expected), rel=1e-4)
+    assert "run.claim" not in files(bucket)
+    assert files(tmp_path / "scratch") == []
 
 
 def test_a_url_that_cannot_be_written_is_refused_before_training(

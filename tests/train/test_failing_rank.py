@@ -55,11 +55,13 @@ MODES = {
     "powersgd": ("ddp", 2, ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "1")),
 }
 QUICK = [("zero1", "in an evaluation"), ("pipeline", "stage"), ("powersgd", "compute"), ("fsdp", "snapshot")]
+QUICK += [("ddp", "writing thread")]
 PLACED = [
     (mode, place)
     for mode in MODES
     for place in PLACES
-    if not ("evaluation" in place and mode == "pipeline")
+    if place not in ("write", "upload")  # all ranks have the error: test_faults_of_modes.py, test_bucket.py
+    and not ("evaluation" in place and mode == "pipeline")
     and not (place == "stage" and mode != "pipeline")
     and not (place == "compute" and mode == "pipeline")
 ]
