@@ -1,4 +1,6 @@
-"""SLURM on one machine, for tests: munge, slurmctld and slurmd on free ports of 127.0.0.1.
+"""SLURM on one machine, for tests: munge, slurmctld and one or several slurmd on free ports of 127.0.0.1.
+
+With several nodes, their names are not those of machines: a script must name 127.0.0.1 in their place.
 
 All state is in one folder. The daemons run in the foreground; the kernel ends them when the thread that
 started them ends.
@@ -26,13 +28,12 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
 SlurmctldPort={controller}
-SlurmdPort={daemon}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -45,9 +46,12 @@ MpiDefault=none
 KillWait=5
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=8000 State=UNKNOWN
-PartitionName=p Nodes={host} Default=YES MaxTime=INFINITE OverTimeLimit=0 State=UP
+PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE OverTimeLimit=0 State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=first Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 """
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=8000 State=UNKNOWN\n"
 
 
 def missing() -> str | None:
@@ -71,23 +75,24 @@ def _free_port() -> int:
 class Node:
     """A running cluster of one node; use as a context.
 
+    A job of the partition "first" preempts those of the default partition, with so many seconds of `grace`.
+
     Attributes:
         environment: variables with which the commands of SLURM find this cluster.
+        names: the nodes; the name of this machine if there is only one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int = 1, grace: int = 0) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="sa1b-slurm-"))  # short: sockets have short paths
         self.folder.chmod(0o755)
         self._daemons: list[subprocess.Popen[bytes]] = []
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        settings = _SETTINGS.format(
-            folder=self.folder,
-            host=socket.gethostname().partition(".")[0],
-            controller=_free_port(),
-            daemon=_free_port(),
-            cpus=os.cpu_count(),
-        )
+        host, cpus = socket.gethostname().partition(".")[0], os.cpu_count()
+        self.names = [host] if nodes == 1 else [f"n{number}" for number in range(nodes)]
+        settings = _SETTINGS.format(folder=self.folder, host=host, controller=_free_port(), grace=grace)
+        for name in self.names:
+            settings += _NODE.format(name=name, host=host, port=_free_port(), cpus=cpus)
         (self.folder / "slurm.conf").write_text(settings)
         self.environment = {
             **os.environ,
@@ -104,8 +109,9 @@ class Node:
             )  # fmt: skip
             self._wait((self.folder / "munge.socket").exists, "munged")
             self._start("slurmctld", "-D", "-i")
-            self._start("slurmd", "-D")
-            self._wait(lambda: "idle" in self._asked("sinfo", "--noheader", "--format=%t"), "slurmd")
+            for name in self.names:
+                self._start("slurmd", "-D", "-N", name)
+            self._wait(lambda: self._idle() == nodes, "slurmd")
         except BaseException:
             self.stop()
             raise
@@ -150,7 +156,7 @@ class Node:
 
     def stop(self) -> None:
         """End the jobs and the daemons, and remove the folder."""
-        if len(self._daemons) == 3:
+        if len(self._daemons) == 2 + len(self.names):
             self._asked("scancel", "--user=root")
             deadline = time.monotonic() + 20
             while self._asked("squeue", "--noheader") and time.monotonic() < deadline:
@@ -170,6 +176,9 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _idle(self) -> int:
+        return int(self._asked("sinfo", "--noheader", "--partition=p", "--states=idle", "--format=%D") or 0)
 
     def _start(self, *words: str) -> None:
         log = (self.folder / f"{words[0]}.out").open("wb")

@@ -159,3 +159,36 @@ def test_a_training_that_is_stopped_before_its_time_limit_ends_as_an_undisturbed
     last = [command.tensors(out / "checkpoints" / f"step-{step:08d}") for out in (one, two)]
     assert last[0].keys() == last[1].keys()
     assert all(torch.equal(last[0][name], last[1][name]) for name in last[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grace", [0, 30])
+def test_a_preempted_training_on_three_nodes_ends_as_an_undisturbed_one(tmp_path: Path, grace: int) -> None:
+    root = command.make_root(tmp_path)
+    (tmp_path / "logs").mkdir()
+    flags = [*command.FLAGS, "--parallel.mode", "ddp", "--optim.steps", "100", "--checkpoint.every", "100"]
+    for name in ("preempted", "undisturbed"):
+        path = script(
+            tmp_path / f"{name}.sh",
+            *("train", "--nodes", 3, "--gpus", 0, "--cpus", 1, "--logs", "logs", "--setup", SETUP),
+            *("--setup", f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"),
+            *("--data.root", root, "--out", name, *flags),
+        )
+        path.write_text(path.read_text().replace("head=${hosts", "hosts=127.0.0.1; head=${hosts"))
+    (tmp_path / "other.sh").write_text("#!/bin/bash\n")
+    with slurm_node.Node(nodes=3, grace=grace) as node:
+        job = node.submit(tmp_path / "preempted.sh")
+        metrics = tmp_path / "preempted" / "metrics.jsonl"
+        while not (metrics.exists() and '"step": 3' in metrics.read_text()):
+            assert node.state(job), logs(tmp_path / "logs")
+            time.sleep(0.1)
+        node.submit(tmp_path / "other.sh", "--partition=first", "--exclusive")
+        wait(node, job, tmp_path, 600)
+        text = logs(tmp_path / "logs")
+        assert "and saved a checkpoint" in text
+        assert "start 1, nodes" in text
+        assert "resuming after step" in text
+        wait(node, node.submit(tmp_path / "undisturbed.sh"), tmp_path, 600)
+    one, two = (tmp_path / name for name in ("preempted", "undisturbed"))
+    assert command.losses(one) == command.losses(two), logs(tmp_path / "logs")
+    command.assert_same_state(one, two)

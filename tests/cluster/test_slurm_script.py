@@ -21,13 +21,14 @@ from tests.processes import REPOSITORY
 
 slurm = runner("slurm")
 TRAIN = ["--preset", "vit_b", "--data.root", "shards", "--out", "run"]
-INHERITED = "head='' port='' ranks=''"  # from the script, in the shell of a node
+INHERITED = "head='' port='' ranks='' preempted=''"  # from the script, in the shell of a node
 DDP = [*TRAIN, "--parallel.mode", "ddp"]
 ARGUMENTS = ["--out", "it's a $HOME run", "--data.root", "s3://bucket/a b", "--data.view", '"x"']
 
 PROGRAMS = {
     # As with many nodes, scontrol writes more than a pipe takes, and fails if its reader ends.
-    "scontrol": 'if [ "$1" = show ]; then printf "node%d\\n" {7..20000}; else echo "$*" >> requeued; fi',
+    "scontrol": 'case "$1 $2" in "show job") echo "JobState=${STATE:-RUNNING}" ;; '
+    'show*) printf "node%d\\n" {7..20000} ;; *) echo "$*" >> requeued ;; esac',
     "scancel": 'echo "$*" >> cancelled; kill -USR1 "$(cat pid)"',  # the process that srun started
     # The options of srun come before the program.
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; echo $$ > pid; exec "$@"',
@@ -40,7 +41,8 @@ stopped = []
 signal.signal(signal.SIGUSR1, lambda *_: stopped.append(True))
 signal.signal(signal.SIGUSR2, lambda *_: open("table", "w").close())
 with open("started.partial", "w") as file:
-    json.dump({"words": sys.argv[1:], "ignored": ignored, "threads": os.environ["OMP_NUM_THREADS"]}, file)
+    threads = os.environ["OMP_NUM_THREADS"]
+    json.dump({"words": sys.argv[1:], "ignored": ignored, "threads": threads, "pid": os.getpid()}, file)
 os.rename("started.partial", "started")
 while os.path.exists("waits") and not stopped:
     time.sleep(0.01)
@@ -172,6 +174,27 @@ def test_the_signal_before_the_time_limit_queues_the_job_again_unless_the_run_ha
     assert (tmp_path / "cancelled").read_text() == "--signal=USR1 12345\n"
     requeued = tmp_path / "requeued"
     assert (requeued.read_text() if requeued.exists() else "") == ("" if ends else "requeue 12345\n")
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_preempted_job_waits_for_its_ranks_and_is_queued_again_unless_it_was_cancelled(
+    tmp_path: Path, programs: Path, state: str
+) -> None:
+    (tmp_path / "waits").touch()
+    job = start(train_script([], Site(), nodes=1, gpus=1), tmp_path, programs, STATE=state)
+    while not (tmp_path / "started").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    # SLURM sends SIGTERM to all processes of the nodes and not to the script.
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    preempted = tmp_path / "ranks-12345" / "preempted-0"
+    while not preempted.exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    os.kill(json.loads((tmp_path / "started").read_text())["pid"], signal.SIGTERM)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    assert (tmp_path / "requeued").exists() == (state == "RUNNING")
 
 
 @pytest.mark.parametrize("signalled", [False, True])

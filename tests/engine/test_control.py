@@ -168,7 +168,8 @@ AGENT = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTI
         (Stop.ASKED, {}, False),  # SIGUSR1 and Ctrl-C end the run on all machines
         (Stop.DEADLINE, {}, False),
         (Stop.TERMINATED, {"GROUP_WORLD_SIZE": "1"}, False),
-        (Stop.TERMINATED, {"TORCHELASTIC_RESTART_COUNT": "3"}, False),  # none is left
+        # None is left: torchrun ends at once, and does not wait for the one that left.
+        (Stop.TERMINATED, {"TORCHELASTIC_RESTART_COUNT": "3"}, True),
     ],
 )
 def test_a_sigterm_ends_only_one_machine_of_several(
@@ -196,8 +197,11 @@ def test_a_rank_says_if_torchrun_may_kill_it_before_its_checkpoint(
         control.install()
         control.took(step=12.0, checkpoint=18.0)
         os.kill(os.getpid(), number)
-        assert capfd.readouterr().err == ""
         control.took(step=12.0, checkpoint=19.0)
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40")
+        os.kill(os.getpid(), number)
+        assert capfd.readouterr().err == ""
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
         os.kill(os.getpid(), number)
     finally:
         for one, handler in before.items():

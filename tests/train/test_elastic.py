@@ -25,6 +25,7 @@ from tests.train.command import (
     FLAGS,
     PATIENCE,
     SECOND_FLAGS,
+    assert_same_state,
     checkpoint_steps,
     ids_of_steps,
     lines,
@@ -50,6 +51,8 @@ class Machines:
     root: Path
     folder: Path
     most: int
+    least: int = 1
+    restarts: int = 20
     mode: str = "ddp"
     ranks: int = 1
     forked: bool = True
@@ -73,7 +76,8 @@ class Machines:
         mishap = json.dumps({"what": "record", "into": str(self.folder / "ids"), "pace": 0.2})
         command = [
             *(sys.executable, "-m", "tests.train.agent" if self.forked else "torch.distributed.run"),
-            *(f"--nnodes=1:{self.most}", f"--nproc-per-node={self.ranks}", "--max-restarts=20"),
+            *(f"--nnodes={self.least}:{self.most}", f"--nproc-per-node={self.ranks}"),
+            f"--max-restarts={self.restarts}",
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf={RENDEZVOUS}"),
             *((mishap,) if self.forked else ("-m", "tests.train.mishap", mishap)),
             *(
@@ -227,6 +231,29 @@ def test_a_machine_is_killed_and_joins_again(machines: Callable[..., Machines]) 
     steps = found.stop()
     assert_as_undisturbed(found, steps)
     assert {one["world_size"] for one in starts(found.out)} >= {1, 2}
+
+
+@pytest.mark.slow
+def test_a_fixed_number_of_machines_ends_when_one_leaves_and_resumes_bit_for_bit(
+    machines: Callable[..., Machines],
+) -> None:
+    found = machines(most=2, least=2, restarts=0)
+    for name in "ab":
+        found.join(name)
+    found.wait_for(2)
+    found.leave("b")
+    other = found.agents.pop("a")
+    assert other.wait(PATIENCE) == 1, found.log()  # with 0, it would wait for the other one first
+    step = checkpoint_steps(found.out)[-1]
+    assert f"stopped after step {step} and saved a checkpoint" in found.log()
+    for name in "ab":
+        found.join(name)
+    found.wait_for(2)
+    mishap = {"what": "stop", "step": found.stop() - 1}
+    given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
+    undisturbed = train_to_end(found.root, found.folder / "undisturbed", *LONG, **given)
+    assert losses(found.out) == losses(undisturbed)
+    assert_same_state(found.out, undisturbed)
 
 
 @pytest.mark.slow

@@ -99,8 +99,6 @@ def how_it_stopped(step: int, deadline: str | None, control: Control) -> str:
     if not step:
         return f"stopped before the first step{before.rstrip(',')}; run the same command to start again"
     stopped = f"stopped after step {step:,}{before} and saved a checkpoint"
-    if control.restarts:
-        return f"{stopped}, because a machine leaves or joins; torchrun starts the ranks again"
     if stop is Stop.TERMINATED and "TORCHELASTIC_RUN_ID" in os.environ:
         return f"{stopped}; unless torchrun starts the ranks again, run the same command to resume"
     if stop is Stop.DEADLINE and "T" in str(deadline):

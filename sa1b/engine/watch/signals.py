@@ -35,10 +35,8 @@ class Stop(IntEnum):
     DEADLINE = 3
 
 
-_AGENT_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL of torchrun, by default
 # Agents of torchrun look for new machines every second (torch 2.13, dynamic_rendezvous.py, cache_duration).
 _AGENTS_NOTICE = 5.0
-_AGENT = ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 _STEPS = 16  # number of last steps of which the longest counts
 
 
@@ -79,14 +77,15 @@ class Requests:
 
     @property
     def restarts(self) -> bool:
-        """Whether torchrun starts this rank again after the stop, because a machine leaves or joins.
+        """Whether ranks end with an error after the stop: a machine of several leaves or joins.
 
-        Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. A rank of
-        another machine must then end with an error: if it ended with 0, its torchrun would take the run for
-        complete and end it on all machines (torch 2.13, torch/distributed/elastic/agent/server/api.py).
+        Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a rank
+        of another machine ended with 0, its torchrun would take the run for complete: it would end it on all
+        machines, or wait 300 s for a torchrun that has left (torch 2.13,
+        torch/distributed/elastic/agent/server/api.py).
         """
-        machines, limit, used = (int(os.environ.get(name, "0")) for name in _AGENT)
-        return self.stop is Stop.TERMINATED and not self.failed and machines > 1 and limit > used
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+        return self.stop is Stop.TERMINATED and not self.failed and machines > 1
 
     def wait_for_agent(self) -> None:
         """Wait until torchrun asks this rank to end: it does not count a restart that it begins itself."""
@@ -118,12 +117,14 @@ class Requests:
                     f"\n{name}: stopping after this step, with a checkpoint; {name} again ends the run at "
                     "once, without one\n"
                 )
-        elif number != signal.SIGUSR1 and self._needed() > _AGENT_PATIENCE:
-            _write(self._too_slow(signal.Signals(number).name))
+        elif number != signal.SIGUSR1:
+            limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            if self._needed() > limit:
+                _write(self._too_slow(signal.Signals(number).name, limit))
 
-    def _too_slow(self, name: str) -> str:
+    def _too_slow(self, name: str, limit: float) -> str:
         return (
-            f"\nrank {self._rank_info.rank}: {name}: torchrun kills ranks {_AGENT_PATIENCE:.0f} s after it, "
+            f"\nrank {self._rank_info.rank}: {name}: torchrun kills ranks {limit:.0f} s after it, "
             f"and a step and a checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes "
             "from an older checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
         )
