@@ -16,7 +16,7 @@ _ID_END = 2**63
 _IMAGE_PREFIX = "sa_"
 _MEMBER = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json|masks)")
 _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_QUARANTINE = re.compile(r"[0-9]{6,}-[A-Za-z0-9._-]*|(refused|warnings|doubtful)\.jsonl")
+_QUARANTINE = re.compile(r"[0-9]{6,}-[A-Za-z0-9._-]*|(refused|warnings)\.jsonl")
 _SHARD = re.compile(r"sa1b-([A-Za-z0-9_.-]+)-([0-9]{4}|[1-9][0-9]{4,})\.tar")
 
 

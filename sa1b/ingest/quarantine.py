@@ -3,8 +3,7 @@
 quarantine/<source>/refused.jsonl    a line per refused member or damaged range: reason, message, name,
                                      offset in the tar, bytes, the file that contains the bytes, its sha256
 quarantine/<source>/warnings.jsonl   a line per stored image and warning: reason, message, image id, indices
-                                     and number of the affected masks (doubtful.jsonl in directories of
-                                     earlier versions, without the masks)
+                                     and number of the affected masks
 quarantine/<source>/000001-sa_5.jpg  the bytes of a refused member
 """
 

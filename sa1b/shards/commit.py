@@ -258,8 +258,8 @@ def tables_of(root: Root, tasks: Mapping[str, Task]) -> dict[str, tuple[Task, Sa
 
 
 def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
-    """The task and the rows of a source, from tasks/<source>.samples. If that file is missing or damaged, or
-    the directory is of an earlier version without it, the rows are rebuilt from the indexes.
+    """The task and the rows of a source, from tasks/<source>.samples. If that file is missing or damaged,
+    the rows are rebuilt from the indexes.
 
     Raises:
         OSError, TableError: an index cannot be read.
@@ -355,7 +355,6 @@ def remove_old_tables(root: Root) -> None:
 
 
 def _remove_tables(store: Store, *, keep: Collection[str] = ()) -> None:
-    # Not the samples.bin of older directories: a user may have chosen that name too.
     tables = [name for name in store.names("", ".bin") if is_table_name(name) and name not in keep]
     store.remove(*(name for name in tables if is_own(store, name)))
 

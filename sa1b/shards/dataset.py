@@ -79,7 +79,7 @@ class Dataset(Displayed):
             except (FileNotFoundError, MissingError):
                 # Sources were added since the manifest was read: the new manifest lists a new table.
                 if attempt + 1 == _ATTEMPTS or self.manifest == self._read_manifest():
-                    name = self.reader.url(self._table_name())
+                    name = self.reader.url(self.manifest["samples"]["name"])
                     raise TableError(f"{name}: missing; run `{command('index')}` to rebuild it") from None
             else:
                 break
@@ -88,7 +88,7 @@ class Dataset(Displayed):
 
     def _stored_shards(self) -> list[StoredObject]:
         shards = self.manifest["shards"]
-        return [StoredObject(one["name"], one["bytes"], one["sha256"]) for one in shards if "sha256" in one]
+        return [StoredObject(shard["name"], shard["bytes"], shard["sha256"]) for shard in shards]
 
     def _open(self, root: Path | str, deadline: float, storage_options: Mapping[str, Any] | None) -> None:
         check_path("root", root, "the folder that `sa1b reshard` made, or its URL")
@@ -102,22 +102,15 @@ class Dataset(Displayed):
 
     def _map_table(self, path: Path | None = None) -> None:
         """Map the table that the manifest names, from `path` if it has been moved."""
-        try:
-            self.shards: list[str] = [str(shard["name"]) for shard in self.manifest["shards"]]
-            samples = self.manifest["samples"]
-            promised = samples["columns_sha256"], samples["ids_sha256"]
-            self.failed: dict[str, str] = dict(self.manifest.get("failed", {}))
-            self.pending: list[str] = list(self.manifest.get("pending", []))
-        except (KeyError, TypeError) as error:
-            raise ManifestError(
-                f"{self.reader.url(manifest.DATASET)}: damaged, it lacks {error}; "
-                f"run `{command('index')}` to rebuild it"
-            ) from None
-        self._samples = path or self._fetch_samples()
+        self.shards: list[str] = [shard["name"] for shard in self.manifest["shards"]]
+        self.failed: dict[str, str] = dict(self.manifest.get("failed", {}))
+        self.pending: list[str] = list(self.manifest.get("pending", []))
+        samples = self.manifest["samples"]
+        self._samples = path or fetch_once(self.reader, samples["name"], samples["sha256"])
         # Paths at which other processes open this version after its files are removed.
         self._files = (self._keep(self._samples), self._manifest_file)
         self.table: SampleTable = open_table(self._samples)
-        if (self.table.digest, self.table.ids_digest) != promised:
+        if (self.table.digest, self.table.ids_digest) != (samples["columns_sha256"], samples["ids_sha256"]):
             raise ManifestError(
                 f"{self._samples}: not the sample table that {manifest.DATASET} lists; "
                 f"run `{command('index')}` to rebuild both"
@@ -130,9 +123,8 @@ class Dataset(Displayed):
 
     def __repr__(self) -> str:
         counts = [f"{len(self):,} images"]
-        totals = self.manifest.get("totals", {})  # an early version wrote none
-        if {"masks", "shard_bytes"} <= totals.keys():
-            counts += [f"{totals['masks']:,} masks", size_text(totals["shard_bytes"])]
+        totals = self.manifest["totals"]
+        counts += [f"{totals['masks']:,} masks", size_text(totals["shard_bytes"])]
         counts += ["annotations only"] * annotations_only(self)
         shown = f"Dataset({str(self.root)!r}: {', '.join(counts)} in {counted(len(self.shards), 'shard')}"
         return f"{shown}; {self.lacks()})" if self.lacks() else f"{shown})"
@@ -293,22 +285,10 @@ class Dataset(Displayed):
         weakref.finalize(self, file.close)
         return file
 
-    def _table_name(self) -> str:
-        return str(self.manifest["samples"].get("name", manifest.OLD_SAMPLES))
-
-    def _fetch_samples(self) -> Path:
-        digest = self.manifest["samples"].get("sha256")
-        if digest is None and not self.reader.is_local:
-            raise ManifestError(
-                f"{self.reader.url(manifest.DATASET)}: made by an early version, without the table's digest; "
-                f"run `{command('index')}` on the folder and copy dataset.json again"
-            )
-        return fetch_once(self.reader, self._table_name(), digest or "")
-
 
 def _digest_of(document: dict[str, Any], shard: str) -> Any:
     """The sha256 of a shard in dataset.json; None if it is not listed."""
-    return next((entry.get("sha256") for entry in document["shards"] if entry["name"] == shard), None)
+    return next((entry["sha256"] for entry in document["shards"] if entry["name"] == shard), None)
 
 
 def _sample(pending: PendingRead) -> Sample:

@@ -17,7 +17,7 @@ from sa1b.storage.atomic import json_bytes
 VIEW_SEAL = "document_sha256"  # the digest of a view's document without this field
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-TableName = Annotated[str, Meta(pattern=r"^samples(-[0-9a-f]+)?\.bin\Z")]
+TableName = Annotated[str, Meta(pattern=r"^samples-[0-9a-f]{16}\.bin\Z")]
 
 
 _Document = TypeVar("_Document")
@@ -77,16 +77,16 @@ class _Reading(Struct):
 class _Totals(Struct):
     images: Count
     masks: Count
-    shard_bytes: Count | UnsetType = UNSET
-    index_bytes: Count | UnsetType = UNSET
+    shard_bytes: Count
+    index_bytes: Count
 
 
 class _Table(Struct):
-    columns_sha256: Digest
+    name: TableName
+    bytes: Count
+    sha256: Digest
     ids_sha256: Digest
-    name: TableName | UnsetType = UNSET
-    bytes: Count | UnsetType = UNSET
-    sha256: Digest | UnsetType = UNSET
+    columns_sha256: Digest
 
 
 class _Dataset(Struct):
@@ -157,8 +157,8 @@ class _Task(Struct):
 
 
 class _ViewDataset(Struct):
-    images: Count | UnsetType = UNSET
-    ids_sha256: Digest | UnsetType = UNSET
+    images: Count
+    ids_sha256: Digest
 
 
 class _View(Struct):
@@ -169,7 +169,7 @@ class _View(Struct):
     masks_where: str | None
     chosen_by: dict[str, str]
     dataset: _ViewDataset
-    document_sha256: Digest | UnsetType = UNSET
+    document_sha256: Digest
 
 
 def _converted(document: Any, kind: type[_Document]) -> _Document:
@@ -203,13 +203,13 @@ def check_task(document: Any, source: str) -> None:
 
 
 def check_view(document: Any) -> None:
-    """Check the fields of a view's document and, where it has one, its digest.
+    """Check the fields and the digest of a view's document.
 
     Raises:
         FieldError: a field is missing or invalid; the message names it.
     """
     view = _converted(document, _View)
-    if view.document_sha256 not in (UNSET, view_seal(document)):
+    if view.document_sha256 != view_seal(document):
         raise FieldError(f"its content does not have the digest that {VIEW_SEAL} gives: it was changed")
 
 

@@ -31,7 +31,6 @@ from sa1b.storage.store import Root, Store, each, open_store
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
 VIEWS = "views"
-OLD_SAMPLES = "samples.bin"  # the sample table of older directories, without a digest in its name
 READING = "reading"  # of a source: how it was read, see sa1b.sources.source.Source.reading
 LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
@@ -111,8 +110,7 @@ class Task:
         counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
         damage: stretches of the source that could not be read.
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
-        samples: bytes and sha256 of tasks/<source>.samples; None in directories of earlier versions, which
-            have no such file.
+        samples: bytes and sha256 of tasks/<source>.samples; None: that file is not written yet.
         quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
         listed: of a source whose task file is lost or damaged: the file's digest by dataset.json, which has
             the other values too, see sa1b.shards.lost_task. Never written.
@@ -284,12 +282,12 @@ def read_dataset(root: Root) -> dict[str, Any]:
     return parse_dataset(data, path)
 
 
-def table_name(root: Root) -> str:
-    """Name of the sample table: from dataset.json or, if that cannot be read, of the file that exists."""
+def table_name(root: Root) -> str | None:
+    """Name of the sample table: from dataset.json or, if that cannot be read, of a file that exists."""
     store = open_store(root)
-    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+    with contextlib.suppress(ManifestError, OSError):
         return str(read_dataset(store)["samples"]["name"])
-    return next((name for name in store.names("", ".bin") if is_table_name(name)), OLD_SAMPLES)
+    return next(filter(is_table_name, store.names("", ".bin")), None)
 
 
 def task_digest(task: Task) -> str:

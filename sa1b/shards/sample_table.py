@@ -1,7 +1,7 @@
 """The sample table: the location of every image of a dataset, sorted by id, as a memory-mapped file.
 
-`samples-<digest>.bin` is the table of a dataset (`samples.bin` in older datasets). `tasks/<source>.samples`
-is the table of one source; its `shard` counts the shards of that source.
+`samples-<digest>.bin` is the table of a dataset. `tasks/<source>.samples` is the table of one source; its
+`shard` counts the shards of that source.
 
     header   128 bytes: magic "SA1BTBL1", version u32, header bytes u32, count u64,
              sha256 of the image_id column (32 bytes), sha256 of all columns (32 bytes), zeros

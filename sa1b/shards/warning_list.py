@@ -1,8 +1,7 @@
 """Lists that ingest writes about the pairs of a source: the lines of quarantine/<source>/*.jsonl.
 
     refused.jsonl    a line for each refused member or damaged stretch, with the file that holds its bytes
-    warnings.jsonl   a line for each image and reason that was kept with a warning (`doubtful.jsonl` in
-                     directories of earlier versions)
+    warnings.jsonl   a line for each image and reason that was kept with a warning
 
 Each line is a JSON object with at least `reason` and `message`.
 """
@@ -15,16 +14,10 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.shards.manifest import QUARANTINE
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.store import Root, open_store
 
 REFUSED = "refused.jsonl"
-WARNINGS = ("warnings.jsonl", "doubtful.jsonl")
-
-
-def warnings_file(store: Store, source: str) -> str:
-    """The name in quarantine/<source> of the file with the warnings of a source, which may be missing."""
-    present = store.names(f"{QUARANTINE}/{source}")
-    return next((name for name in WARNINGS if name in present), WARNINGS[0])
+WARNINGS = "warnings.jsonl"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -54,7 +47,7 @@ def read_warnings(root: Root) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     store = open_store(root)
     for source in store.folders(QUARANTINE):
-        name = f"{QUARANTINE}/{source}/{warnings_file(store, source)}"
+        name = f"{QUARANTINE}/{source}/{WARNINGS}"
         with store.files(name) as (path,):
             for number, entry in read_lines(path):
                 if entry is None or type(entry.get("image_id")) is not int:

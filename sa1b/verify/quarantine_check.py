@@ -11,7 +11,7 @@ import numpy as np
 from sa1b.console import counted
 from sa1b.shards.manifest import QUARANTINE, Task
 from sa1b.shards.sample_table import SampleTable
-from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings, warnings_file
+from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings
 from sa1b.storage.store import Root, Store, open_store
 from sa1b.verify.remedy import Remedy
 from sa1b.verify.report import Finding, Findings
@@ -51,7 +51,7 @@ class QuarantineCheck:
     def _source(self, name: str, task: Task) -> None:
         # A task file that was rebuilt from shards has neither a sha256 nor counts of the source.
         known = task.source.get("sha256") is not None
-        listed = {REFUSED, *WARNINGS}
+        listed = {REFUSED, WARNINGS}
         lines: Counter[str] = Counter()
         members = stretches = 0
         for entry in self._lines(name, REFUSED):
@@ -69,15 +69,14 @@ class QuarantineCheck:
                 if not count <= lines[reason] <= 2 * count:
                     self._compare(name, REFUSED, f"pairs with {reason!r}", lines[reason], count)
             odd: Counter[str] = Counter()
-            file = warnings_file(self.store, name)
-            for entry in self._lines(name, file):
+            for entry in self._lines(name, WARNINGS):
                 odd[entry["reason"]] += 1
                 if not self._holds(entry.get("image_id")):
                     message = f"image {entry.get('image_id')} is not in the dataset"
-                    self._find("warning_image", name, file, message)
+                    self._find("warning_image", name, WARNINGS, message)
             for reason in sorted({*odd, *task.warnings}):
                 recorded = task.warnings.get(reason, 0)
-                self._compare(name, file, f"images with {reason!r}", odd[reason], recorded)
+                self._compare(name, WARNINGS, f"images with {reason!r}", odd[reason], recorded)
         for list_name, digest in (task.quarantine or {}).items():
             self._list_digest(name, list_name, digest)
         other = [file for file in self.store.names(f"{QUARANTINE}/{name}") if file not in listed]
@@ -94,7 +93,7 @@ class QuarantineCheck:
 
     def _list_digest(self, source: str, file: str, recorded: str) -> None:
         name = f"{QUARANTINE}/{source}/{file}"
-        if name in self.findings.counts or file not in {REFUSED, *WARNINGS} or not self.store.exists(name):
+        if name in self.findings.counts or file not in {REFUSED, WARNINGS} or not self.store.exists(name):
             return  # there is another finding
         with self.store.files(name) as (path,), path.open("rb") as lines:
             sha256 = hashlib.file_digest(lines, "sha256").hexdigest()
@@ -111,11 +110,11 @@ class QuarantineCheck:
             self._find("quarantine_file_missing", source, file, "not there")
         elif size != stated:
             self._find("quarantine_file_bytes", source, file, f"{size:,} bytes, {stated} stated in {REFUSED}")
-        elif "sha256" in entry:  # lines of earlier versions have none
+        else:
             with self.store.files(name) as (path,), path.open("rb") as kept:
                 sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
-            if sha256 != entry["sha256"]:
-                message = f"sha256 {sha256}, {entry['sha256']} stated in {REFUSED}"
+            if sha256 != (stated := entry.get("sha256")):
+                message = f"sha256 {sha256}, {stated} stated in {REFUSED}"
                 self._find("quarantine_file_digest", source, file, message)
 
     def _lines(self, source: str, file: str) -> Iterator[dict[str, Any]]:

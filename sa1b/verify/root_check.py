@@ -10,13 +10,12 @@ beside it are read. The shards of a version stay valid until their source is rep
 import contextlib
 import hashlib
 import json
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, TableError
-from sa1b.names import parse_shard_name, shard_order, source_stem
+from sa1b.names import shard_order, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.manifest import DATASET, READING, TASKS, Options, ShardInfo, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
@@ -31,7 +30,6 @@ from sa1b.verify.report import Finding, Findings, Report, short
 from sa1b.verify.task_check import TaskCheck
 from sa1b.verify.view_check import check_views
 
-_TABLE_NAME = re.compile(r"samples(-[0-9a-f]+)?\.bin")
 _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_table
 _TRIES = 10  # attempts to read all files of one version of dataset.json
 
@@ -106,9 +104,6 @@ class RootCheck:
             intact = {name for name in claimed if owners[name].name in self.tasks.intact}
             self.shards = self.listed | {name: claimed[name] for name in intact & self.listed.keys()}
             self._compare_dataset(self.dataset)
-        for name in [name for name in self.shards if not parse_shard_name(name)]:
-            self._find("shard_name", DATASET, f"{name!r} is not the name of a shard")
-            del self.shards[name]
         active = {source_stem(name) for name in self.active}
         for name in [name for name in self.shards if name not in owners and shard_order(name).stem in active]:
             del self.shards[name]
@@ -195,10 +190,9 @@ class RootCheck:
 
     def _check_table(self, shards: int) -> str | None:
         """The file name of the sample table if its rows can be compared with the shards."""
-        listed = None if self.dataset is None else self.dataset["samples"].get("name")
-        name = manifest.table_name(self.store) if listed is None else str(listed)
-        if not _TABLE_NAME.fullmatch(name):
-            self._find("table_name", DATASET, f"{name!r} is not the name of a sample table")
+        name = manifest.table_name(self.store)
+        if name is None:
+            self._find("table_missing", "samples-*.bin", "not there")
             return None
         (path,) = self._files.enter_context(self.store.files(name))
         try:
@@ -226,7 +220,7 @@ class RootCheck:
         self._check_rows(name, table, shards)
         listed = {} if self.dataset is None else self.dataset["samples"]
         found = {"columns_sha256": table.digest, "ids_sha256": table.ids_digest, "bytes": path.stat().st_size}
-        if whole and "sha256" in listed:  # otherwise there is already a finding for the file
+        if whole:  # otherwise there is already a finding for the file
             found["sha256"] = sha256
         if listed and any(listed.get(what) != value for what, value in found.items()):
             self._find("table_of_another", name, f"not the one {DATASET} was written with")

@@ -20,8 +20,8 @@ from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.report import Finding, Findings, short
+from sa1b.views.view_document import FORMAT
 
-_DIGEST_KEY = {"sa1b-view-1": "key", "sa1b-view-2": "digest"}  # format -> field of its digest
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _GONE = "images_gone"
 _Problem = tuple[str, str]  # kind and message of a finding
@@ -67,7 +67,7 @@ def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list
 
 def _form(document: Any, digest: str) -> str | None:
     """Why the document of a view is invalid; None if it is valid."""
-    if not isinstance(document, dict) or str(document.get("format")) not in _DIGEST_KEY:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
         return "not the document of a view"
     try:
         check_view(document)
@@ -75,7 +75,7 @@ def _form(document: Any, digest: str) -> str | None:
         return str(error)
     where, ids = document.get("masks_where"), document["ids_sha256"]
     made = ids if where is None else hashlib.sha256(f"{ids} {where}".encode()).hexdigest()
-    if not document.get(_DIGEST_KEY[document["format"]]) == digest == made:
+    if not document.get("digest") == digest == made:
         return f"its ids and condition have the digest {made}, the file is named {digest}"
     return None
 
@@ -85,9 +85,8 @@ def _data(
 ) -> dict[str, _Problem]:
     """File -> the problem with the image ids or the row numbers of a view."""
     found: dict[str, _Problem] = {}
-    widths = {"rows": 4} if document["format"] == "sa1b-view-1" else {"ids": 8, "rows": 4}
     data = {}
-    for ending, width in widths.items():
+    for ending, width in (("ids", 8), ("rows", 4)):
         one = f"{name.removesuffix('json')}{ending}"
         try:
             data[ending] = store.read(f"{VIEWS}/{one}")
@@ -101,7 +100,7 @@ def _data(
             found[one] = ("view_data_damaged", message)
     if found or table is None:
         return found
-    same = document["dataset"].get("ids_sha256") == table.ids_digest
+    same = document["dataset"]["ids_sha256"] == table.ids_digest
     if same and not _fit(np.frombuffer(data["rows"], "<u4"), table, document["ids_sha256"]):
         return {
             f"{name.removesuffix('json')}rows": (
@@ -109,9 +108,7 @@ def _data(
                 "its row numbers are not those of its images",
             )
         }
-    if not same and "ids" not in data:
-        return {name: ("view_stale", "it has only row numbers, and the images of the dataset have changed")}
-    lost = _lost(np.frombuffer(data["ids"], "<u8"), table) if "ids" in data else 0
+    lost = _lost(np.frombuffer(data["ids"], "<u8"), table)
     return {name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
 
 

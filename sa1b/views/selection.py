@@ -223,7 +223,7 @@ def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
         row = int(missing.argmax())
         path = dataset.reader.url(shard_files(dataset.shards[int(dataset.table.shard[row])])[1])
         raise ShardError(
-            f"{path}: image {int(dataset.table.image_id[row])} is in samples.bin and not in this index; "
+            f"{path}: image {int(dataset.table.image_id[row])} is in the sample table and not in this index; "
             f"`{command('index')}` rebuilds both"
         )
 

@@ -30,7 +30,6 @@ from sa1b.storage.store import Root
 from sa1b.views.predicate import Predicate, PredicateError
 from sa1b.views.view_document import (
     PREFIX,
-    ROWS_ONLY,
     ViewDocument,
     check_free,
     check_name,
@@ -162,11 +161,6 @@ def open_view(
     if made_for == table.ids_digest:
         data = _map(source, document, ".rows", document.rows_sha256, width=4, check=check, again=again)
         rows = np.frombuffer(data, "<u4")
-    elif document.format == ROWS_ONLY:
-        raise ManifestError(
-            f"{path}: made by an older version, which stored row numbers and no image ids; {reader.root} "
-            f"has other images since. Open it with the directory it was made for, or {again}"
-        )
     else:
         data = _map(source, document, ".ids", document.ids_sha256, width=8, check=check, again=again)
         rows = _look_up(table, np.frombuffer(data, "<u8"), source.url(f"{document.stem}.ids"), reader.root)

@@ -23,7 +23,6 @@ from sa1b.storage.store import Root, Store, open_store
 from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"
-ROWS_ONLY = "sa1b-view-1"  # `key` instead of `digest`; row numbers, but no ids
 PREFIX = 6  # smallest number of characters of an abbreviated digest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAP = 4 << 20  # largest document in bytes
@@ -52,14 +51,13 @@ class ViewDocument:
     chosen_by: dict[str, str]
     dataset: dict[str, Any]
     counts: dict[str, int] = field(default_factory=dict)
-    format: str = FORMAT
     stem: str = ""
 
     def encode(self) -> bytes:
         """The bytes of the file; equal views give equal bytes."""
         document = {
-            "format": self.format,
-            "key" if self.format == ROWS_ONLY else "digest": self.digest,
+            "format": FORMAT,
+            "digest": self.digest,
             "names": list(self.names),
             "images": self.images,
             **self.counts,
@@ -112,21 +110,17 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
     path = reader.url(name)
     try:
         document = json.loads(reader.read_whole(name, _CAP))
-        if document["format"] not in (FORMAT, ROWS_ONLY):
-            raise ManifestError(
-                f"{path}: format {document['format']!r}; this package reads {FORMAT!r} and {ROWS_ONLY!r}"
-            )
+        if document["format"] != FORMAT:
+            raise ManifestError(f"{path}: format {document['format']!r}; this package reads {FORMAT!r}")
         check_view(document)
         fields = {what: document[what] for what in _FIELDS}
-        digest = str(document["key" if document["format"] == ROWS_ONLY else "digest"])
+        digest = str(document["digest"])
         stem = PurePath(name).stem
         if _SHA256.fullmatch(stem) and stem != digest:
             raise ValueError(f"digest {digest!r}")
         fields |= {"names": tuple(fields["names"])}
         counts = {what: n for what, n in document.items() if what not in fields and type(n) is int}
-        return ViewDocument(
-            **fields, digest=digest, counts=counts, format=document["format"], stem=name.removesuffix(".json")
-        )
+        return ViewDocument(**fields, digest=digest, counts=counts, stem=name.removesuffix(".json"))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); remove it and run `{command('view')}` again"

@@ -295,15 +295,10 @@ def test_ids_from_names_numbers_and_dataset_directories(
     assert len(list((tmp_path / "names").rglob("sa_55.json"))) == 1
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_renamed_folder_is_completed(
-    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path, is_recorded: bool
+    work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
 ) -> None:
     work(photos)
-    if not is_recorded:  # by an earlier version
-        settings = json.loads((tmp_path / "labels/annotate.json").read_text())
-        del settings["name"]
-        (tmp_path / "labels/annotate.json").write_text(json.dumps(settings))
     lost, damaged, *_ = sorted(tmp_path.glob("labels/*/*.jpg"))
     before = lost.read_bytes()
     lost.unlink()

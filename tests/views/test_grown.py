@@ -1,6 +1,5 @@
 """Views of directories that grow, are read-only or are at a URL keep their images and order."""
 
-import json
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -128,32 +127,6 @@ def test_every_changed_byte_of_the_ids_is_refused_where_they_are_read(root, tmp_
     ids.write_bytes(data[:-8])
     with pytest.raises(ManifestError, match="image ids of its view"):
         open_view(root, table, "few", check=False)
-
-
-def as_older_version(root, view):
-    """Rewrite the view's files in the earlier form, with row numbers only."""
-    path = root / "views" / f"{view.digest}.json"
-    document = json.loads(path.read_text())
-    del document["digest"], document["document_sha256"]
-    document["dataset"]["columns_sha256"] = "0" * 64
-    path.write_text(json.dumps({**document, "format": "sa1b-view-1", "key": view.digest}))
-    path.with_suffix(".ids").unlink()
-    return path
-
-
-def test_views_of_an_older_version_are_read_with_the_images_they_were_made_for(root, tmp_path):
-    view = select(root, Selection(subset="50%"), name="half", quiet=True).view
-    other = select(root, Selection(subset="40%"), name="less", quiet=True).view
-    path, less = as_older_version(root, view), as_older_version(root, other)
-    found = open_view(root, Dataset(root).table, "half")
-    assert (found.digest, ids_of(root, found)) == (view.digest, ids_of(root, view))
-    select(root, Selection(subset="90%"), name="less", overwrite=True, quiet=True)
-    assert json.loads(less.read_text())["names"] == []
-    assert open_view(root, Dataset(root).table, other.digest).count == other.count
-    add_source(root, tmp_path)
-    with pytest.raises(ManifestError, match="made by an older version.*sa1b view .*--subset 50% --name half"):
-        open_view(root, Dataset(root).table, "half")
-    assert path.exists()
 
 
 # Views beside a directory

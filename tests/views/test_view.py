@@ -1,7 +1,6 @@
 """Views: selection, independence of the sharding, nested parts, names, and damage."""
 
 import hashlib
-import json
 import shutil
 
 import numpy as np
@@ -17,6 +16,7 @@ from sa1b.views.selection import Selection, fraction, select
 from sa1b.views.view import open_view, whole, write_view
 from sa1b.views.view_document import read_documents
 from tests.shards.tiny_source import make_root, pairs, write_source
+from tests.verify.checking import edit_view
 
 IDS = [*range(100, 160), 2**40 + 7, 11, 5]
 MASKS, IMAGES = "stability_score >= 0.96 and area_fraction < 0.3", "masks >= 2 and width >= 60"
@@ -256,9 +256,7 @@ def test_unknown_and_ambiguous_names_list_the_known(root):
     with pytest.raises(ManifestError, match="is no view"):
         open_view(root, table, view.digest[:5])
     for path in (root / "views").glob("*.json"):  # as if copied by hand
-        document = json.loads(path.read_text())
-        del document["document_sha256"]
-        path.write_text(json.dumps({**document, "names": ["same"]}))
+        edit_view(path, lambda document: document.update(names=["same"]))
     with pytest.raises(ManifestError, match="stands for more than one view"):
         open_view(root, table, "same")
 

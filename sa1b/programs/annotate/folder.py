@@ -118,8 +118,7 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
         open_store(out).put_if_absent(SETTINGS, json_bytes(expected))  # one of several processes writes it
     try:
         stored = json.loads(path.read_bytes())
-        named = min(out.glob("*-[0-9][0-9][0-9][0-9]"), default=Path(f"{expected['name']}-0000")).name[:-5]
-        folders, name = int(stored["folders"]), str(stored.get("name", named))  # earlier versions had no name
+        folders, name = int(stored["folders"]), str(stored["name"])
         if folders < 1 or not is_source_name(name):
             raise ValueError(f"folders {folders}, name {name!r}")
         differing = [

@@ -135,7 +135,7 @@ def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) 
     gathered.facts.append(("Sources", f"{len(made_from):,} ({listed})"))
     if options["image_size"] is not None:
         gathered.facts.append(("Stored images", f"longer side at most {options['image_size']:,} px"))
-    kept = totals.get("warnings", totals.get("doubtful", 0))
+    kept = totals["doubtful"]
     gathered.facts.append(("Quarantined; kept with warnings", f"{totals['refused']:,}; {kept:,}"))
     return gathered
 

@@ -340,12 +340,8 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
         if name not in ("mask_id", "area_fraction", "width", "height")
     )
     if of_coco:
-        found = connection.execute("SELECT * FROM sa1b_indexes LIMIT 0").description
-        stored = {str(column[0]) for column in found}
         per_mask += "".join(
-            f", coalesce({name}[i], {_literal(value)}) AS {name}"
-            for name, value in NO_ORIGIN.items()
-            if name in stored  # earlier versions wrote none
+            f", coalesce({name}[i], {_literal(value)}) AS {name}" for name, value in NO_ORIGIN.items()
         )
     # One list of positions is unnested and not every column, so that unused columns are not read.
     yield (

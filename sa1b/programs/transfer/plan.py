@@ -169,5 +169,5 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
 
 
 def _same_but_rows(task: Task, other: Task) -> bool:
-    """Whether two task files differ at most in the digest of their rows, which older directories lack."""
+    """Whether two task files differ at most in the digest of their rows, which may be written later."""
     return replace(task, samples=None) == replace(other, samples=None)
