@@ -52,7 +52,7 @@ from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.evaluate_only import score, scored_model
 from sa1b.recipes.presets import PRESETS
 from sa1b.storage.atomic import json_bytes, write_whole
-from sa1b.storage.store import open_store
+from sa1b.storage.open import open_store
 from sa1b.stream.plan import process_rank
 
 TOUR = (

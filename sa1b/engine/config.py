@@ -38,8 +38,8 @@ from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.weights import load_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
+from sa1b.storage.open import open_store
 from sa1b.storage.protocols import READ_ONLY, protocol_of
-from sa1b.storage.store import open_store
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from sa1b.sam.published import (
     write_weights,
 )
 from sa1b.shards.staging import clean_scratch
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import temporary_path
+from sa1b.storage.open import open_store
 from sa1b.storage.protocols import protocol_of
-from sa1b.storage.store import open_store
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 
@@ -109,7 +109,7 @@ def find_weights(
         source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file;
             or the URL of one of these, which is copied to a temporary folder.
         read_file: reads a published file.
-        scratch: of a URL: folder that contains the temporary folder, see `sa1b.storage.store.open_store`.
+        scratch: of a URL: folder that contains the temporary folder, see `sa1b.storage.open.open_store`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder contains none.

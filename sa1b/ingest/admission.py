@@ -35,7 +35,8 @@ from sa1b.sources.remote_sources import named_links
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished

@@ -49,7 +49,8 @@ from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source
 from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.errors import StorageError
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.workers import supervise
 
 
@@ -197,7 +198,7 @@ def fetch(
     search = Search(names, homes, everywhere=everywhere)
     if not everywhere:
         search.learn(read_searched(store, partial(_source_now, local, remote)))
-    sizes = None if store.is_local or not tasks else store.sizes().get
+    sizes = store.listed_size()
     gone = {name: path for name, task in tasks.items() if (path := missing_file(task, store, sizes))}
     stored = {name: stored_ids(store, task) for name, task in tasks.items()}
     search.learn(

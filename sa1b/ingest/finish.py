@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from sa1b.console import command, counted
@@ -44,7 +43,8 @@ from sa1b.shards.sample_table import clashes
 from sa1b.shards.stored import check_drop, sources_without_task, stored_shards
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, Claim, holder
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 T = TypeVar("T")
 _EXPECTED = re.compile(r"[0-9a-f]{16}\.expected")  # the names that `record_expected` gives
@@ -271,9 +271,7 @@ def drop_source(root: Root, name: str) -> Finished:
         store.remove(task_name(name, "samples"))  # until now it tells that a drop was interrupted
         remove_quarantine(store, name)
     release_options(store)
-    if store.is_local:  # a bucket has no empty folders
-        with contextlib.suppress(OSError):
-            Path(store.url(TASKS)).rmdir()  # succeeds if this was the last source
+    store.remove_folder(TASKS, lambda name: False)  # removes it if this was the last source
     return finished
 
 

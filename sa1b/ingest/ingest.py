@@ -25,7 +25,8 @@ from sa1b.shards.manifest import Options, Task, task_name
 from sa1b.shards.staging import make_staging, remove_staging, staging_place
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 
 __all__ = ["Counts", "Policy", "ingest", "limit_threads"]
 

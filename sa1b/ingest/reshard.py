@@ -40,7 +40,8 @@ from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source, read_checklist
 from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.workers import Failure, Supervise, supervise
 
 _POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
@@ -113,7 +114,7 @@ def reshard(
         record_failure(store, name, "SourceError", why)
     if run.task is not None:
         record_expected(store, named)
-    sizes = None if store.is_local or not tasks else store.sizes().get  # one listing, not a request for each
+    sizes = store.listed_size()
     waiting = []
     for source in sources:
         task, expected = tasks.get(source.name), md5.get(source.name)

@@ -10,7 +10,8 @@ from sa1b.ingest.search import Searched
 from sa1b.report import fact_lines, first_lines
 from sa1b.shards.manifest import DATASET, QUARANTINE, Task
 from sa1b.sources.discovery import NotTaken
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 
 _LISTED = 20  # files in the table that were not taken
 

@@ -230,7 +230,7 @@ def _names(
     from sa1b.ingest.admission import admitted
     from sa1b.sources.remote_sources import named_links
 
-    found = admitted(source, rename, [store.scratch] if store.is_local else [], ignore, coco)
+    found = admitted(source, rename, [store.scratch], ignore, coco)
     return [*(one.name for one in found.sources), *named_links(links)]
 
 

@@ -22,7 +22,8 @@ from sa1b.sources.link_list import Link
 from sa1b.sources.source import Source, digest_of_source
 from sa1b.storage.claim import TIMEOUT, Claim, holder
 from sa1b.storage.errors import StorageError, UnavailableError
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 _REPORT_SECONDS = 0.2
 

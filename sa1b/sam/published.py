@@ -20,8 +20,7 @@ from torch import Tensor
 
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.storage.atomic import commit, flush, naming_path
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import commit, flush, naming_path, temporary_path
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (

@@ -49,10 +49,10 @@ from sa1b.shards.sample_table import (
 )
 from sa1b.shards.shard import index_path
 from sa1b.shards.stored import Ids, check_kept, is_own, shard_of, stored_files
-from sa1b.storage.atomic import flush, naming_path
+from sa1b.storage.atomic import flush, naming_path, temporary_path
 from sa1b.storage.claim import Claim, exclusive
-from sa1b.storage.processes import temporary_path
-from sa1b.storage.store import Root, Store, each, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 _DATASET_CLAIM = ".dataset.claim"  # the process that writes dataset.json now
 _COLUMNS = ["image_id", "jpg_offset", "jpg_bytes", "masks_bytes", "jpg_crc32c", "masks_crc32c"]
@@ -254,7 +254,7 @@ def tables_of(root: Root, tasks: Mapping[str, Task]) -> dict[str, tuple[Task, Sa
     """`task_rows` of several sources, by name in alphabetical order."""
     store = open_store(root)
     names = sorted(tasks)
-    return dict(zip(names, each(store, lambda name: task_rows(store, tasks[name]), names), strict=True))
+    return dict(zip(names, store.map(lambda name: task_rows(store, tasks[name]), names), strict=True))
 
 
 def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:

@@ -14,7 +14,8 @@ from sa1b.errors import ManifestError, TableError
 from sa1b.names import is_shard_of, shard_order, source_stem
 from sa1b.shards.manifest import READING, Options, ShardInfo, Task, read_dataset, readable_tasks
 from sa1b.shards.sample_table import COLUMNS, SampleTable, decode, encode, open_table
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 
 def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:

@@ -26,7 +26,8 @@ from sa1b.names import shard_order
 from sa1b.shards.document_fields import FieldError, check_dataset, check_task
 from sa1b.shards.sample_table import TableFacts, is_table_name, open_table
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.store import Root, Store, each, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -178,7 +179,7 @@ def readable_tasks(
     store = open_store(root)
     names = [name.removesuffix(".json") for name in store.names(TASKS, ".json")]
     names = [name for name in names if name not in without]
-    found = dict(zip(names, each(store, partial(_read_task, store), names), strict=True))
+    found = dict(zip(names, store.map(partial(_read_task, store), names), strict=True))
     damaged = {name: one for name, one in found.items() if isinstance(one, ManifestError)}
     return {name: one for name, one in found.items() if isinstance(one, Task)}, damaged
 

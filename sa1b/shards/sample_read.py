@@ -13,9 +13,9 @@ from sa1b.shards import record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.checksum import Part
 from sa1b.storage.errors import DamageError, MissingError, StorageError
 from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Part
 
 NEAR = 1 << 20  # largest gap between two samples, in bytes, that one read includes
 

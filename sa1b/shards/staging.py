@@ -18,16 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sa1b.shards.manifest import PARTIAL, QUARANTINE, TASKS, VIEWS
-from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.claim import ENDING, Holder, remove_dead
-from sa1b.storage.processes import (
+from sa1b.storage.atomic import (
+    flush,
     is_of_dead_process,
+    naming_path,
     process_of,
     process_of_temporary,
     temporary_name,
     this_machine,
 )
-from sa1b.storage.store import FolderStore, Root, Store, open_store
+from sa1b.storage.claim import ENDING, Holder, remove_dead
+from sa1b.storage.folder import FolderStore
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 
 _OWNER = "owner"  # file in the folder that proves that this program made it
 _SPILL = ".sa1b-spill"  # folder in a folder of --spill

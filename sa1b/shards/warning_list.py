@@ -14,7 +14,8 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.shards.manifest import QUARANTINE
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 
 REFUSED = "refused.jsonl"
 WARNINGS = "warnings.jsonl"

@@ -9,8 +9,9 @@ from sa1b.console import counted, show
 from sa1b.errors import UsageError
 from sa1b.sources.link_list import Link, is_url, read_links
 from sa1b.sources.path_arguments import check_scratch_flag
+from sa1b.storage.open import open_store
 from sa1b.storage.protocols import READ_ONLY, endpoint_options, protocol_of
-from sa1b.storage.store import Store, open_store
+from sa1b.storage.store import Store
 
 
 def checked_quality(

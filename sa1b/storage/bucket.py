@@ -18,22 +18,24 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sa1b.storage.bucket_requests import CLOCK, BucketRequests
-from sa1b.storage.conditions import PROBE, Conditions, is_removed
+from sa1b.console import counted
+from sa1b.errors import UsageError
+from sa1b.storage.atomic import process_of, temporary_path
+from sa1b.storage.bucket_requests import CLOCK, PROBE, BucketRequests, Conditions, is_removed
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
-from sa1b.storage.objects import Stat, Upload
-from sa1b.storage.processes import process_of, temporary_path
+from sa1b.storage.objects import S3Objects, Stat, Upload
 from sa1b.storage.protocols import protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
-from sa1b.storage.s3_objects import S3Objects
-from sa1b.storage.store import Store
+from sa1b.storage.store import Store, X, Y
 from sa1b.storage.upload import download, upload
 
+_REQUESTS = 16  # of `map` at the same time
 _LOG = logging.getLogger(__name__)
 
 
@@ -76,6 +78,25 @@ class BucketStore(Store):
     def close(self) -> None:
         """Close the connections of this process. A later request opens new ones."""
         self._requests.reader.close()
+
+    def map(self, function: Callable[[X], Y], items: Iterable[X]) -> Iterator[Y]:
+        with ThreadPoolExecutor(_REQUESTS) as threads:
+            yield from threads.map(function, items)
+
+    def listed_size(self) -> Callable[[str], int | None]:
+        sizes = functools.cache(self.sizes)
+        return lambda name: sizes().get(name)
+
+    def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
+        count = max(1, workers)
+        need = sum(sorted(sizes, reverse=True)[:count])
+        free = shutil.disk_usage(self._scratch()).free
+        if free < need:
+            raise UsageError(
+                f"{self.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed for "
+                f"{counted(count, 'shard')} at a time; name a larger disk with --scratch, or use fewer "
+                "--workers"
+            )
 
     def size(self, name: str) -> int | None:
         found = self._requests.stat(name)

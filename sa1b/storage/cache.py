@@ -1,4 +1,4 @@
-"""A cache of large objects of a URL, downloaded once per machine and shared by its processes.
+"""Verified copies of large objects, and a cache of them: one download per machine, shared by its processes.
 
     FOLDER/<sha256>/samples.bin
 
@@ -12,14 +12,14 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from sa1b.errors import LockedError
-from sa1b.storage.atomic import commit, lock
-from sa1b.storage.errors import StorageError
-from sa1b.storage.fetch import fetch
-from sa1b.storage.reader import Reader
+from sa1b.storage.atomic import commit, lock, naming_path
+from sa1b.storage.errors import DamageError, StorageError
+from sa1b.storage.reader import PIECE, Reader, pieces_of
 
 _PARTIAL = ".partial"
 
@@ -86,7 +86,7 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
     partial = folder / _PARTIAL
     final.unlink(missing_ok=True)  # damaged
     try:
-        with _naming(partial), partial.open("w+b") as file:
+        with naming_path(partial), partial.open("w+b") as file:
             fetch(reader, name, digest, file)
             file.flush()
             os.fsync(file.fileno())
@@ -111,12 +111,71 @@ def _sweep(cache: Path) -> None:
             partial.unlink()
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an error of the disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+_PREFETCH = 8  # pieces in memory: 64 MiB
+
+
+def digest(reader: Reader, name: str, progress: Callable[[int], object] | None = None) -> str:
+    """sha256 of an object in hexadecimal, from one read. Memory: 64 MiB.
+
+    Args:
+        progress: called with the number of bytes after each piece. An exception ends the read.
+
+    Raises:
+        StorageError: as `Reader.read_range`.
+    """
+    sha256 = hashlib.sha256()
+    for data in reader.read_ranges(pieces_of(name, reader.size(name)), prefetch=_PREFETCH):
+        sha256.update(data)
+        if progress is not None:
+            progress(len(data))
+    return sha256.hexdigest()
+
+
+def fetch(
+    reader: Reader,
+    name: str,
+    expected: str,
+    file: BinaryIO,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Copy an object to a file and verify its digest while it is copied. Memory: 64 MiB.
+
+    Args:
+        reader: reads the object.
+        name: name of the object, relative to the reader's root.
+        expected: sha256 of the object, in hexadecimal.
+        file: opened for reading and writing, empty.
+        progress: called with the number of bytes after each piece. An exception ends the copy.
+
+    Raises:
+        DamageError: the object has another digest.
+        StorageError: as `Reader.read_range`.
+    """
+    size = reader.size(name)
+    sha256 = hashlib.sha256()
+    for data in reader.read_ranges(pieces_of(name, size), prefetch=_PREFETCH):
+        file.write(data)
+        sha256.update(data)
+        if progress is not None:
+            progress(len(data))
+    found = sha256.hexdigest()
+    if found != expected:
+        # The damage is in the store or in transit: accept a piece once two reads of it agree.
+        sha256 = hashlib.sha256()
+        for start in range(0, size, PIECE):
+            file.seek(start)
+            data = file.read(PIECE)
+            data = reader.read_agreed(name, start, len(data), data)
+            file.seek(start)
+            file.write(data)
+            sha256.update(data)
+        found = sha256.hexdigest()
+    if found != expected:
+        raise DamageError(
+            f"{reader.url(name)}: sha256 {found}, {expected} expected; restore the file "
+            "from a copy, or open the dataset again if it was replaced",
+            url=reader.url(name),
+            length=size,
+            expected=expected,
+            found=found,
+        )

@@ -28,9 +28,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from sa1b.errors import LockedError
-from sa1b.storage.atomic import json_bytes
+from sa1b.storage.atomic import is_of_dead_process, json_bytes, start_of, this_machine, this_process
 from sa1b.storage.errors import StorageError, UnavailableError
-from sa1b.storage.processes import is_of_dead_process, start_of, this_machine, this_process
 from sa1b.storage.store import Store
 
 ENDING = ".claim"
@@ -48,11 +47,11 @@ class Holder:
 
     Attributes:
         host, pid: host name and process id.
-        process: name of the process, see sa1b.storage.processes.
+        process: name of the process, see sa1b.storage.atomic.
         token: random value that identifies this claim.
         age: seconds since the heartbeat, by the file system's clock; below 0: it is dated in the future.
         timeout: seconds without a heartbeat after which the claim may be taken over.
-        started: start time of the process, see sa1b.storage.processes; None: unknown.
+        started: start time of the process, see sa1b.storage.atomic; None: unknown.
     """
 
     host: str

@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from sa1b.limit import Limited, OverdueError
-from sa1b.storage.checksum import Crc
-from sa1b.storage.classify import ErrorClass, Fault, FaultError, classify_local_error
-from sa1b.storage.counters import CounterSet
-from sa1b.storage.errors import StorageError
-from sa1b.storage.retry import RetryPolicy, RetryState
+from sa1b.storage.errors import ErrorClass, Fault, FaultError, StorageError, classify_local_error
+from sa1b.storage.retry import CounterSet, Crc, RetryPolicy, RetryState
 
 T = TypeVar("T")
 _LONGEST = 2**63 - 1  # bytes of a file; a damaged table may point beyond

@@ -2,16 +2,25 @@
 
 A function makes one attempt. Its caller (`Reader.request`) adds the timeout and the retries, so that every
 function may run again after it changed the store and its response was lost.
+
+Every write to an S3 bucket sends the md5 of its bytes (`Content-MD5`), so that the store refuses bytes that
+changed in transit. The entity tag that it returns is the md5 of what it stored, except for objects encrypted
+with a key of the user's.
 """
 
 import asyncio
 import base64
 import contextlib
 import hashlib
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sa1b.storage.errors import response_of
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback  # slow; commands import this module for --help
@@ -154,3 +163,166 @@ async def _call(system: Any, method: str, *arguments: Any, **more: Any) -> Any:
     if system.async_impl:
         return await getattr(system, f"_{method}")(*arguments, **more)
     return await asyncio.to_thread(getattr(system, method), *arguments, **more)
+
+
+class S3Objects(Objects):
+    """Requests of the S3 protocol (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html).
+
+    Args:
+        quoted: whether `If-Match` needs its entity tag in quotation marks; Ceph 16 accepts it only without.
+    """
+
+    def __init__(self, *, quoted: bool = True) -> None:
+        self.quoted = quoted
+
+    async def stat(self, system: Any, url: str) -> Stat:
+        try:
+            return _stat(await system._call_s3("head_object", **_key(url)))
+        except OSError as error:
+            if response_of(error)[0] != 400:
+                raise
+        # The response to HEAD has no document with the reason, such as an expired token.
+        response = await system._call_s3("get_object", **_key(url))
+        async with response["Body"]:
+            return _stat(response)
+
+    async def get(self, system: Any, url: str) -> tuple[bytes, Stat]:
+        response = await system._call_s3("get_object", **_key(url))
+        async with response["Body"] as body:
+            data = await body.read()
+        return data, _stat(response)
+
+    async def put(
+        self, system: Any, url: str, data: bytes, *, absent: bool = False, match: str | None = None
+    ) -> Stat:
+        condition = {"IfNoneMatch": "*"} if absent else {}
+        if match is not None:
+            condition = {"IfMatch": f'"{match}"' if self.quoted else match}
+        try:
+            response = await system._call_s3(
+                "put_object", **_key(url), Body=data, ContentMD5=_content_md5(md5(data)), **condition
+            )
+        except OSError as error:
+            status, code = response_of(error)
+            if status == 412 or (match is not None and code == "NoSuchKey"):
+                raise ConditionError from None  # not classified by its cause
+            raise
+        return Stat(len(data), _etag(response))
+
+    async def delete(self, system: Any, url: str, match: str | None = None) -> bool:
+        condition = {} if match is None else {"IfMatch": f'"{match}"' if self.quoted else match}
+        try:
+            await system._call_s3("delete_object", **_key(url), **condition)
+        except OSError as error:
+            status, code = response_of(error)
+            if status == 412 or code == "NoSuchKey":
+                return True
+            raise
+        return True
+
+    async def sizes(self, system: Any, url: str, *, deep: bool = False) -> dict[str, int]:
+        bucket, folder = _folder(url)
+        found: dict[str, int] = {}
+        more: dict[str, str] = {} if deep else {"Delimiter": "/"}
+        while True:
+            response = await system._call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, **more)
+            found |= {item["Key"][len(folder) :]: int(item["Size"]) for item in response.get("Contents", ())}
+            if not response.get("IsTruncated"):
+                found.pop("", None)  # the marker of a folder that a console made
+                return found
+            more["ContinuationToken"] = response["NextContinuationToken"]
+
+    async def is_folder(self, system: Any, url: str) -> bool:
+        bucket, folder = _folder(url)
+        response = await system._call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, MaxKeys=1)
+        return bool(response.get("Contents"))
+
+    async def start(self, system: Any, url: str) -> str:
+        """Start an upload in parts; its id."""
+        return str((await system._call_s3("create_multipart_upload", **_key(url)))["UploadId"])
+
+    async def put_part(
+        self, system: Any, url: str, upload: str, number: int, data: bytes, digest: str
+    ) -> str:
+        """Write one part of an upload, numbered from 1; its entity tag. `digest` is the md5 of `data`."""
+        response = await system._call_s3(
+            "upload_part",
+            **_key(url),
+            UploadId=upload,
+            PartNumber=number,
+            Body=data,
+            ContentMD5=_content_md5(digest),
+        )
+        return _etag(response)
+
+    async def complete(self, system: Any, url: str, upload: str, etags: Sequence[str]) -> bool:
+        """Make an object of the parts of an upload.
+
+        Raises FileNotFoundError if there is no such upload, also if an earlier call has completed it.
+        """
+        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, 1)]
+        await system._call_s3(
+            "complete_multipart_upload", **_key(url), UploadId=upload, MultipartUpload={"Parts": parts}
+        )
+        return True
+
+    async def abort(self, system: Any, url: str, upload: str) -> bool:
+        """Remove an upload and its parts. A part that arrives meanwhile may need a second call."""
+        with contextlib.suppress(FileNotFoundError):
+            await system._call_s3("abort_multipart_upload", **_key(url), UploadId=upload)
+        return True
+
+    async def uploads(self, system: Any, url: str) -> list[Upload]:
+        """Uploads below a folder that were neither completed nor aborted."""
+        bucket, folder = _folder(url)
+        found: list[Upload] = []
+        more: dict[str, str] = {}
+        while True:
+            response = await system._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **more)
+            now = _now(response)
+            found += [
+                Upload(item["Key"][len(folder) :], item["UploadId"], now - item["Initiated"].timestamp())
+                for item in response.get("Uploads", ())
+            ]
+            if not response.get("IsTruncated"):
+                return found
+            more = {
+                "KeyMarker": response["NextKeyMarker"],
+                "UploadIdMarker": response["NextUploadIdMarker"],
+            }
+
+
+def composite_etag(etags: Sequence[str]) -> str:
+    """The entity tag of an object that was uploaded in parts, from the md5 of its parts."""
+    return f"{md5(b''.join(bytes.fromhex(etag) for etag in etags))}-{len(etags)}"
+
+
+def _key(url: str) -> dict[str, str]:
+    bucket, _, key = url.partition("://")[2].partition("/")
+    return {"Bucket": bucket, "Key": key}
+
+
+def _folder(url: str) -> tuple[str, str]:
+    """The bucket and the prefix of all names in a folder."""
+    bucket, _, key = url.partition("://")[2].partition("/")
+    key = key.rstrip("/")
+    return bucket, f"{key}/" if key else ""
+
+
+def _content_md5(digest: str) -> str:
+    return base64.b64encode(bytes.fromhex(digest)).decode()
+
+
+def _etag(response: Any) -> str:
+    return str(response.get("ETag", "")).strip('"')
+
+
+def _stat(response: Any) -> Stat:
+    size, etag, modified = int(response["ContentLength"]), _etag(response), response.get("LastModified")
+    return Stat(size, etag, None if modified is None else _now(response) - modified.timestamp())
+
+
+def _now(response: Any) -> float:
+    """Time of a response by the store's clock, in seconds since 1970."""
+    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(date).timestamp() if date else time.time()

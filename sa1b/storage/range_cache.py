@@ -30,9 +30,9 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from sa1b.hashing import Purpose, random_word
-from sa1b.storage.checksum import Crc, Part, parts_of, wrong_parts
 from sa1b.storage.local import LocalRead, OpenFile, OpenFiles
-from sa1b.storage.loop import generation
+from sa1b.storage.remote import generation
+from sa1b.storage.retry import Crc, Part, parts_of, wrong_parts
 
 _BLOCK = 4096  # bytes: what files take on disk is a multiple of it
 _ENDING = ".sparse"

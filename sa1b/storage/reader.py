@@ -20,13 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import google_crc32c
 
 from sa1b.arguments import plain_root
-from sa1b.storage.checksum import Crc
-from sa1b.storage.counters import Counters, CounterSet
-from sa1b.storage.errors import DamageError, ReplacedError, StorageError
+from sa1b.storage.errors import Counters, DamageError, ReplacedError, StorageError
 from sa1b.storage.local import LocalOrigin, LocalRead
-from sa1b.storage.loop import generation
-from sa1b.storage.remote import RemoteOrigin
-from sa1b.storage.retry import RetryPolicy
+from sa1b.storage.remote import RemoteOrigin, generation
+from sa1b.storage.retry import CounterSet, Crc, RetryPolicy
 
 if TYPE_CHECKING:  # numpy, which its formula imports, is not needed to read
     from sa1b.storage.range_cache import CachedRead, RangeCache
@@ -45,7 +42,7 @@ class Range:
         name: name of the object, relative to the reader's root.
         start: first byte.
         length: bytes.
-        crc: crc32c of the range, or of its parts (sa1b.storage.checksum); None: unknown.
+        crc: crc32c of the range, or of its parts (sa1b.storage.retry); None: unknown.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Retries of failed reads: the waiting times, the deadline, and the errors that end a read.
+"""Retries of failed reads: checksums, counters, waiting times, the deadline, and the errors that end a read.
 
 `RetryState` is the state of one read. It does no input or output and does not sleep, so that threads and
 coroutines share the implementation and a test can use its own clock.
@@ -11,23 +11,28 @@ retry at the same time (https://aws.amazon.com/blogs/architecture/exponential-ba
 import asyncio
 import logging
 import random
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
 
-from sa1b.storage.checksum import Crc, parts_of, wrong_parts
-from sa1b.storage.classify import FULL, ErrorClass, Fault
-from sa1b.storage.counters import CounterSet
-from sa1b.storage.credentials import advice
+import google_crc32c
+
 from sa1b.storage.errors import (
+    FULL,
+    Counters,
     DamageError,
     DeniedError,
+    ErrorClass,
     ExpiredError,
+    Fault,
     MissingError,
     StorageError,
     UnavailableError,
 )
+from sa1b.storage.protocols import advice
 
 CERTIFICATES = (
     "a file with the certificate of the store's authority is set with AWS_CA_BUNDLE (s3://) or SSL_CERT_FILE "
@@ -39,6 +44,65 @@ _FIRST_WARNING = 3.0  # seconds that a read is silent about an outage
 _SILENCE = 15.0  # seconds between two warnings of a process
 _warned = [float("-inf")]  # time of the last warning
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a range and its crc32c.
+
+    Attributes:
+        start: first byte, counted from the start of the range.
+        length: bytes.
+        crc: crc32c of these bytes.
+    """
+
+    start: int
+    length: int
+    crc: int
+
+
+Crc = int | tuple[Part, ...] | None
+
+
+def parts_of(crc: Crc, length: int) -> tuple[Part, ...]:
+    """The parts of a range of `length` bytes that are verified."""
+    if crc is None:
+        return ()
+    return (Part(0, length, crc),) if isinstance(crc, int) else crc
+
+
+def wrong_parts(data: bytes, parts: tuple[Part, ...]) -> Iterator[tuple[Part, int]]:
+    """Parts whose crc32c is wrong, each with the value found."""
+    for part in parts:
+        # The checksum function accepts bytes only: a part is copied, the complete range is not.
+        whole = part.length == len(data)
+        found = google_crc32c.value(data if whole else data[part.start : part.start + part.length])
+        if found != part.crc:
+            yield part, int(found)
+
+
+class CounterSet:
+    """Counters that several threads may add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._waited = 0.0
+
+    def add(self, **counts: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            self._counts.update(counts)
+
+    def add_wait(self, seconds: float) -> None:
+        """Add to the seconds spent between attempts."""
+        with self._lock:
+            self._waited += seconds
+
+    def snapshot(self) -> Counters:
+        """The counters now."""
+        with self._lock:
+            return Counters(**self._counts, waited=self._waited)
 
 
 class _Range(TypedDict):

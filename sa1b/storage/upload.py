@@ -15,13 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsspec.callbacks import Callback
-
 from sa1b.storage.errors import DamageError, MissingError, StorageError
-from sa1b.storage.loop import result_of
-from sa1b.storage.objects import Objects, Stat, md5
+from sa1b.storage.objects import Objects, S3Objects, Stat, composite_etag, md5
 from sa1b.storage.reader import PIECE, Reader, pieces_of
-from sa1b.storage.s3_objects import S3Objects, composite_etag
+from sa1b.storage.remote import result_of
 
 T = TypeVar("T")
 PART = 16 << 20  # bytes of a part, a multiple of PIECE; more for objects of more than MOST_PARTS parts
@@ -92,6 +89,8 @@ def _upload_whole(
 
     An attempt may take as long as a slow connection needs for the file, so the deadline grows with the size.
     """
+    from fsspec.callbacks import Callback  # slow; commands import this module for --help
+
     size = path.stat().st_size
     url = reader.url(name)
     policy = reader.retry_policy

@@ -24,11 +24,10 @@ from sa1b.shards.image_ids import listing
 from sa1b.shards.index_reader import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS, ShardInfo, Task
 from sa1b.shards.staging import clean_scratch, remove_leftovers
-from sa1b.storage.atomic import naming_path
+from sa1b.storage.atomic import naming_path, temporary_path
 from sa1b.storage.claim import Claim, live_holders
-from sa1b.storage.processes import temporary_path
-from sa1b.storage.scratch import check_scratch
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
@@ -115,7 +114,7 @@ def rebuild_shards(
             with clean_scratch(store), _exclusive(store):
                 recorded = Recorded.read(store)
                 sizes = _sizes(store, names, recorded)
-                check_scratch(store, sizes, workers)
+                store.check_scratch(sizes, workers)
                 progress.total = total = total + sum(sizes)
                 built = _rebuild_all(store, names, recorded, None, workers, summary, progress.update)
                 known = {name: one for name, one in built.items() if name in recorded.infos}
@@ -153,7 +152,7 @@ def rebuild_root(
                 raise manifest.no_dataset(store.root)
             shards = [shard for name in sorted(named) for shard in named[name]]
             sizes = _sizes(store, shards, recorded)
-            check_scratch(store, sizes, workers)
+            store.check_scratch(sizes, workers)
             with bar(sum(sizes), "index", "B", quiet) as progress:
                 built = _rebuild_all(store, shards, recorded, record, workers, summary, progress.update)
             added, notes = recover.addable(unlisted, built, recorded, summary.failed)

@@ -12,7 +12,8 @@ from sa1b.shards import manifest
 from sa1b.shards.commit import shard_files
 from sa1b.shards.index_reader import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, Options, ShardInfo, Task
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.verify.index_rebuild import RebuiltIndex
 
 

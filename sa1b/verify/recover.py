@@ -20,9 +20,9 @@ from sa1b.shards import manifest
 from sa1b.shards.lost_task import rebuilt_task
 from sa1b.shards.manifest import LARGEST, READING, Options, Task, task_name
 from sa1b.shards.stored import images_of, is_own, no_ids, sources_without_task
-from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.processes import temporary_path
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.atomic import flush, naming_path, temporary_path
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.verify.index_rebuild import RebuiltIndex
 from sa1b.verify.recorded import Recorded
 

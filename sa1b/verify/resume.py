@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from sa1b.errors import UsageError
-from sa1b.storage.atomic import write_whole
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import temporary_path, write_whole
 
 FORMAT = "sa1b-resume-1"
 INDEX_RECORD = ".index-progress.jsonl"  # `sa1b index` writes it to the dataset directory

@@ -21,7 +21,8 @@ from sa1b.shards.manifest import DATASET, READING, TASKS, Options, ShardInfo, al
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
-from sa1b.storage.store import Root, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 from sa1b.verify.leftovers import leftover_notes, unlisted_notes, unlisted_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck

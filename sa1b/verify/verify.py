@@ -14,8 +14,8 @@ from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
 from sa1b.shards.staging import clean_scratch
 from sa1b.storage.errors import StorageError
-from sa1b.storage.scratch import check_scratch
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.leftovers import stored_files
 from sa1b.verify.member_check import ExpectedShard, ShardResult
@@ -66,8 +66,8 @@ def verify(
             f"{store.root}: the server lists no files, so that the directory cannot be checked; copy it to a "
             f"folder with `{command('copy')}` and check the copy"
         )
-    where = str(Path(store.root).resolve()) if store.is_local else store.root
-    if state is not None and store.is_local and state.resolve().is_relative_to(where):
+    where = store.identity
+    if state is not None and state.resolve().is_relative_to(where):
         raise UsageError(
             f"--state {state}: is inside {store.root}, which a check does not change; name another folder"
         )
@@ -76,7 +76,7 @@ def verify(
         files.enter_context(clean_scratch(store))
         check = files.enter_context(RootCheck(store, report))
         expected = check.expected()
-        check_scratch(store, [one.info.bytes + one.info.index_bytes for one in expected], workers)
+        store.check_scratch([one.info.bytes + one.info.index_bytes for one in expected], workers)
         record = None
         if state is not None:
             record = files.enter_context(ResumeRecord(state, {"check": where, "deep": deep}))

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.shards.dataset import Dataset
-from sa1b.storage.store import open_store
+from sa1b.storage.open import open_store
 from sa1b.views.view import find_view, open_view, write_view
 
 

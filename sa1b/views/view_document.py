@@ -18,8 +18,9 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
 from sa1b.shards.manifest import VIEWS
 from sa1b.storage.atomic import json_bytes
+from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.store import Root, Store
 from sa1b.views.predicate import Predicate, mask_predicate
 
 FORMAT = "sa1b-view-2"

@@ -32,7 +32,7 @@ from sa1b.sam.published import write_weights
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.storage.processes import this_process
+from sa1b.storage.atomic import this_process
 from tests.processes import Process, run
 from tests.shards.tiny import ingest_tar, make_tar
 

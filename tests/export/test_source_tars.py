@@ -15,7 +15,7 @@ from sa1b.programs.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
 from sa1b.sources.discovery import discover
-from sa1b.storage.processes import this_process
+from sa1b.storage.atomic import this_process
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 CONTENT = {

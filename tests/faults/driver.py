@@ -23,7 +23,7 @@ from sa1b.shards import manifest
 from sa1b.shards.manifest import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
-from sa1b.storage import processes
+from sa1b.storage import atomic
 from tests.faults.power import power as replayed
 
 OPTIONS = Options(images_per_shard=6)
@@ -98,7 +98,7 @@ def forked(
             os.fsync = lambda descriptor: None
         if log is not None:
             # After a power failure, the machine restarts before the next run.
-            processes.this_machine = lambda: "0123456789ab"  # another name than now
+            atomic.this_machine = lambda: "0123456789ab"  # another name than now
             faults.record(root, log)
         else:
             faults.arm(root, **fault)

@@ -26,8 +26,7 @@ from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import upload
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.objects import Objects
-from sa1b.storage.s3_objects import S3Objects
+from sa1b.storage.objects import Objects, S3Objects
 
 _LONGEST = 120  # seconds; a run takes one
 _TRIES = 20  # `sa1b reshard` tries without limit

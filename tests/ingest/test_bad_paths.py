@@ -11,7 +11,7 @@ from sa1b.ingest.ingest import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.manifest import Options
-from sa1b.storage.store import FolderStore
+from sa1b.storage.folder import FolderStore
 from tests.shards import tiny
 
 

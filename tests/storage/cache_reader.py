@@ -11,8 +11,8 @@ from pathlib import Path
 
 import google_crc32c
 
-from sa1b.storage.checksum import Crc, Part
 from sa1b.storage.range_cache import RangeCache, StoredObject, open_cache
+from sa1b.storage.retry import Crc, Part
 
 ROOT = "s3://bucket/root"
 RANGE = 20_000  # bytes; not a multiple of a block

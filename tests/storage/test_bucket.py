@@ -13,16 +13,16 @@ from typing import Any
 import fsspec
 import pytest
 
+from sa1b.storage.atomic import temporary_name, this_process
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.bucket_requests import BucketRequests
+from sa1b.storage.bucket_requests import BucketRequests, Conditions
 from sa1b.storage.claim import Claim, holder, live_holders
-from sa1b.storage.conditions import Conditions
 from sa1b.storage.errors import DeniedError, StorageError
-from sa1b.storage.objects import Objects, Stat, Upload
-from sa1b.storage.processes import temporary_name, this_process
+from sa1b.storage.folder import FolderStore
+from sa1b.storage.objects import Objects, S3Objects, Stat, Upload
+from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
-from sa1b.storage.s3_objects import S3Objects
-from sa1b.storage.store import FolderStore, Store, open_store
+from sa1b.storage.store import Store
 from sa1b.storage.upload import download
 from tests.storage.ceph import wait_for
 from tests.storage.conftest import directory_of
@@ -217,7 +217,7 @@ def test_a_lock_object_of_an_ended_process_is_removed(
 ) -> None:
     bucket.put("tasks/a", b"one")
     bucket.put("tasks/.a.lock", b"")
-    monkeypatch.setattr("sa1b.storage.conditions._REMOVAL", 0.1)
+    monkeypatch.setattr("sa1b.storage.bucket_requests._REMOVAL", 0.1)
     assert not bucket.replace_if("tasks/a", b"two", b"one".__eq__)  # in use
     monkeypatch.undo()
     monkeypatch.setattr(BucketRequests, "age", lambda self, stat: 61.0)

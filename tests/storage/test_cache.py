@@ -147,7 +147,7 @@ def test_a_missing_object_is_missing_and_nothing_is_left(store: Store, tmp_path:
 def test_bits_that_flip_in_transit_are_fixed(
     store: Store, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sa1b.storage.fetch", "sa1b.storage.reader"):
+    for module in ("sa1b.storage.cache", "sa1b.storage.reader"):
         monkeypatch.setattr(f"{module}.PIECE", 100_000)  # forty pieces, none with a crc
     with (
         Service("fault_proxy", store.port, 3, 0.2, "flip", "short", "reset_body", "busy") as proxy,

@@ -17,7 +17,7 @@ import google_crc32c
 import pytest
 import s3fs
 
-from sa1b.storage import presign
+from sa1b.storage import http_range
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import DamageError, DeniedError, MissingError, ReplacedError, UnavailableError
 from sa1b.storage.reader import Range, Reader
@@ -136,9 +136,9 @@ def test_presigned_requests_serve_every_kind_of_read(objects: Objects) -> None:
 
 def test_signatures_that_expire_are_renewed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = objects.ranges(60, seed=6)
-    monkeypatch.setattr(presign, "LIFETIME", 2)
+    monkeypatch.setattr(http_range, "LIFETIME", 2)
     for margin, expired in ((0.5, False), (-1000.0, True)):  # signed again in time, and never
-        monkeypatch.setattr(presign, "_MARGIN", margin)
+        monkeypatch.setattr(http_range, "_MARGIN", margin)
         with Reader("s3://bucket/root", options=objects.gateway.options) as reader, presigned_only():
             found = []
             for item in ranges:

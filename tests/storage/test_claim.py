@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import LockedError
+from sa1b.storage.atomic import is_of_dead_process, this_process
 from sa1b.storage.claim import Claim, holder, live_holders, remove_dead
-from sa1b.storage.processes import is_of_dead_process, this_process
-from sa1b.storage.store import FolderStore
+from sa1b.storage.folder import FolderStore
 
 NAME = "tasks/sa_000020.claim"
 
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> FolderStore:
 def dead_process() -> str:
     """Name of a process of this machine that has ended."""
     return subprocess.run(
-        [sys.executable, "-c", "from sa1b.storage.processes import this_process; print(this_process())"],
+        [sys.executable, "-c", "from sa1b.storage.atomic import this_process; print(this_process())"],
         check=True,
         capture_output=True,
         text=True,

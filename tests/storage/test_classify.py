@@ -14,8 +14,7 @@ import botocore.exceptions
 import pytest
 from s3fs.errors import translate_boto_error
 
-from sa1b.storage.classify import ErrorClass, classify_error, classify_local_error
-from sa1b.storage.errors import UnavailableError
+from sa1b.storage.errors import ErrorClass, UnavailableError, classify_error, classify_local_error
 from sa1b.storage.reader import Reader
 from tests.storage.conftest import WaitedTime
 

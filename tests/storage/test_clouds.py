@@ -176,7 +176,7 @@ def test_a_server_that_stays_away_is_named(cloud: Server, waited: WaitedTime) ->
 
 _USE = """
 import sys
-from sa1b.storage.store import open_store
+from sa1b.storage.open import open_store
 store = open_store(sys.argv[1])
 store.put("a", b"one")
 print(store.read("a"))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from sa1b.storage import presign
-from sa1b.storage.counters import Counters
-from sa1b.storage.errors import ReplacedError, UnavailableError
+from sa1b.storage import http_range
+from sa1b.storage.errors import Counters, ReplacedError, UnavailableError
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import HASTY, UNHURRIED, Store, WaitedTime
@@ -77,7 +76,7 @@ def test_refused_signatures_among_other_faults_change_nothing(
             data.append(read)
             if number in (60, 180):
                 # Otherwise a signature of the same second is the same.
-                monkeypatch.setattr(presign, "LIFETIME", 1000 + number)
+                monkeypatch.setattr(http_range, "LIFETIME", 1000 + number)
                 store.service.ask({"do": "revoke"})
         assert data == store.slices(ranges)
         assert len(proxy.ask({"do": "log"})["faults"]) > 15

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import s3fs
 
-from sa1b.storage import presign
+from sa1b.storage import http_range
+from sa1b.storage.connection import can_presign, connect
 from sa1b.storage.errors import DeniedError, UnavailableError
-from sa1b.storage.file_system import can_presign, connect
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import SIZE, UNHURRIED, Store, WaitedTime
@@ -58,10 +58,10 @@ def test_an_object_is_signed_again_before_its_signature_expires(
     store: Store, signings: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(presign, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(http_range, "time", SimpleNamespace(time=lambda: clock.now))
     with Reader("s3://data", options=store.signed()) as reader:
         for share, signed in ((0.0, 1), (0.89, 1), (0.91, 2), (1.7, 2), (2.0, 3)):
-            clock.now = 1e9 + share * presign.LIFETIME
+            clock.now = 1e9 + share * http_range.LIFETIME
             assert reader.read_range("a.bin", 0, 10) == store.bytes()[:10]
             assert signings["data/a.bin"] == signed
         assert reader.counters().faults == 0
@@ -71,12 +71,12 @@ def test_an_object_is_signed_again_when_its_credentials_are_renewed(
     store: Store, signings: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(presign, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(http_range, "time", SimpleNamespace(time=lambda: clock.now))
 
     async def renewed(client: Any) -> float:
         return clock.now // 1000
 
-    monkeypatch.setattr(presign, "_current_credentials", renewed)
+    monkeypatch.setattr(http_range, "_current_credentials", renewed)
     with Reader("s3://data", options=store.signed()) as reader:
         for seconds, signed in ((0, 1), (100, 1), (999, 1), (1061, 2), (1100, 2)):
             clock.now = 1e9 + seconds
@@ -88,7 +88,7 @@ def test_the_credentials_of_a_client_are_found(store: Store) -> None:
     async def found(options: dict[str, Any]) -> Any:
         system = connect("s3://data", options, RetryPolicy(), 1)
         client = await system.set_session()
-        credentials = await presign._current_credentials(client)
+        credentials = await http_range._current_credentials(client)
         await client.close()
         return credentials
 
@@ -103,7 +103,9 @@ def test_a_signature_that_the_store_refuses_is_renewed_in_the_middle(
     with Reader("s3://data", options=store.signed(), retry_policy=UNHURRIED) as reader:
         reads = reader.read_ranges(ranges)
         found = [next(reads) for _ in range(20)]
-        monkeypatch.setattr(presign, "LIFETIME", 1000)  # otherwise the signature of this second is the same
+        monkeypatch.setattr(
+            http_range, "LIFETIME", 1000
+        )  # otherwise the signature of this second is the same
         store.service.ask({"do": "revoke"})
         found += reads
         assert found == store.slices(ranges)

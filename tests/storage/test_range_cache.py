@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from sa1b.storage import range_cache
-from sa1b.storage.checksum import Crc
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.range_cache import CacheCounts, RangeCache, StoredObject, choose, file_name, open_cache
 from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Crc
 from tests import processes
 from tests.disks import small_disk
 from tests.storage.cache_reader import (

@@ -5,10 +5,17 @@ import pickle
 import google_crc32c
 import pytest
 
-from sa1b.storage.classify import ErrorClass, Fault
-from sa1b.storage.counters import Counters, CounterSet
-from sa1b.storage.errors import DamageError, DeniedError, ExpiredError, MissingError, UnavailableError
-from sa1b.storage.retry import RetryPolicy, RetryState, random_fraction
+from sa1b.storage.errors import (
+    Counters,
+    DamageError,
+    DeniedError,
+    ErrorClass,
+    ExpiredError,
+    Fault,
+    MissingError,
+    UnavailableError,
+)
+from sa1b.storage.retry import CounterSet, RetryPolicy, RetryState, random_fraction
 
 GOOD = b"0123456789"
 CRC = int(google_crc32c.value(GOOD))

@@ -6,8 +6,8 @@ import sa1b
 from sa1b.errors import UsageError
 from sa1b.programs.transfer.dataset_copy import copy_dataset
 from sa1b.storage.errors import DeniedError, MissingError
+from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
-from sa1b.storage.store import open_store
 from tests.storage.hub import Hub
 
 pytest.importorskip("huggingface_hub")

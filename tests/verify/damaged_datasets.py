@@ -40,7 +40,7 @@ from sa1b.shards.stored import no_ids
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import discover
 from sa1b.sources.wanted import WantedPairs
-from sa1b.storage.store import FolderStore
+from sa1b.storage.folder import FolderStore
 from sa1b.verify.report import Report
 from sa1b.verify.verify import verify
 from sa1b.views.verb_view import main as view

@@ -61,7 +61,7 @@ def scratch_files(bucket):
 
 def test_copies_of_killed_processes_are_removed(bucket):
     dead = subprocess.run(
-        [sys.executable, "-c", "from sa1b.storage.processes import this_process as p; print(p())"],
+        [sys.executable, "-c", "from sa1b.storage.atomic import this_process as p; print(p())"],
         check=True,
         capture_output=True,
         text=True,
@@ -187,7 +187,7 @@ def test_a_check_of_a_bucket_resumes_and_checks_replaced_shards_again(root, tmp_
 def test_too_little_space_is_refused_before_a_shard_is_fetched(root, tmp_path, monkeypatch):
     bucket = Bucket(root, tmp_path / "scratch")
     largest = max(path.stat().st_size for path in root.glob("*.tar"))
-    monkeypatch.setattr("sa1b.storage.scratch.shutil.disk_usage", lambda _: type("", (), {"free": largest}))
+    monkeypatch.setattr("sa1b.storage.bucket.shutil.disk_usage", lambda _: type("", (), {"free": largest}))
     with pytest.raises(UsageError, match="name a larger disk with --scratch"):
         check(bucket.store)
 

@@ -6,7 +6,7 @@ import pytest
 
 from sa1b.errors import ManifestError
 from sa1b.shards import manifest
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import temporary_path
 from sa1b.verify import verify
 from sa1b.verify.report import Report
 from sa1b.verify.root_check import RootCheck

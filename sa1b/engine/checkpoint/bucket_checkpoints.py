@@ -21,9 +21,9 @@ from sa1b.engine.checkpoint.location import Location
 from sa1b.engine.checkpoint.remote_run import CHECKPOINTS, RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import MANIFEST, SealedFile, damaged, encode, manifest_files
 from sa1b.errors import CheckpointError
+from sa1b.storage.cache import fetch
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError, StorageError
-from sa1b.storage.fetch import fetch
-from sa1b.storage.store import Store, each
+from sa1b.storage.store import Store
 
 
 class BucketLocation(Location):
@@ -140,7 +140,7 @@ def committed(store: Store) -> list[int]:
         StorageError: the store cannot be read.
     """
     names = [name for name in store.folders(CHECKPOINTS) if step_of(name) is not None]
-    there = each(store, lambda name: store.exists(f"{CHECKPOINTS}/{name}/{MANIFEST}"), names)
+    there = store.map(lambda name: store.exists(f"{CHECKPOINTS}/{name}/{MANIFEST}"), names)
     steps = (step_of(name) for name, is_there in zip(names, there, strict=True) if is_there)
     return sorted(step for step in steps if step is not None)
 
@@ -187,7 +187,7 @@ def _download(store: Store, step: int, local: Path) -> None:
             "missing (it is written last, so the checkpoint may be incomplete)",
         ) from None
     files = manifest_files(local / MANIFEST, step)
-    sizes = each(store, lambda file: store.size(f"{name}/{file}"), files)
+    sizes = store.map(lambda file: store.size(f"{name}/{file}"), files)
     for (file, sealed), size in zip(files.items(), sizes, strict=True):
         if size != sealed.bytes:
             why = "missing" if size is None else f"{size} bytes, {sealed.bytes} expected"

@@ -17,9 +17,16 @@ from typing import Any
 
 from sa1b.errors import BadSample, UsageError
 from sa1b.names import is_source_name, member_name, parse_member_name
-from sa1b.storage.atomic import append, append_line, json_bytes, write_whole
-from sa1b.storage.processes import is_of_dead_process, process_of_temporary, temporary_path
-from sa1b.storage.store import open_store
+from sa1b.storage.atomic import (
+    append,
+    append_line,
+    is_of_dead_process,
+    json_bytes,
+    process_of_temporary,
+    temporary_path,
+    write_whole,
+)
+from sa1b.storage.open import open_store
 
 SETTINGS, LINES = "annotate.json", "annotate.jsonl"
 FORMAT = "sa1b-annotate-1"

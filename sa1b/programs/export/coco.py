@@ -25,8 +25,7 @@ from sa1b.programs.export.part_files import PartFiles
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import READING
 from sa1b.shards.sample import Sample
-from sa1b.storage.atomic import commit, flush
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import commit, flush, temporary_path
 
 Segmentation = Literal["rle", "polygons"]
 JOINED = "annotations.json"

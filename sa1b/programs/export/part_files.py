@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sa1b.storage.atomic import flush, naming_path
-from sa1b.storage.processes import process_of_temporary, temporary_path
+from sa1b.storage.atomic import flush, naming_path, process_of_temporary, temporary_path
 
 TEMPORARY = ".export.partial"  # temporary folder in the folder of an export; it is removed at the end
 

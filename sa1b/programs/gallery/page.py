@@ -28,8 +28,7 @@ from sa1b.programs.gallery.warning_list import read_warnings
 from sa1b.progress import bar
 from sa1b.report import size_text
 from sa1b.shards.predictions import Predicted, read_predictions
-from sa1b.storage.atomic import write_whole
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import temporary_path, write_whole
 
 MAX_PAGE_BYTES = 19_990_000
 MAX_SIDE = 1000  # pixels

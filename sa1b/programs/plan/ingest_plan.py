@@ -16,7 +16,8 @@ from sa1b.shards.manifest import Options
 from sa1b.sources.discovery import Discovered
 from sa1b.sources.link_list import Link
 from sa1b.sources.remote_sources import remote_sources
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root, Store
 from sa1b.workers import available_cpus
 
 # Bytes of source per second, from benchmarks/results/intel-xeon-2-cores-parts.json, "reshard": of one worker,
@@ -183,7 +184,7 @@ def plan(
         sa1b.storage.errors.StorageError: the store of `root` cannot be read.
     """
     store = None if root is None else open_store(root)
-    own = [store.scratch] if store is not None and store.is_local else []
+    own = [] if store is None else [store.scratch]
     discovered = admitted(paths, {}, own, ignore) if paths else Discovered()
     local, remote = by_name(discovered, links)
     tasks = {} if store is None else known_tasks(store)
@@ -204,7 +205,7 @@ def plan(
     with bar(len(remote), "sizes", " links", quiet or not remote) as progress:
         linked, failed = remote_sources(remote, known, progress=progress.update)
     sources = sorted([*local.values(), *linked], key=lambda source: source.name)
-    sizes = None if store is None or store.is_local or not tasks else store.sizes().get
+    sizes = None if store is None else store.listed_size()
     finished = [
         one.name
         for one in sources

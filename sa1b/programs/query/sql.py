@@ -30,7 +30,7 @@ from sa1b.shards.image_ids import listing, missing_ids
 from sa1b.shards.locate import shard_sources
 from sa1b.shards.manifest import READING, no_dataset
 from sa1b.storage.errors import StorageError
-from sa1b.storage.store import open_store
+from sa1b.storage.open import open_store
 from sa1b.views.predicate import MASK_FIELDS, mask_predicate
 from sa1b.views.selection import Selected
 from sa1b.views.view import write_view

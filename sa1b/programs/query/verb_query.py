@@ -123,8 +123,7 @@ def main(
 def _write_parquet(query: "Query", path: Path) -> int:
     import pyarrow.parquet as pq
 
-    from sa1b.storage.atomic import commit, flush
-    from sa1b.storage.processes import temporary_path
+    from sa1b.storage.atomic import commit, flush, temporary_path
 
     temporary = temporary_path(path)
     rows = 0

@@ -25,8 +25,7 @@ import simplejpeg
 from sa1b.programs.synthetic.annotation import AnnotationFile, annotate
 from sa1b.programs.synthetic.phrases import Phrases
 from sa1b.programs.synthetic.scene import Shape, draw, plan
-from sa1b.storage.atomic import write_whole
-from sa1b.storage.processes import temporary_path
+from sa1b.storage.atomic import temporary_path, write_whole
 from sa1b.workers import Failure, supervise
 
 if TYPE_CHECKING:

@@ -51,12 +51,12 @@ from sa1b.shards.manifest import (
 from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
 from sa1b.shards.stored import check_outside, check_own
 from sa1b.storage.atomic import naming_path
+from sa1b.storage.cache import digest, fetch
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
-from sa1b.storage.fetch import digest, fetch
+from sa1b.storage.open import open_store
 from sa1b.storage.protocols import READ_ONLY, protocol_of
-from sa1b.storage.scratch import check_scratch
-from sa1b.storage.store import Root, Store, open_store
+from sa1b.storage.store import Root, Store
 
 
 class _Stopped(Exception):
@@ -338,9 +338,7 @@ def _check_apart(source: Store, target: Store) -> None:
         raise UsageError(
             f"{target.root}: {protocol} can only be read; name a folder, or a URL of s3://, gs:// or az://"
         )
-    source_root, target_root = source.root.rstrip("/"), target.root.rstrip("/")
-    if source.is_local and target.is_local:
-        source_root, target_root = str(Path(source_root).resolve()), str(Path(target_root).resolve())
+    source_root, target_root = source.identity.rstrip("/"), target.identity.rstrip("/")
     if target.is_local and Path(target.root).exists() and not Path(target.root).is_dir():
         raise UsageError(f"{target.root}: is a file; name a folder or a URL as DEST")
     if target.is_local:
@@ -366,8 +364,8 @@ def _check_content(target: Store) -> None:
 def _check_space(target: Store, plan: Plan, workers: int) -> None:
     """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
     shards = [shard for name in plan.remaining() for shard in plan.shards[name]]
+    target.check_scratch([shard.bytes for shard in shards], workers)
     if not target.is_local:
-        check_scratch(target, [shard.bytes for shard in shards], workers)
         return
     stored = target.sizes()
     sizes = {shard.name: shard.bytes for shard in shards}

@@ -1,0 +1,38 @@
+"""The store of a path or URL."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sa1b.arguments import plain_root, was_url
+from sa1b.errors import UsageError
+from sa1b.storage.bucket import BucketStore
+from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import Root, Store
+
+_buckets: dict[tuple[str, Path | None, str], BucketStore] = {}  # share their connections
+
+
+def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str, Any] | None = None) -> Store:
+    """The store of a dataset directory; the same store of a URL whenever a process opens it.
+
+    Args:
+        root: an open store, which is returned; a folder; or a URL that fsspec supports (s3://, gs://, ...).
+        scratch: of a URL: local folder for files before they are uploaded and after they are downloaded; by
+            default in the system's folder for temporary files.
+        options: of a URL: options of fsspec's file system.
+    """
+    if isinstance(root, Store):
+        return root
+    text = plain_root(root)
+    if "://" in text:
+        key = (text.rstrip("/"), scratch, repr(sorted((options or {}).items())))
+        return _buckets.get(key) or _buckets.setdefault(
+            key, BucketStore(text, scratch=scratch, options=options)
+        )
+    if not text:
+        raise UsageError(f"{text!r}: names no folder; pass its path, such as . for the current one, or a URL")
+    if was_url(text) and not Path(text).exists():
+        scheme, _, path = text.partition(":/")
+        raise UsageError(f"{text}: no such folder; did you mean {scheme}://{path}?")
+    return FolderStore(Path(text))
