@@ -109,6 +109,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     """The sizes of the model of these weights; if windows are as large as the image, all blocks are global.
 
+    Windows may be larger than the image, which is padded to one window.
+
     Raises:
         KeyError, ValueError, IndexError: the names or shapes are not a SAM's.
     """
@@ -124,7 +126,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         depth=len(blocks),
         heads=width // tables[0][1],
         global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
-        window=min(reach),
+        window=next((tokens for tokens in reach if tokens != side), side),
         channels=weights["image_encoder.neck.0.weight"].shape[0],
         pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
     )

@@ -177,6 +177,17 @@ def test_sizes_of_no_preset_follow_too(model: Sam) -> None:
     assert preset_of(SMALL) is None
 
 
+def test_windows_may_be_larger_than_the_image(tmp_path: Path) -> None:
+    wide = dataclasses.replace(SMALL, window=5, drop_path=0.0)  # the image has 3 x 3 tokens
+    weights = Sam(wide).state_dict()
+    assert config_of(weights) == wide
+    write_weights(tmp_path / "sam.pth", weights)
+    assert equal(read_weights(tmp_path / "sam.pth"), weights)
+    assert misfit(weights, SMALL) == (
+        "weights of other sizes: --model.window is 2, the weights have 5: pass --model.window 5"
+    )
+
+
 def test_another_ending_is_refused(tmp_path: Path, model: Sam) -> None:
     with pytest.raises(UsageError, match="must end with .pth or .safetensors"):
         write_weights(tmp_path / "sam.bin", model.state_dict())
