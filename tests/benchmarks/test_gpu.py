@@ -198,7 +198,7 @@ def test_each_part_is_named_once_needs_earlier_ones_and_has_a_limit() -> None:
 
 # Every part at tiny size, in this process: so that no defect of the code waits for a GPU.
 
-SLOW = {"modes", "compiled"}  # like "precision" and "recipe", with more processes
+SLOW = {"modes", "compiled", "recipe", "checkpoint"}  # like "precision", with more steps and processes
 
 
 @pytest.fixture(scope="module")

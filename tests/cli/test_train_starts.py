@@ -23,11 +23,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     [
         (["-m", "sa1b", "train"], "-m sa1b train [-h]"),
         (["-m", "sa1b.train"], "usage: python -m sa1b.train [-h]"),
-        pytest.param(["sa1b/train.py"], "usage: python sa1b/train.py [-h]", marks=pytest.mark.slow),
+        (["sa1b/train.py"], "usage: python sa1b/train.py [-h]"),
         pytest.param(
             [*TORCHRUN, "-m", "sa1b.train"], "usage: torchrun -m sa1b.train [-h]", marks=pytest.mark.slow
         ),
-        ([*TORCHRUN, "sa1b/train.py"], "usage: torchrun sa1b/train.py [-h]"),
+        pytest.param(
+            [*TORCHRUN, "sa1b/train.py"], "usage: torchrun sa1b/train.py [-h]", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -216,6 +216,7 @@ def test_ranks_without_torchrun_name_one_that_was_not_started() -> None:
     assert (second, [rank.returncode for rank in ranks]) == ("", [1, 0]), errors
 
 
+@pytest.mark.slow  # quick: ranks with its variables, below
 def test_torchrun(root: Path) -> None:
     words = [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
     done = processes.run(

@@ -33,6 +33,7 @@ def test_the_peak_is_that_of_a_real_step_within_10_percent() -> None:
     compare([{"mode": "none", "precision": "fp32"}], 1, separate=False)
 
 
+@pytest.mark.slow  # quick: one rank, below
 def test_the_peak_of_two_ranks_is_that_of_real_ranks_within_10_percent() -> None:
     compare([{"mode": "fsdp", "precision": "bf16"}], 2)
 

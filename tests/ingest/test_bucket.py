@@ -270,6 +270,7 @@ def test_an_interrupted_run_removes_its_unfinished_uploads(
     assert left == {"sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
 
 
+@pytest.mark.slow  # quick: test_a_command_that_is_killed_at_any_time_is_resumed
 def test_runs_killed_at_requests_are_resumed(tmp_path: Path) -> None:
     result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, list(range(5, 130, 31)))
     assert result["killed"] >= 4

@@ -46,7 +46,7 @@ def drive(source: Path, work: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("count", [7, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed_at_any_write_flush_or_rename_the_next_run_gives_the_same_bytes(
     source: Path, tmp_path: Path, count: int
 ) -> None:
@@ -56,14 +56,14 @@ def test_killed_at_any_write_flush_or_rename_the_next_run_gives_the_same_bytes(
 
 
 def test_a_full_disk_is_named_and_never_gives_wrong_bytes(source: Path, tmp_path: Path) -> None:
-    result = drive(source, tmp_path, "full", "--step", "49152")
+    result = drive(source, tmp_path, "full", "--step", "81920")
     assert result["failed"] >= 3
     assert result["corrupt"] == []
     assert result["unnamed"] == []
 
 
 def test_a_failing_disk_is_named_and_never_gives_wrong_bytes(source: Path, tmp_path: Path) -> None:
-    result = drive(source, tmp_path, "eio", "--count", "8")
+    result = drive(source, tmp_path, "eio", "--count", "5")
     assert result["failed"] > 0
     assert result["corrupt"] == []
     assert result["unnamed"] == []

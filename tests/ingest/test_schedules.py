@@ -7,6 +7,7 @@ import pytest
 from tests.ingest import schedules
 
 
+@pytest.mark.slow  # quick: kills, faults and two commands, each alone, in this folder
 def test_no_image_is_lost(tmp_path: Path) -> None:
     schedules.build(tmp_path / "template")
     assert schedules.schedule(tmp_path, "quick") == []

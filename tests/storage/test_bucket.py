@@ -1,4 +1,7 @@
-"""The operations of a dataset directory: in a folder, in a bucket in memory and in a real store."""
+"""The operations of a dataset directory: in a folder, in a bucket in memory and in a real store.
+
+Of Ceph, test_ceph_writes.py has quick ones.
+"""
 
 import contextlib
 import json
@@ -43,7 +46,9 @@ def bucket(tmp_path: Path) -> Iterator[BucketStore]:
 SERVERS = {"gs": "gcs_server", "az": "azurite_server"}
 
 
-@pytest.fixture(params=["folder", "memory", pytest.param("ceph", marks=pytest.mark.ceph), *SERVERS])
+@pytest.fixture(
+    params=["folder", "memory", pytest.param("ceph", marks=(pytest.mark.ceph, pytest.mark.slow)), *SERVERS]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return FolderStore(tmp_path / "root")

@@ -71,6 +71,7 @@ def test_ranges_one_by_one_and_at_once(objects: Objects) -> None:
         assert reader.counters().faults == 0
 
 
+@pytest.mark.slow  # quick: test_classify.py and test_presign.py
 def test_error_responses_are_distinguished(objects: Objects) -> None:
     with Reader("s3://bucket/root", options=objects.gateway.options) as reader:
         with pytest.raises(MissingError):
@@ -88,7 +89,8 @@ def test_error_responses_are_distinguished(objects: Objects) -> None:
             reader.read_range("a.tar", 0, 10)
 
 
-@pytest.mark.parametrize("rate", [0.01, pytest.param(0.05, marks=pytest.mark.slow), 0.2])
+@pytest.mark.slow  # quick: test_faults.py
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
 def test_faults_in_between_change_nothing(objects: Objects, rate: float) -> None:
     ranges = objects.ranges(600, seed=2)
     with (
@@ -134,6 +136,7 @@ def test_presigned_requests_serve_every_kind_of_read(objects: Objects) -> None:
         assert reader.counters().faults == 0
 
 
+@pytest.mark.slow  # quick: test_presign.py
 def test_signatures_that_expire_are_renewed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = objects.ranges(60, seed=6)
     monkeypatch.setattr(http_range, "LIFETIME", 2)
@@ -172,6 +175,7 @@ def test_workers_however_they_are_started(objects: Objects, workers: int, way: s
         assert reader.counters().resets == 0
 
 
+@pytest.mark.slow  # quick: test_cache.py
 def test_a_table_is_fetched_once(objects: Objects, tmp_path: Path) -> None:
     import hashlib
 

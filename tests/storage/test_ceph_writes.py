@@ -105,7 +105,7 @@ def _write_all(store: BucketStore, word: bytes) -> int:
     return sum(store.put_if_absent(f"{turn}", word) for turn in range(5))
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_a_store_is_used_in_a_new_process(ceph_bucket: BucketStore, method: str) -> None:
     assert ceph_bucket.put_if_absent("0", b"ours")
     with multiprocessing.get_context(method).Pool(2) as pool:
@@ -113,6 +113,7 @@ def test_a_store_is_used_in_a_new_process(ceph_bucket: BucketStore, method: str)
     assert sum(won) == 4
 
 
+@pytest.mark.slow  # quick: test_claim.py
 def test_one_of_many_processes_takes_over_a_claim(ceph_bucket: BucketStore) -> None:
     names = [f"tasks/{turn}.claim" for turn in range(8)]
     theirs = {"host": "node7", "pid": 4711, "process": "another-1", "token": "theirs", "timeout": 0.1}
@@ -185,6 +186,7 @@ def test_lost_answers_leave_one_winner(ceph_bucket: BucketStore) -> None:
     assert not ceph_bucket._requests.sizes("", deep=True)
 
 
+@pytest.mark.slow  # quick: test_lost_answers_leave_one_winner
 def test_a_lost_answer_to_the_last_call_of_an_upload_changes_nothing(
     ceph_bucket: BucketStore, tmp_path: Path, small_parts: None
 ) -> None:
@@ -392,6 +394,7 @@ def test_the_upload_of_a_killed_process_is_found_and_removed(ceph_bucket: Bucket
     assert ceph_bucket.uploads() == []
 
 
+@pytest.mark.slow  # quick: test_the_upload_of_a_killed_process_is_found_and_removed
 def test_the_next_upload_of_a_file_replaces_that_of_a_killed_process(
     ceph_bucket: BucketStore, small_parts: None
 ) -> None:
@@ -415,6 +418,7 @@ def test_ctrl_c_removes_the_upload(ceph_bucket: BucketStore) -> None:
     assert ceph_bucket.size("a.tar") is None
 
 
+@pytest.mark.slow  # quick: test_an_upload_that_was_removed_names_the_file
 def test_an_upload_that_another_process_finished_is_finished(
     ceph_bucket: BucketStore, small_parts: None
 ) -> None:
@@ -457,6 +461,7 @@ print("released", flush=True)
 """
 
 
+@pytest.mark.slow  # quick: test_claim.py
 def test_a_holder_that_was_stopped_does_not_damage_the_claim_of_the_next(ceph_bucket: BucketStore) -> None:
     with child(ceph_bucket, HOLDS) as process:
         assert line(process) == "held"
@@ -491,6 +496,7 @@ def test_a_holder_that_was_stopped_does_not_damage_the_claim_of_the_next(ceph_bu
     assert ceph_bucket.names("tasks") == []
 
 
+@pytest.mark.slow  # quick: test_bucket.py
 def test_more_names_than_a_page(ceph_bucket: BucketStore) -> None:
     names = [f"tasks/{number:04}.json" for number in range(230)]  # pages of 100
     with ThreadPoolExecutor(16) as pool:

@@ -62,7 +62,7 @@ def read_by_workers(reader: Reader, ranges: list[Range], workers: int, way: str 
     [
         (0, None),
         (1, "fork"),
-        (4, "fork"),
+        pytest.param(4, "fork", marks=SLOW),
         pytest.param(1, "forkserver", marks=SLOW),
         pytest.param(4, "forkserver", marks=SLOW),
         pytest.param(1, "spawn", marks=SLOW),

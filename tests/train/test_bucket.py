@@ -105,17 +105,17 @@ def test_a_store_that_is_full_is_named_and_the_same_command_continues(
     full = bucket.parent.with_suffix(".full")
     flags = ("--scratch", str(tmp_path / "scratch"), "--checkpoint.tolerate", "0")
     mishap = {"what": "command", "step": 3, "command": ["touch", str(full)]}
-    ended = start(root, RUN, *flags, mishap=mishap)
+    ended = start(root, RUN, *flags, mishap=mishap, model="reconstruction")
     assert ended.codes == [1], ended.outputs
     last = ended.outputs[0].splitlines()[-1]
     assert "QuotaExceeded" in last
     assert "the store is full: free space in it, or raise its quota" in last
     assert "Traceback" not in ended.outputs[0]
     full.unlink()
-    again = start(root, RUN, *flags)
+    again = start(root, RUN, *flags, model="reconstruction")
     assert again.codes == [0], again.outputs
-    assert losses(bucket) == losses(whole("none", 1))
-    assert_same_state(bucket, whole("none", 1))
+    assert losses(bucket) == losses(whole("none", 1, "reconstruction"))
+    assert_same_state(bucket, whole("none", 1, "reconstruction"))
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=SLOW[mode != "zero1"]) for mode in MODES])

@@ -54,7 +54,7 @@ MODES = {
     "shares": ("ddp", 2, ("--parallel.shares", "3,1")),
     "powersgd": ("ddp", 2, ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "1")),
 }
-QUICK = [("zero1", "in an evaluation"), ("pipeline", "stage"), ("powersgd", "compute"), ("fsdp", "snapshot")]
+QUICK = [("zero1", "in an evaluation"), ("pipeline", "stage"), ("powersgd", "compute"), ("ddp", "snapshot")]
 QUICK += [("ddp", "writing thread")]
 PLACED = [
     (mode, place)

@@ -29,7 +29,8 @@ def run(
     return start(root, out, *flags, ranks=ranks, mode=kind, mishap=mishap)
 
 
-def in_modes(quick: str) -> pytest.MarkDecorator:
+def in_modes(quick: str | None) -> pytest.MarkDecorator:
+    """All modes, one of them quick; None: another file has a quick test of the same."""
     modes = [pytest.param(mode, marks=() if mode == quick else pytest.mark.slow) for mode in MODES]
     return pytest.mark.parametrize("mode", modes)
 
@@ -49,7 +50,7 @@ def assert_refused(ended: Ended, reason: str) -> None:
     assert reason in ended.outputs[0]
 
 
-@in_modes("pipeline")
+@in_modes(None)  # test_full_disk.py
 def test_a_full_disk(root: Path, tmp_path: Path, whole: Whole, mode: str) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as disk:
         out = disk / "run"
@@ -74,7 +75,7 @@ def read_only(tmp_path: Path) -> Iterator[list[str]]:
     subprocess.run(["chattr", "-i", tmp_path / "try", *folders], check=True)
 
 
-@in_modes("zero1")
+@in_modes("none")
 def test_a_folder_that_becomes_read_only(
     root: Path, tmp_path: Path, read_only: list[str], whole: Whole, mode: str
 ) -> None:
@@ -97,7 +98,7 @@ def spoilt(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_to_end(root, tmp_path_factory.mktemp("spoilt") / "run", mishap=mishap)
 
 
-@in_modes("grad_op")
+@in_modes(None)  # test_not_finite.py
 def test_a_loss_that_is_not_finite_on_one_rank(root: Path, tmp_path: Path, spoilt: Path, mode: str) -> None:
     out = tmp_path / "run"
     ended = run(root, out, mode, mishap={"what": "nan", "step": 2, "times": 1})
@@ -119,7 +120,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@in_modes("hybrid")
+@in_modes("ddp")
 def test_two_samples_for_three_ranks_and_more(two: Path, tmp_path: Path, mode: str) -> None:
     """In a step, of which micro-batches of one image leave two, and in an evaluation of two images."""
     flags: tuple[str, ...] = ("--data.view", "most", "--optim.steps", "3", "--model.depth", "3")
@@ -138,7 +139,7 @@ def test_two_samples_for_three_ranks_and_more(two: Path, tmp_path: Path, mode: s
         assert scores["miou_1_click"] == pytest.approx(expected["miou_1_click"], rel=20 * rounding)
 
 
-@in_modes("powersgd")
+@in_modes(None)  # engine/test_checkpoint_ranks.py
 @pytest.mark.parametrize("error", ["OSError", pytest.param("KeyError", marks=pytest.mark.slow)])
 def test_an_exception_in_the_write_of_a_checkpoint(
     root: Path, tmp_path: Path, whole: Whole, mode: str, error: str

@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
     read(config_of())
 
 
-@pytest.mark.parametrize("mode", ["none", "fsdp"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_memory_of_a_step_is_known_in_advance(mode: str) -> None:
     flags = [*GROUNDING_FLAGS, "--data.root", "none", "--data.text", "none.parquet", "--parallel.mode", mode]
     config = parse(flags, None, PRESETS)

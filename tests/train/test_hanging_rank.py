@@ -41,8 +41,8 @@ def assert_named(what: str, outputs: list[str], out: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "mode", "ranks"),
     [
-        ("freeze", "ddp", 2),
         ("block", "ddp", 2),
+        pytest.param("freeze", "ddp", 2, marks=pytest.mark.slow),  # engine/test_watchdog.py
         *(
             pytest.param(what, mode, 3, marks=pytest.mark.slow)
             for what in ("freeze", "spin", "block")

@@ -1,4 +1,4 @@
-"""Cells of the matrix of `tests.train.matrix`: four quick ones, and 200 in the slow suite."""
+"""Cells of the matrix of `tests.train.matrix`: a quick one, and 200 in the slow suite."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -12,7 +12,7 @@ from tests.train.matrix import Cell, cells, check
 SMALL = [one for one in islice(cells(1), 2000) if one.before[1] + one.after[1] <= 3 and not one.compiled]
 EXACT = [one for one in SMALL if {one.before[2], one.after[2]} == {"fp32"}]
 # Of the other modes, test_second_model.py and test_modes.py have quick ones. Four ranks, of hybrid shards, are slow.
-QUICK = [next(one for one in EXACT if mode in one.modes) for mode in ("zero1", "grad_op", "pipeline")]
+QUICK = [next(one for one in EXACT if mode in one.modes) for mode in ("pipeline", "zero1", "grad_op")]
 QUICK += [one for one in SMALL if one not in EXACT][:1]
 
 
@@ -26,7 +26,11 @@ def test_the_cells_have_every_ordered_pair_of_modes_and_of_precisions() -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        *(pytest.param(one, id=f"quick-{number}") for number, one in enumerate(QUICK)),
+        pytest.param(QUICK[0], id="quick"),
+        *(
+            pytest.param(one, id=f"small-{number}", marks=pytest.mark.slow)
+            for number, one in enumerate(QUICK[1:])
+        ),
         *(
             pytest.param(one, id=str(number), marks=pytest.mark.slow)
             for number, one in enumerate(islice(cells(1), 200))

@@ -20,7 +20,9 @@ from tests.train.command import (
 
 Whole = Callable[[str, int], Path]
 SAME = [
-    ("none", 1),
+    pytest.param(
+        "none", 1, marks=pytest.mark.slow
+    ),  # quick: test_second_model.py, and distillation and grounding
     pytest.param("fsdp", 2, marks=pytest.mark.slow),  # quick ones: test_ema.py, and engine/test_parallel.py
     pytest.param("ddp", 2, marks=pytest.mark.slow),  # see test_killed.py
     pytest.param("ddp", 3, marks=pytest.mark.slow),
@@ -30,7 +32,11 @@ SAME = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.slow)]
+    ("mode", "ranks"),
+    [
+        ("ddp", 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 3), ("fsdp", 2), ("fsdp", 3))),
+    ],
 )
 def test_losses_are_those_of_a_single_process_with_uneven_slices_and_accumulation(
     whole: Whole, mode: str, ranks: int

@@ -46,7 +46,9 @@ def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int]
     return codes, out.with_name("0.log").read_text()
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [("none", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+)
 def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
     root: Path, whole: Callable[[str, int], Path], tmp_path: Path, mode: str, ranks: int
 ) -> None:

@@ -2,19 +2,18 @@
 
 import json
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests import processes
+from tests.processes import REPOSITORY
 
 
 def killed(settings, folder):
     """What copy_runs.py found."""
     (folder / "settings.json").write_text(json.dumps(settings))
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "tests.transfer.copy_runs", str(folder / "settings.json")],
         cwd=REPOSITORY,
         capture_output=True,
@@ -31,7 +30,7 @@ def points(count, last, seed):
     return sorted({1 + int(last * (number + found.random()) / count) for number in range(count)})
 
 
-@pytest.mark.parametrize(("workers", "count"), [(2, 8), pytest.param(1, 15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("workers", "count"), [(2, 5), pytest.param(1, 15, marks=pytest.mark.slow)])
 def test_a_copy_to_a_folder_that_is_killed_is_completed(root, tmp_path, workers, count):
     settings = {"root": str(root), "dest": str(tmp_path / "copies"), "scratch": str(tmp_path / "scratch")}
     whole = killed({**settings, "points": [10**9]}, tmp_path)
@@ -65,6 +64,6 @@ def test_a_copy_from_or_to_a_bucket_that_is_killed_is_completed(root, tmp_path, 
     }
     whole = killed({**settings, "points": [10**9]}, tmp_path)
     assert whole["wrong"] == []
-    found = killed({**settings, "points": points(5, whole["steps"], 3)}, tmp_path)
+    found = killed({**settings, "points": (at := points(3, whole["steps"], 3))}, tmp_path)
     assert found["wrong"] == []
-    assert found["killed"] >= 4
+    assert found["killed"] >= len(at) - 1
