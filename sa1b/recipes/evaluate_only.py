@@ -1,20 +1,23 @@
 """Evaluation without training: --evaluate-only."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
 
+from sa1b.engine.checkpoint.resume import check_files
 from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.control import Control, WriteError
 from sa1b.engine.watch.metrics import score_line
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
+from sa1b.storage.folder import FolderStore
 
 
 def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
@@ -31,14 +34,32 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     )
     assert held_out is not None  # refused by Config.check
     phases.reading = held_out.reading
+    if config.evaluation.show:
+        check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
     module = wrap(build(), config.parallel, rank_info)
-    control = Control(rank_info)
+    control = _Writing(rank_info)
     scores = evaluate(
         module, held_out, config.evaluation, config.parallel, rank_info, config.folder, control, phases
     )
-    control.check()
     if scores is not None:
         _print(config, scores, rank_info)
+    control.check()
+
+
+class _Writing(Control):
+    """A control whose failed write does not end the evaluation: `check` reports it after the scores."""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `Control`."""
+        try:
+            yield
+        except OSError as error:
+            self.failure = WriteError(
+                f"{error.filename or 'predictions.jsonl'}: cannot be written ({error.strerror or error}); "
+                "the scores are complete, the predicted masks are missing: pass --evaluation.show 0 to go "
+                "without them, or an --out that this user can write"
+            )
 
 
 def _coco_scores(

@@ -295,27 +295,37 @@ def test_a_run_that_lost_its_claim_commits_nothing(tmp_path: Path, caplog: pytes
         checkpoints.close()
 
 
+def test_an_object_that_no_run_wrote_is_not_replaced(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket" / "run"
+    bucket.mkdir(parents=True)
+    (bucket / "config.json").write_text("{}")
+    for _ in range(2):  # the URL is free again
+        with pytest.raises(UsageError, match=r"config\.json in it is not of a run of this program"):
+            open_run(tmp_path)
+    assert [path.name for path in bucket.iterdir()] == ["config.json"]
+
+
 def test_the_files_of_the_run_continue_on_another_machine(tmp_path: Path) -> None:
     small = SmallRun()
     run = open_run(tmp_path)
     (run.folder / "tensorboard").mkdir()
     (run.folder / "tensorboard" / "events").write_text("curves")
-    (run.folder / "metrics.jsonl").write_text("1\n")
+    (run.folder / "lines.jsonl").write_text("1\n")
     checkpoints = Checkpoints(run, CheckpointConfig(asynchronous=False))
     checkpoints.save(1, small.model, small.optimizer, {})
     bucket = tmp_path / "bucket" / "run"
-    assert (bucket / "metrics.jsonl").read_text() == "1\n"
+    assert (bucket / "lines.jsonl").read_text() == "1\n"
     assert (bucket / "tensorboard" / "events").read_text() == "curves"
-    with (run.folder / "metrics.jsonl").open("a") as file:
+    with (run.folder / "lines.jsonl").open("a") as file:
         file.write("2\n")
     checkpoints.close()  # uploads what was added
-    assert (bucket / "metrics.jsonl").read_text() == "1\n2\n"
+    assert (bucket / "lines.jsonl").read_text() == "1\n2\n"
 
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "damaged.jsonl").write_text("of an earlier run\n")
     (tmp_path / "b" / "stacks-0.txt").write_text("of a run that was killed\n")
     run = open_run(tmp_path, "b")
-    assert (run.folder / "metrics.jsonl").read_text() == "1\n2\n"
+    assert (run.folder / "lines.jsonl").read_text() == "1\n2\n"
     assert (run.folder / "damaged.jsonl").read_text() == "of an earlier run\n"  # which could not upload it
     assert (bucket / "damaged.jsonl").read_text() == "of an earlier run\n"
     run.close()
@@ -416,11 +426,11 @@ def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
     bucket = tmp_path / "bucket" / "run"
     run = open_run(tmp_path, policy=ONE_ATTEMPT)
     for number in range(uploads):
-        (run.folder / "metrics.jsonl").write_text(f"{number}\n")
+        (run.folder / "lines.jsonl").write_text(f"{number}\n")
         run.upload()
-    with (run.folder / "metrics.jsonl").open("a") as file:
+    with (run.folder / "lines.jsonl").open("a") as file:
         file.write("last\n")
-    (run.folder / "predictions.jsonl").write_text("seen\n")
+    (run.folder / "seen.jsonl").write_text("seen\n")
     with monkeypatch.context() as patch:
         patch.setattr(BucketStore, "commit_file", Mock(side_effect=OSError(5, "no upload")))
         with pytest.raises(
@@ -431,10 +441,10 @@ def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
     again = open_run(tmp_path)
     expected = "".join(f"{number}\n" for number in range(uploads)) + "last\n"
     for folder in (bucket, again.folder):
-        assert (folder / "metrics.jsonl").read_text() == expected
-        assert (folder / "predictions.jsonl").read_text() == "seen\n"
+        assert (folder / "lines.jsonl").read_text() == expected
+        assert (folder / "seen.jsonl").read_text() == "seen\n"
     again.close()
-    assert (bucket / "metrics.jsonl").read_text() == expected
+    assert (bucket / "lines.jsonl").read_text() == expected
 
 
 @pytest.mark.parametrize("uploads", [0, 1])
@@ -450,10 +460,10 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
         folder = tmp_path / str(failing)
         run = open_run(folder, policy=ONE_ATTEMPT)
         (run.folder / "damaged.jsonl").write_text("damaged\n")
-        (run.folder / "metrics.jsonl").write_text("0\n")
+        (run.folder / "lines.jsonl").write_text("0\n")
         for _ in range(uploads):
             run.upload()
-            with (run.folder / "metrics.jsonl").open("a") as file:
+            with (run.folder / "lines.jsonl").open("a") as file:
                 file.write("1\n")
         calls = 0
 
@@ -470,7 +480,7 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
             patch.setattr(owner, operation, fail)
             with contextlib.suppress(OSError, StorageError):
                 run.upload()
-            with (run.folder / "metrics.jsonl").open("a") as file:
+            with (run.folder / "lines.jsonl").open("a") as file:
                 file.write("last\n")
             with contextlib.suppress(CheckpointError):
                 run.close()
@@ -478,7 +488,7 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
         again = open_run(folder)
         expected = "0\n" + "1\n" * uploads + "last\n"
         for place in (folder / "bucket" / "run", again.folder):
-            assert (place / "metrics.jsonl").read_text() == expected
+            assert (place / "lines.jsonl").read_text() == expected
             assert (place / "damaged.jsonl").read_text() == "damaged\n"
         assert not list(again.folder.glob("*.unsent"))
         again.close()
@@ -486,17 +496,17 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
 
 def test_lines_of_a_machine_are_kept_aside_if_another_one_has_continued(tmp_path: Path) -> None:
     one = open_run(tmp_path, "a")
-    (one.folder / "metrics.jsonl").write_text("1\n")
+    (one.folder / "lines.jsonl").write_text("1\n")
     one.upload()
-    (one.folder / "metrics.jsonl").write_text("1\nnever sent\n")
+    (one.folder / "lines.jsonl").write_text("1\nnever sent\n")
     one.release()  # killed
     other = open_run(tmp_path, "b")
-    with (other.folder / "metrics.jsonl").open("a") as file:
+    with (other.folder / "lines.jsonl").open("a") as file:
         file.write("2\n")
     other.close()
     one = open_run(tmp_path, "a")
-    assert (one.folder / "metrics.jsonl").read_text() == "1\n2\n"
-    assert (one.folder / "metrics.jsonl.unsent").read_text() == "1\nnever sent\n"
+    assert (one.folder / "lines.jsonl").read_text() == "1\n2\n"
+    assert (one.folder / "lines.jsonl.unsent").read_text() == "1\nnever sent\n"
     one.upload()
-    assert not (tmp_path / "bucket" / "run" / "metrics.jsonl.unsent").exists()
+    assert not (tmp_path / "bucket" / "run" / "lines.jsonl.unsent").exists()
     one.release()

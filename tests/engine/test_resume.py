@@ -1,11 +1,15 @@
 """Settings that differ from those of the checkpoint are named when a run resumes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sa1b.engine.checkpoint import resume
+from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
+from sa1b.storage.atomic import json_bytes
+from sa1b.storage.folder import FolderStore
 
 CONFIG = PRESETS["tiny"].document()
 
@@ -50,3 +54,34 @@ def test_settings_that_do_not_change_it_are_not(name: str, value: Any) -> None:
 def test_a_setting_that_an_older_checkpoint_does_not_know_is_no_difference() -> None:
     older = {**CONFIG, "optim": {name: value for name, value in CONFIG["optim"].items() if name != "ema"}}
     assert resume.changes(older, CONFIG, 1) == []
+
+
+OTHERS = {
+    "config.json": '{\n  "architectures": ["SamModel"]\n}',
+    "metrics.jsonl": '{"step": 1, "loss": 0.5}\n',
+    "predictions.jsonl": '{"id": 7}\n',
+    "operations-0.txt": "cut, sew",
+    "trace-0.json": "{}",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_no_run_wrote_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(OTHERS[name])
+    with pytest.raises(UsageError, match=f"--out RUN: {name} in it is not of a run of this program"):
+        resume.check_files(FolderStore(tmp_path), "RUN")
+    if name != "predictions.jsonl":
+        resume.check_files(FolderStore(tmp_path), "RUN", "predictions.jsonl")
+
+
+def test_the_files_of_a_run_are_replaced_also_of_one_that_was_killed_early(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"run": {"step": 0}}\n')
+    (tmp_path / "predictions.jsonl").write_text('{"image_id": 7, "masks": []}\n')
+    (tmp_path / "notes.json").write_text("{}")
+    resume.check_files(FolderStore(tmp_path), "RUN")
+    (tmp_path / "metrics.jsonl").write_text("")
+    resume.check_files(FolderStore(tmp_path), "RUN")
+    for name, text in OTHERS.items():  # in the folder of a run
+        (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_bytes(json_bytes(CONFIG))
+    resume.check_files(FolderStore(tmp_path), "RUN")

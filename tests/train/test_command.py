@@ -39,6 +39,19 @@ def test_the_settings_beside_the_metrics_are_those_of_the_checkpoint_and_of_the_
     assert written == given.document()
 
 
+@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)])
+def test_a_folder_with_files_of_others_is_refused_as_it_is(
+    root: Path, tmp_path: Path, mode: str, ranks: int
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"architectures": ["SamModel"]}')
+    ended = start(root, tmp_path / "run", ranks=ranks, mode=mode, model="reconstruction")
+    assert ended.codes == [2] * ranks, ended.outputs
+    assert "config.json in it is not of a run of this program, and would be replaced" in ended.outputs[0]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    assert (tmp_path / "run" / "config.json").read_text() == '{"architectures": ["SamModel"]}'
+
+
 def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     ended = start(root, tmp_path / "run", "--dry-run", ranks=2, mode="ddp")
@@ -267,6 +280,7 @@ def test_weights_that_cannot_be_read_are_refused_in_a_line(
     assert ended.codes == [2]
     assert message in ended.outputs[0]
     assert "Traceback" not in ended.outputs[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_starts_from_the_weights_of_another(root: Path, whole: Whole, tmp_path: Path) -> None:

@@ -82,6 +82,39 @@ def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path,
     assert losses[0] == losses[1]
 
 
+def test_scores_are_printed_where_the_predicted_masks_cannot_be_written(parted: Path, trained: Path) -> None:
+    ended = start(
+        parted,
+        "/proc/nosuch",
+        "--init",
+        str(trained),
+        *EVALUATED,
+        "--evaluate-only",
+        "--json",
+        "--parallel.mode",
+        "none",
+    )
+    assert ended.codes == [1]
+    *_, scores, said = ended.outputs[0].splitlines()
+    assert json.loads(scores) == [line["evaluation"] for line in lines(trained) if "evaluation" in line][-1]
+    assert said.startswith(
+        "error: /proc/nosuch: cannot be written (No such file or directory); the scores are complete"
+    )
+    assert "resumes" not in ended.outputs[0]
+
+
+def test_predictions_of_others_are_not_replaced(parted: Path, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "predictions.jsonl").write_text("mine")
+    flags = ("--init", str(trained), *EVALUATED, "--evaluate-only")
+    ended = start(parted, tmp_path, *flags)
+    assert ended.codes == [2]
+    assert (
+        f"error: --out {tmp_path}: predictions.jsonl in it is not of a run of this program"
+        in ended.outputs[0]
+    )
+    assert (tmp_path / "predictions.jsonl").read_text() == "mine"
+
+
 def test_without_weights_there_is_nothing_to_evaluate(parted: Path, tmp_path: Path) -> None:
     ended = start(parted, tmp_path / "run", *EVALUATED, "--evaluate-only")
     assert ended.codes == [2]

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sa1b.engine.checkpoint.resume import check_files
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.shards.manifest import DATASET
@@ -169,7 +170,11 @@ class RemoteRun:
                     f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
                 )
             self._claim = self._take().__enter__()
+            check_files(self.store, url)
             remove_leftovers(self.store)
+        except UsageError as error:
+            self.release()
+            return str(error)
         except UnavailableError:
             raise
         except (StorageError, ImportError, ValueError) as error:

@@ -1,10 +1,12 @@
-"""Differences between the settings of a run and of its checkpoint, which are refused or printed."""
+"""What a start refuses or prints: files of others in its folder, settings that differ from the checkpoint."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sa1b.console import counted
 from sa1b.errors import UsageError
+from sa1b.storage.store import Store
 
 Settings = Mapping[str, Any]  # result of `Config.document`
 
@@ -15,6 +17,41 @@ _OF_TRAINING = (
     *("data.tokenizer", "parallel.precision", "parallel.compress", "parallel.reduce"),
 )
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
+
+# Files that a run replaces, and how its own begin. Those of a profile begin as any other of torch.
+_REPLACED = {
+    "config.json": b'{\n "preset": ',
+    "metrics.jsonl": b'{"run": {',
+    "predictions.jsonl": b'{"image_id": ',
+}
+_PROFILE = re.compile(r"operations-\d+\.txt|trace-\d+\.json")
+
+
+def check_files(store: Store, out: str, *only: str) -> None:
+    """Refuse a folder with a file that the run would replace and that no run wrote.
+
+    The files of a folder with the config.json of a run are its own.
+
+    Args:
+        store: the folder or URL of `out`.
+        only: the files that are replaced; by default all of a run.
+
+    Raises:
+        UsageError: the message names the file.
+    """
+    for name in store.names(""):  # sorted: config.json is the first
+        begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
+        if begins is None:
+            continue
+        found = store.read(name)[: len(begins)] if begins else b"not known"
+        if begins.startswith(found):  # or it is empty
+            if found and name == "config.json":
+                return
+        elif not only or name in only:
+            raise UsageError(
+                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
+                "another folder, or move the file away"
+            )
 
 
 def check_sequence(saved: Settings, own: Settings, out: str) -> None:

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sa1b.engine.checkpoint.resume import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.storage.folder import FolderStore
 
 _ELSEWHERE = -1  # in place of the digest of a tensor that another rank has; a crc32 is never negative
 
@@ -36,6 +38,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
     Raises:
         UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks
             and their hosts. If this rank cannot create or write the folder, only this rank raises the error.
+            Or the folder has files that no run wrote, see `check_files`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +53,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
         raise UsageError(
             f"--out {folder}: cannot be written ({error.strerror}); pass a folder that this user can write"
         ) from None
+    check_files(FolderStore(folder), str(folder))
     if rank_info.world_size == 1:
         return
     names: list[str] = [f".shared-{secrets.token_hex(8)}"]

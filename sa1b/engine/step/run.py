@@ -79,10 +79,6 @@ class Run:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
         self.control = Control(rank_info, *deadline.of(config.deadline))
-        if remote is None:
-            check_shared_folder(config.folder, rank_info)
-        elif rank_info.rank == 0:
-            print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         mode = mode_of(config.parallel)
@@ -95,6 +91,10 @@ class Run:
         phases.reading = self.reading
         module = build(config, initial_weights(config))
         freeze(module, config.optim)
+        if remote is None:
+            check_shared_folder(config.folder, rank_info)
+        elif rank_info.rank == 0:
+            print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
         self.wrapper = self.module if isinstance(self.module, Wrapper) else None
