@@ -20,7 +20,7 @@ from benchmarks.peers import measured
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.task import Pair, Place, Task, pairs, write_choices
 from sa1b.shards import sample_table as table
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 
 ALL = 11_185_362  # number of images of SA-1B
 PER_SHARD = 1024

@@ -21,11 +21,13 @@ import torch
 import sa1b
 from benchmarks.peers.contenders import Contender
 from benchmarks.peers.task import Pair, Place, pairs, write_choices
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks
-from sa1b.shards.sample_read import location_of
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks
+from sa1b.shards.sample import location_of
 from sa1b.sources.discovery import discover
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.workers import available_cpus

@@ -92,7 +92,8 @@ def _write_source(
     """The files of one source."""
     import hashlib
 
-    from sa1b.shards.manifest import FORMAT, LARGEST, Options, ShardInfo, Task, versions
+    from sa1b.shards.documents import Options, ShardInfo, Task
+    from sa1b.shards.manifest import FORMAT, LARGEST, versions
     from sa1b.shards.sample_table import encode
     from sa1b.storage.atomic import json_bytes
 
@@ -268,10 +269,10 @@ def check_table(root: Path) -> Callable[[], object]:
 
 def add_source(root: Path, source: str) -> Callable[[], object]:
     """Ingest one tar of some images; measures the memory beyond its size."""
-    from sa1b.ingest.ingest import Policy
+    from sa1b.ingest.policy import Policy
     from sa1b.ingest.reshard import reshard
     from sa1b.ingest.worker import Run
-    from sa1b.shards.manifest import Options
+    from sa1b.shards.documents import Options
 
     run = Run(quiet=True, space_check=False)
 

@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from sa1b.ingest.ingest import Policy, ingest, limit_threads
+from sa1b.ingest.ingest import ingest, limit_threads
+from sa1b.ingest.policy import Policy
 from sa1b.programs.synthetic.source_tars import scene
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 
 PICTURES, COPIES = 40, 6

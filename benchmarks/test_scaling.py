@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.programs.scaling.result import Scaling
 from sa1b.programs.scaling.verdict import judge
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks
 from sa1b.sources.discovery import discover
 
 IMAGES = 32

@@ -16,11 +16,13 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import sa1b
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.masks.grid import framed_size
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks
 from sa1b.sources.discovery import discover
 
 IMAGES = 32

@@ -15,9 +15,11 @@ import duckdb
 
 from benchmarks.material import write_source
 from benchmarks.peers.task import Pair, pairs
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks
 from sa1b.sources.discovery import discover
 from sa1b.verify.verify import verify
 

@@ -16,7 +16,11 @@ import numpy as np
 
 from sa1b.console import counted
 from sa1b.errors import UsageError
-from sa1b.ingest.admission import (
+from sa1b.ingest.finish import finish, record_failure
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.reshard import work_through
+from sa1b.ingest.search import Search, Searched, homes_of, known_ids, read_searched, stored_ids
+from sa1b.ingest.start_checks import (
     admitted,
     by_name,
     check_listed,
@@ -29,18 +33,13 @@ from sa1b.ingest.admission import (
     fix_options,
     release_options,
 )
-from sa1b.ingest.finish import finish, record_failure
-from sa1b.ingest.ingest import Policy
-from sa1b.ingest.part import known_ids, read_searched, stored_ids
-from sa1b.ingest.reshard import work_through
-from sa1b.ingest.search import Search, Searched, homes_of
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Run, is_partial, missing_file
 from sa1b.report import failed_lines
+from sa1b.shards.documents import Options
 from sa1b.shards.image_ids import listing
 from sa1b.shards.locate import read_rows
-from sa1b.shards.lost_task import known_tasks
-from sa1b.shards.manifest import DATASET, PARTIAL, Options
+from sa1b.shards.manifest import DATASET, PARTIAL, known_tasks
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.shards.stored import Ids, no_ids
 from sa1b.sources.id_blocks import IDS_PER_TAR, tar_number

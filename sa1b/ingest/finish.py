@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, UsageError
-from sa1b.ingest.admission import release_options
+from sa1b.ingest.start_checks import release_options
 from sa1b.names import named_source
 from sa1b.report import first_names
 from sa1b.shards.commit import (
@@ -29,16 +29,8 @@ from sa1b.shards.commit import (
     tables_of,
     unproven_tables,
 )
-from sa1b.shards.lost_task import known_tasks
-from sa1b.shards.manifest import (
-    DATASET,
-    QUARANTINE,
-    TASKS,
-    Task,
-    is_current,
-    read_dataset,
-    task_name,
-)
+from sa1b.shards.documents import Task
+from sa1b.shards.manifest import DATASET, QUARANTINE, TASKS, is_current, known_tasks, read_dataset, task_name
 from sa1b.shards.sample_table import clashes
 from sa1b.shards.stored import check_drop, sources_without_task, stored_shards
 from sa1b.storage.atomic import json_bytes

@@ -19,9 +19,11 @@ import cv2
 import pyarrow as pa
 
 from sa1b.errors import OutOfMemoryError, SourceError, SystematicError
-from sa1b.ingest.source_pass import Counts, Policy, SourcePass
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.source_pass import Counts, SourcePass
 from sa1b.shards.commit import check_clash, commit_quarantine, commit_task
-from sa1b.shards.manifest import Options, Task, task_name
+from sa1b.shards.documents import Options, Task
+from sa1b.shards.manifest import task_name
 from sa1b.shards.staging import make_staging, remove_staging, staging_place
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import naming_path

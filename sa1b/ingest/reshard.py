@@ -14,7 +14,10 @@ from pathlib import Path
 
 from sa1b.console import show
 from sa1b.errors import UsageError
-from sa1b.ingest.admission import (
+from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.source_pass import Counts
+from sa1b.ingest.start_checks import (
     admitted,
     by_name,
     check_listed,
@@ -27,14 +30,12 @@ from sa1b.ingest.admission import (
     fix_options,
     release_options,
 )
-from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
-from sa1b.ingest.ingest import Counts, Policy
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, Run, is_unchanged, other_md5, work_on
 from sa1b.progress import bar
 from sa1b.shards.commit import abort_abandoned_uploads
-from sa1b.shards.lost_task import known_tasks
-from sa1b.shards.manifest import PARTIAL, Options, Task, task_name
+from sa1b.shards.documents import Options, Task
+from sa1b.shards.manifest import PARTIAL, known_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source, read_checklist

@@ -6,55 +6,26 @@ once.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sa1b.errors import BadSample, NoPairError, RefusedError, SourceError
-from sa1b.ingest.pair_check import check_pair
-from sa1b.ingest.pipeline import Pipeline
-from sa1b.ingest.quarantine import Quarantine
-from sa1b.ingest.systematic import SystematicCheck
+from sa1b.ingest.policy import Policy, SystematicCheck, check_pair
 from sa1b.names import shard_name
-from sa1b.shards.largest import Largest
-from sa1b.shards.limits import MAX_IMAGE_PIXELS
-from sa1b.shards.manifest import QUARANTINE, Options, ShardInfo, Task, versions
-from sa1b.shards.shard import Pair, ShardWriter, seal
+from sa1b.shards.documents import Options, ShardInfo, Task
+from sa1b.shards.manifest import QUARANTINE, versions
+from sa1b.shards.quarantine import Quarantine
+from sa1b.shards.shard import Largest, Pair, ShardWriter, seal
 from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage, Member
 
-_WAY_OUT = "fix the source, or use --on-error quarantine"
+T = TypeVar("T")
 _QUEUE_BYTES = 16 << 20  # limit of the queue between two stages
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Handling of bad input. It does not change the bytes of good pairs.
-
-    Attributes:
-        stop: stop the run at the first refusal instead of quarantining.
-        accept: reasons that may be frequent.
-        md5: the expected md5 of the source file, or None.
-        spill: folder for members that wait for their partner; None: inside the dataset directory.
-        spill_memory: bytes of waiting members that are kept in memory.
-        max_pixels: pixels of the largest accepted image, at most MAX_STORED_PIXELS.
-    """
-
-    stop: bool = False
-    accept: frozenset[str] = frozenset()
-    md5: str | None = None
-    spill: Path | None = None
-    spill_memory: int = 128 << 20
-    max_pixels: int = MAX_IMAGE_PIXELS
-
-    def reading(self, source: Source) -> dict[str, Any]:
-        """`Source.reading`, and max_pixels if it is not the default: larger images were refused."""
-        if self.max_pixels == MAX_IMAGE_PIXELS:
-            return source.reading
-        return {"kind": source.kind, **source.reading, "max_pixels": self.max_pixels}
 
 
 @dataclass(slots=True)
@@ -93,19 +64,13 @@ class SourcePass:
         report: Callable[[Counts], None],
         sealer: ThreadPoolExecutor,
     ) -> None:
-        self.source, self.staged, self.options, self.policy, self.report = (
-            source,
-            staged,
-            options,
-            policy,
-            report,
-        )
+        self.source, self.staged, self.options = source, staged, options
+        self.policy, self.report, self.sealer = policy, report, sealer
         self.counts = Counts()
         self.jpg_bytes = 0
         self.largest = Largest()
         self.quarantine = Quarantine(staged / QUARANTINE)
         self.spill = Spill(spill, policy.spill_memory)
-        self.sealer = sealer
         self.shard: ShardWriter | None = None
         self.shards = 0
         self.sealing: Future[ShardInfo] | None = None
@@ -123,7 +88,9 @@ class SourcePass:
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:
             with Pipeline() as pipeline:
-                read = pipeline.stage("read", self._read(reader), size=_read_size, max_bytes=_QUEUE_BYTES)
+                read = pipeline.stage(
+                    "read", self._read(reader), size=lambda read: len(read.item.data), max_bytes=_QUEUE_BYTES
+                )
                 steps = pipeline.stage("check", self._steps(read), size=_step_size, max_bytes=_QUEUE_BYTES)
                 for step in steps:
                     self._take(step)
@@ -143,7 +110,12 @@ class SourcePass:
                 f"{self.source.label}: md5 is {digests['md5']}, the checklist has {self.policy.md5}; "
                 "download it again"
             )
-        self._check_sums()
+        out = 2 * self.counts.images + self.quarantine.members
+        if self.counts.members != out:
+            raise AssertionError(
+                f"{self.source.label}: {self.counts.members} members were read, {out} were stored; "
+                "this is a bug: please report it"
+            )
         self.systematic.check(self.quarantine, self.counts.images)
         if not self.sealed:
             raise NoPairError(f"{self.source.label}: no usable pair; {self._problems()}")
@@ -222,9 +194,11 @@ class SourcePass:
         """Third stage: write into shard, index or quarantine."""
         result = step.result
         if isinstance(result, Damage):
-            self._damage(result)
+            if self.policy.stop:
+                self._stop(f"at offset {result.offset:,}: {result.message}")
+            self.quarantine.damage(result)
         elif isinstance(result, _Refused):
-            self._refuse(result.reason, result.message, *result.members)
+            self._refuse(result)
         else:
             image_id = result.annotations.image_id
             for reason, warning in result.warnings.items():
@@ -266,28 +240,15 @@ class SourcePass:
             self.sealed.append(sealing.result())
             self._report()
 
-    def _refuse(self, reason: str, message: str, *members: Member) -> None:
+    def _refuse(self, refused: "_Refused") -> None:
         if self.policy.stop:
-            where = ", ".join(f"{member.name!r} at offset {member.offset:,}" for member in members)
-            raise RefusedError(f"{self.source.label}: {where}: {reason}: {message}; {_WAY_OUT}")
-        self.quarantine.refuse(reason, message, list(members))
+            where = ", ".join(f"{member.name!r} at offset {member.offset:,}" for member in refused.members)
+            self._stop(f"{where}: {refused.reason}: {refused.message}")
+        self.quarantine.refuse(refused.reason, refused.message, list(refused.members))
         self.counts.refused += 1
 
-    def _damage(self, damage: Damage) -> None:
-        if self.policy.stop:
-            raise RefusedError(
-                f"{self.source.label}: at offset {damage.offset:,}: {damage.message}; {_WAY_OUT}"
-            )
-        self.quarantine.damage(damage)
-
-    def _check_sums(self) -> None:
-        """Check that every member is in a shard or in the quarantine."""
-        out = 2 * self.counts.images + self.quarantine.members
-        if self.counts.members != out:
-            raise AssertionError(
-                f"{self.source.label}: {self.counts.members} members were read, {out} were stored; "
-                "this is a bug: please report it"
-            )
+    def _stop(self, why: str) -> None:
+        raise RefusedError(f"{self.source.label}: {why}; fix the source, or use --on-error quarantine")
 
     def _problems(self) -> str:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
@@ -304,9 +265,7 @@ class _Read:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
-    """The members of a pair, or a single member, that cannot be used."""
-
+class _Refused:  # the members of a pair, or a single member
     reason: str
     message: str
     members: tuple[Member, ...]
@@ -333,3 +292,108 @@ def _step_size(step: _Step) -> int:
         return sum(len(member.data) for member in result.members)
     text = result.annotations.text or result.text or b""
     return len(result.jpeg) + len(text) + len(result.annotations.rle) + result.runs.runs.nbytes
+
+
+class _StoppedError(Exception):
+    """Ends the thread of a stage when the pipeline stops; raised in these threads only."""
+
+
+class Pipeline:
+    """Stages that run in parallel, each in its own thread, with queues of a bounded number of bytes.
+
+        with Pipeline() as pipeline:
+            members = pipeline.stage("read", read(), size=len, max_bytes=16 << 20)
+            for item in pipeline.stage("check", map(check, members), size=len, max_bytes=16 << 20):
+                write(item)
+
+    The order of the items is kept. An error of a stage reaches the loop at once, before the queued items.
+    Every thread has ended when the `with` block ends, also after an error or Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()  # notified when a queue or `stopped` changes
+        self.stopped = False
+        self._threads: list[threading.Thread] = []
+
+    def stage(
+        self, name: str, items: Iterable[T], *, size: Callable[[T], int], max_bytes: int
+    ) -> Iterator[T]:
+        """The same items, produced in a thread of this name, at most `max_bytes` by `size`, or one, ahead.
+
+        Raises:
+            MemoryError: no thread can be started.
+        """
+        queue = _Queue(self, size, max_bytes)
+        thread = threading.Thread(target=queue.fill, args=(items,), name=f"sa1b {name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # "can't start new thread"
+            raise MemoryError(str(error)) from None
+        self._threads.append(thread)
+        return queue
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def wait(self) -> None:
+        """Wait for a change, within `changed`; ends the thread of a stage if the pipeline has stopped."""
+        if not self.stopped:
+            self.changed.wait()
+        if self.stopped:
+            raise _StoppedError
+
+
+class _Queue(Iterator[T], Generic[T]):
+    """Items that one stage has produced and the next one has not received."""
+
+    def __init__(self, pipeline: Pipeline, size: Callable[[T], int], max_bytes: int) -> None:
+        self._pipeline, self._size, self._max_bytes = pipeline, size, max_bytes
+        self._items: deque[tuple[T, int]] = deque()
+        self._held_bytes = 0
+        self._ended = False
+        self._error: BaseException | None = None
+
+    def fill(self, items: Iterable[T]) -> None:
+        """Put all items into the queue; the function of the thread."""
+        error = None
+        try:
+            for item in items:
+                self._put(item)
+        except _StoppedError:
+            pass
+        except BaseException as raised:
+            error = raised
+        with self._pipeline.changed:
+            self._ended, self._error = True, error
+            self._pipeline.changed.notify_all()
+
+    def __next__(self) -> T:
+        with self._pipeline.changed:
+            while not self._items and self._error is None and not self._ended:
+                self._pipeline.wait()
+            if self._error is not None:
+                raise self._error
+            if not self._items:
+                raise StopIteration
+            item, size = self._items.popleft()
+            self._held_bytes -= size
+            self._pipeline.changed.notify_all()
+            return item
+
+    def _put(self, item: T) -> None:
+        size = self._size(item)
+        with self._pipeline.changed:
+            while self._items and self._held_bytes + size > self._max_bytes:
+                self._pipeline.wait()
+            if self._pipeline.stopped:
+                raise _StoppedError
+            self._items.append((item, size))
+            self._held_bytes += size
+            self._pipeline.changed.notify_all()

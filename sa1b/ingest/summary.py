@@ -8,7 +8,8 @@ from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
 from sa1b.ingest.search import Searched
 from sa1b.report import fact_lines, first_lines
-from sa1b.shards.manifest import DATASET, QUARANTINE, Task
+from sa1b.shards.documents import Task
+from sa1b.shards.manifest import DATASET, QUARANTINE
 from sa1b.sources.discovery import NotTaken
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root

@@ -19,7 +19,7 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS
 from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
 
@@ -119,10 +119,10 @@ def main(
     store = store_of(out, scratch, endpoint, source)
     with loading():
         from sa1b.ingest.fetch import fetch
-        from sa1b.ingest.ingest import Policy
+        from sa1b.ingest.policy import Policy
         from sa1b.ingest.worker import Run
+        from sa1b.shards.documents import Options
         from sa1b.shards.image_ids import read_image_ids
-        from sa1b.shards.manifest import Options
     rate = None if max_rate is None else max_rate * 1e6 / workers
     summary = fetch(
         read_image_ids(ids),

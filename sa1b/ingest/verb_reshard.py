@@ -25,7 +25,7 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b import task_engine as engines
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
-from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.link_list import CONNECTIONS, Link
 from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.storage.claim import LONGEST, TIMEOUT
@@ -175,10 +175,10 @@ def main(
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
     with loading():
-        from sa1b.ingest.ingest import Policy
+        from sa1b.ingest.policy import Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
-        from sa1b.shards.manifest import Options
+        from sa1b.shards.documents import Options
         from sa1b.sources.coco_file import CocoOptions
     with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
@@ -227,7 +227,7 @@ def _names(
     coco: "CocoOptions",
 ) -> list[str]:
     """Names of the sources of a run with these arguments."""
-    from sa1b.ingest.admission import admitted
+    from sa1b.ingest.start_checks import admitted
     from sa1b.sources.remote_sources import named_links
 
     found = admitted(source, rename, [store.scratch], ignore, coco)

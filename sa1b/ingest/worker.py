@@ -10,12 +10,14 @@ from typing import Literal
 
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
-from sa1b.ingest.ingest import Counts, Policy, ingest, limit_threads
-from sa1b.ingest.part import ingest_wanted, known_ids, stored_ids
-from sa1b.ingest.search import Searched
+from sa1b.ingest.ingest import ingest, limit_threads
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.search import Searched, ingest_wanted, known_ids, stored_ids
+from sa1b.ingest.source_pass import Counts
 from sa1b.progress import bar
 from sa1b.shards.commit import abort_uploads, shard_files
-from sa1b.shards.manifest import Options, Task, read_task, task_name, write_task
+from sa1b.shards.documents import Options, Task
+from sa1b.shards.manifest import read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.link_list import Link

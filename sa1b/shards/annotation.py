@@ -20,17 +20,17 @@ from sa1b.errors import BadSample
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import member_name
+from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.shards.annotation_columns import (
     BBOX_IS_INT,
     CROP_BOX_IS_INT,
     MASK_KEYS,
+    ImageWarnings,
+    decode_usual,
     name_of,
     unusual_columns,
     usual_columns,
 )
-from sa1b.shards.annotation_decoder import decode_usual
-from sa1b.shards.image_warnings import ImageWarnings
-from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 
 MAX_JSON_BYTES = 4 << 20  # real files: 63 kB on average; empty lists take 25 times their text in memory
 MAX_JSON_DEPTH = 100  # real files: 5; readers parse it again, also from deep call stacks

@@ -24,19 +24,20 @@ from sa1b.names import (
     is_quarantine_file,
     is_shard_of,
 )
-from sa1b.shards.lost_task import known_tasks, listed_rows
+from sa1b.shards.documents import Task
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
-    Task,
     all_shards,
     dataset_document,
+    known_tasks,
     read_dataset,
     task_digest,
     task_name,
     write_task,
 )
 from sa1b.shards.sample_table import (
+    COLUMNS,
     SampleTable,
     clash_message,
     clashes,
@@ -267,7 +268,7 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
     store = open_store(root)
     name = task_name(task.name, "samples")
     if task.listed is not None:
-        rows_left = listed_rows(store, task)
+        rows_left = _listed_rows(store, task)
         return task, decode(_rows_of_task(store, task)) if rows_left is None else rows_left
     if task.samples is not None:
         with contextlib.suppress(OSError, TableError), store.files(name) as (path,):
@@ -283,6 +284,18 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
         write_task(store, task)
     with store.files(name) as (path,):
         return task, open_table(path)
+
+
+def _listed_rows(store: Store, task: Task) -> SampleTable | None:
+    """The rows of a source in the table of dataset.json; None: the table is lost or damaged."""
+    document = read_dataset(store)
+    with contextlib.suppress(OSError, TableError), store.files(str(document["samples"]["name"])) as (path,):
+        table = open_table(path, check=True)
+        if table.digest == document["samples"]["columns_sha256"]:
+            own = np.array([is_shard_of(shard["name"], task.name) for shard in document["shards"]], bool)
+            columns = {column: getattr(table, column)[own[table.shard]] for column in COLUMNS}
+            return decode(encode(columns | {"shard": (np.cumsum(own) - 1)[columns["shard"]]}))
+    return None
 
 
 def _rows_of_task(store: Store, task: Task) -> bytes:

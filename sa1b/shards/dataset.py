@@ -15,15 +15,13 @@ import numpy.typing as npt
 from sa1b.arguments import path as check_path
 from sa1b.arguments import plain_root, whole_number
 from sa1b.console import command, counted
-from sa1b.errors import ManifestError, TableError
+from sa1b.errors import ManifestError, TableError, UsageError
 from sa1b.masks.runs import chosen_indices
 from sa1b.report import size_text
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet
-from sa1b.shards.sample import Sample
-from sa1b.shards.sample_read import PendingRead, check_size, location_of, submit
+from sa1b.shards.sample import PendingRead, Sample, check_size, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
-from sa1b.shards.without_images import annotations_only
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.errors import MissingError, ReplacedError
 from sa1b.storage.range_cache import RangeCache, StoredObject, open_cache
@@ -145,11 +143,11 @@ class Dataset(Displayed):
 
     def lacks(self) -> str:
         """The sources that a partial dataset lacks, as text; empty if it is complete."""
-        parts = []
-        for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending")):
-            if names:
-                shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-                parts.append(f"{counted(len(names), 'source')} {what} ({shown})")
+        parts = [
+            f"{counted(len(names), 'source')} {what} ({', '.join(names[:3])}{', …' * (len(names) > 3)})"
+            for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending"))
+            if names
+        ]
         return "partial: " + ", ".join(parts) if parts else ""
 
     def __len__(self) -> int:
@@ -174,7 +172,7 @@ class Dataset(Displayed):
         return (self[i] for i in range(len(self)))
 
     def submit(self, rows: Sequence[int]) -> list[PendingRead]:
-        """Start to read samples, each a row of the table; see sa1b.shards.sample_read.
+        """Start to read samples, each a row of the table; see sa1b.shards.sample.
 
         Raises:
             TableError: the table is damaged, as far as that shows here.
@@ -331,10 +329,9 @@ def _reopen(
 
 
 def check_cache(cache: object, cache_bytes: object, *, is_open: bool = False) -> int:
-    """The limit of a cache; 0 without a cache.
+    """The limit of a cache, from the arguments of a caller; 0 without a cache.
 
     Args:
-        cache, cache_bytes: the arguments of a caller.
         is_open: whether the dataset is open already, so that a cache comes too late.
 
     Raises:
@@ -378,3 +375,26 @@ def open_dataset(
         StorageError: the URL cannot be read.
     """
     return Dataset(root, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes)
+
+
+def annotations_only(dataset: Dataset) -> bool:
+    """Whether `sa1b reshard --annotations-only` made the dataset directory: its shards contain no images."""
+    return bool(dataset.manifest["options"].get("annotations_only", False))
+
+
+def check_images(dataset: Dataset, use: str, instead: str = "") -> None:
+    """Refuse a use that needs images if there are none.
+
+    Args:
+        use: what needs images.
+        instead: another way out, such as "run B, or ".
+
+    Raises:
+        UsageError: the directory has annotations only; the message names the use.
+    """
+    if annotations_only(dataset):
+        raise UsageError(
+            f"{dataset.root}: {use} needs images, and this directory has annotations only "
+            f"(--annotations-only); {instead}convert the sources with `{command('reshard')}` to another "
+            "--out, without that flag"
+        )

@@ -15,16 +15,20 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
-from sa1b.names import shard_order
-from sa1b.shards.document_fields import FieldError, check_dataset, check_task
-from sa1b.shards.sample_table import TableFacts, is_table_name, open_table
+from sa1b.names import is_shard_of, shard_order, source_stem
+from sa1b.shards.documents import FieldError, Options, ShardInfo, Task, check_dataset, check_task
+from sa1b.shards.sample_table import (
+    TableFacts,
+    is_table_name,
+    open_table,
+)
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
@@ -35,108 +39,6 @@ VIEWS = "views"
 READING = "reading"  # of a source: how it was read, see sa1b.sources.source.Source.reading
 LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """The manifest's entry for one shard. Sizes in bytes."""
-
-    name: str
-    images: int
-    masks: int
-    bytes: int
-    sha256: str
-    index_bytes: int
-    index_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options that determine the bytes of the shards.
-
-    Attributes:
-        images_per_shard: images in a shard; the last shard of a source may hold fewer.
-        image_size: longer side of stored images in pixels; None if images keep their original bytes.
-        quality: JPEG quality of re-encoded images; None if image_size is None.
-        keep_json: the shards also contain the annotation files verbatim.
-        index_runs: the index holds the decoded masks.
-        decode_images: every JPEG was decoded, and refused where that failed.
-        annotations_only: the shards contain no images. In documents only if it is True, so that the bytes of
-            other directories do not depend on it.
-    """
-
-    images_per_shard: int = 1024
-    image_size: int | None = None
-    quality: int | None = None
-    keep_json: bool = False
-    index_runs: bool = True
-    decode_images: bool = False
-    annotations_only: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """The options as in dataset.json and task files."""
-        fields = asdict(self)
-        if not self.annotations_only:
-            del fields["annotations_only"]
-        return fields
-
-    def flags(self) -> dict[str, str]:
-        """Field -> the flag that sets it so, as typed on reshard's command line."""
-        return {
-            "images_per_shard": f"--images-per-shard {self.images_per_shard}",
-            "image_size": f"--image-size {self.image_size}" if self.image_size else "no --image-size",
-            "quality": f"--quality {self.quality}" if self.quality else "no --quality",
-            "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
-            "decode_images": "--decode-images" if self.decode_images else "no --decode-images",
-            "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
-            "annotations_only": "--annotations-only" if self.annotations_only else "no --annotations-only",
-        }
-
-    def difference(self, other: "Options") -> tuple[str, str] | None:
-        """The first flag that differs, with its value in `self` and its value in `other`."""
-        one, two = self.flags(), other.flags()
-        return next(((one[name], two[name]) for name in one if one[name] != two[name]), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A finished source.
-
-    Attributes:
-        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained
-            it, and perhaps READING.
-        options: see Options.
-        versions: of the package and of the libraries that shape the bytes.
-        shards: in order.
-        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
-        damage: stretches of the source that could not be read.
-        largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
-        samples: bytes and sha256 of tasks/<source>.samples; None: that file is not written yet.
-        quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
-        listed: of a source whose task file is lost or damaged: the file's digest by dataset.json, which has
-            the other values too, see sa1b.shards.lost_task. Never written.
-    """
-
-    source: dict[str, Any]
-    options: Options
-    versions: dict[str, str]
-    shards: list[ShardInfo]
-    counts: dict[str, Any]
-    damage: list[dict[str, Any]]
-    largest: dict[str, int]
-    samples: dict[str, Any] | None = None
-    quarantine: dict[str, str] | None = None
-    listed: str | None = None
-
-    @property
-    def name(self) -> str:
-        return str(self.source["name"])
-
-    @property
-    def warnings(self) -> dict[str, int]:
-        """Reason -> number of images that were stored with a warning; "doubtful" in the file."""
-        found: dict[str, int] = self.counts["doubtful"]
-        return found
 
 
 def versions() -> dict[str, str]:
@@ -213,19 +115,19 @@ def parse_task(data: bytes, source_name: str, path: object) -> Task:
     """
     document = parse_document(data, path)
     try:
-        check_task(document, source_name)
+        shards, options = check_task(document, source_name)
         return Task(
             source=document["source"],
-            options=Options(**document["options"]),
+            options=options,
             versions=document["versions"],
-            shards=[ShardInfo(**shard) for shard in document["shards"]],
+            shards=shards,
             counts=document["counts"],
             damage=document["damage"],
             largest=document["largest"],
             samples=document.get("samples"),
             quarantine=document.get("quarantine"),
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except FieldError as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or run `{command('reshard')}` "
             f"again with that source and --redo {source_name}"
@@ -395,3 +297,71 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
     if found != FORMAT:
         raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")
     return dict(document)
+
+
+def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
+    """`read_tasks`, and the sources that dataset.json lists and whose task files are lost or damaged, with
+    the values of dataset.json. So a writer of dataset.json does not lose them.
+
+    Raises:
+        ManifestError: a damaged task file of a source that has shards and is not in dataset.json.
+    """
+    store = open_store(root)
+    found, damaged = readable_tasks(store, without)
+    strangers: set[str] = set()
+    with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
+        document = read_dataset(store)
+        lost = document["sources"].keys() - found.keys() - set(without)
+        found |= {name: _listed_task(document, name) for name in lost}
+        if damaged.keys() - found.keys():
+            stems = {shard_order(shard).stem for shard in store.names("", ".tar")}
+            strangers = {name for name in damaged if source_stem(name) not in stems}
+    for name, error in damaged.items():
+        if name not in found and name not in strangers:
+            raise error
+    return dict(sorted(found.items()))
+
+
+def _listed_task(document: Mapping[str, Any], name: str) -> Task:
+    shards = [ShardInfo(**one) for one in document["shards"] if is_shard_of(one["name"], name)]
+    return rebuilt_task(
+        name,
+        Options(**document["options"]),
+        document["versions"],
+        shards,
+        document["largest"],
+        document.get(READING, {}).get(name),
+        listed=document["sources"][name],
+    )
+
+
+def rebuilt_task(
+    name: str,
+    options: Options,
+    versions: dict[str, str],
+    shards: list[ShardInfo],
+    largest: dict[str, int],
+    reading: Mapping[str, Any] | None,
+    *,
+    jpg_bytes: int | None = None,
+    listed: str | None = None,
+) -> Task:
+    """A task without the values that only its lost task file had: size, time and digest of the source,
+    refused members and warnings."""
+    source = dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name}
+    source |= {READING: reading} if reading else {}
+    counts = counts_of(shards, jpg_bytes)
+    return Task(source, options, versions, shards, counts, [], largest, listed=listed)
+
+
+def counts_of(shards: Sequence[ShardInfo], jpg_bytes: int | None) -> dict[str, Any]:
+    """The counts of a task of which only shards are known; None: unknown."""
+    return {
+        "members": None,
+        "images": sum(shard.images for shard in shards),
+        "masks": sum(shard.masks for shard in shards),
+        "jpg_bytes": jpg_bytes,
+        "refused_members": None,
+        "refused": {},
+        "doubtful": {},
+    }

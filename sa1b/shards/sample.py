@@ -1,19 +1,27 @@
 """One stored sample: an image and its masks, as bytes, arrays, PIL images or on the screen."""
 
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import whole_number
 from sa1b.console import command
-from sa1b.errors import UsageError
+from sa1b.errors import ShardError, UsageError
 from sa1b.masks import raster
 from sa1b.masks.runs import Runs
-from sa1b.names import image_name
-from sa1b.shards import display, jpeg
+from sa1b.names import image_name, member_name
+from sa1b.shards import display, jpeg, record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.record import RecordError
+from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.errors import DamageError, MissingError, StorageError
+from sa1b.storage.reader import Range, Reader
+from sa1b.storage.retry import Part
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -112,8 +120,6 @@ class Sample(display.Displayed):
         """
         from PIL import Image
 
-        from sa1b.shards.overlay import decode_for_display, overlay
-
         max_side = whole_number("max_side", max_side, 1)
         self._check_image()
         runs = self.runs
@@ -125,7 +131,7 @@ class Sample(display.Displayed):
                     f"masks={masks!r} must be indices from 0 to {len(runs) - 1} of the {len(runs):,} masks "
                     f"of image {self.image_id}, or bool [{len(runs)}]"
                 ) from None
-        return Image.fromarray(overlay(decode_for_display(self.jpeg, max_side), runs))
+        return Image.fromarray(display.overlay(display.decode_for_display(self.jpeg, max_side), runs))
 
     def show(self, masks: npt.ArrayLike | None = None, max_side: int = 1024) -> None:
         """Show the image with its masks: in the notebook, else in the image viewer that PIL finds.
@@ -151,3 +157,196 @@ class Sample(display.Displayed):
 
     def _preview(self) -> "Image":
         return display.preview(lambda: self, display.SAMPLE_SIDE)[0]
+
+
+NEAR = 1 << 20  # largest gap between two samples, in bytes, that one read includes
+
+
+class _Begun(Protocol):
+    def result(self) -> bytes: ...
+
+    def cancel(self) -> bool: ...
+
+
+class _Shared:
+    """One read for several samples; their threads may request it at the same time."""
+
+    def __init__(self, begun: _Begun) -> None:
+        self._begun = begun
+        self._lock = threading.Lock()
+        self._data: bytes | None = None
+
+    def result(self) -> bytes:
+        with self._lock:
+            if self._data is None:
+                self._data = self._begun.result()
+            return self._data
+
+    def cancel(self) -> bool:
+        return self._begun.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLocation:
+    """Location of a sample in a shard.
+
+    Attributes:
+        image_id: id of the image.
+        shard: name of the shard.
+        start: offset of the jpg's content in the shard, in bytes.
+        masks_start: offset of the record's content.
+        stop: end of the record.
+        jpg_bytes: size of the jpg in bytes.
+        jpg_crc, masks_crc: CRC-32C of the jpg and of the record.
+    """
+
+    image_id: int
+    shard: str
+    start: int
+    masks_start: int
+    stop: int
+    jpg_bytes: int
+    jpg_crc: int
+    masks_crc: int
+
+    def parts(self, origin: int) -> tuple[Part, Part]:
+        """The checksums to verify in a range that starts at `origin`."""
+        return (
+            Part(self.start - origin, self.jpg_bytes, self.jpg_crc),
+            Part(self.masks_start - origin, self.stop - self.masks_start, self.masks_crc),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRead:
+    """A sample that is being read.
+
+    Attributes:
+        location: its location in the shard.
+        reader: reader of the dataset directory.
+        begun: the pending read, which may cover a block of samples.
+        origin: offset in the shard at which the read begins.
+        shared: whether the same read returns other samples.
+    """
+
+    location: SampleLocation
+    reader: Reader
+    begun: _Begun
+    origin: int
+    shared: bool
+
+    def result(self) -> tuple[memoryview, Annotations]:
+        """The JPEG's bytes and the masks, both verified.
+
+        Raises:
+            ShardError: the stored bytes are damaged or belong to another sample.
+            sa1b.storage.errors.StorageError: the sample cannot be read now; its state is unknown.
+        """
+        location = self.location
+        try:
+            data = memoryview(self.begun.result())
+        except DamageError as error:
+            if self.shared:  # perhaps only a neighbouring sample is damaged
+                return submit(self.reader, [location])[0].result()
+            kind = "masks" if error.start >= location.masks_start else "jpg"
+            name = member_name(location.image_id, kind)
+            raise ShardError(f"{name} is damaged: {error}; `{command('verify')}` lists all damage") from None
+        except MissingError as error:
+            raise _missing(self.reader, error) from None
+        jpeg = data[location.start - self.origin :][: location.jpg_bytes]
+        try:
+            masks = data[location.masks_start - self.origin : location.stop - self.origin]
+            annotations = record.decode(masks)
+            if annotations.image_id != location.image_id:
+                raise RecordError(f"the record is of image {annotations.image_id}")
+        except RecordError as error:
+            url = self.reader.url(location.shard)
+            raise ShardError(
+                f"{url}: record of image {location.image_id} at offset {location.masks_start:,}: {error}; "
+                f"`{command('verify')}` lists all damage"
+            ) from None
+        return jpeg, annotations
+
+    def cancel(self) -> None:
+        """Drop the read."""
+        self.begun.cancel()
+
+
+def _missing(reader: Reader, error: MissingError) -> MissingError:
+    """The error for a shard that is missing in its dataset directory."""
+    way_out = "copy it again from the dataset directory, or check the URL"
+    if reader.is_local:
+        way_out = f"`{command('verify')} {reader.root}` says how to restore it"
+    return MissingError(
+        f"{error.url}: the shard is missing; {way_out}", url=error.url, start=error.start, length=error.length
+    )
+
+
+def check_size(reader: Reader, shard: str, document: Mapping[str, Any]) -> None:
+    """Raise StorageError if an object has another size than dataset.json lists: its upload was incomplete."""
+    listed = next(entry["bytes"] for entry in document["shards"] if entry["name"] == shard)
+    if (size := reader.size(shard)) != listed:
+        raise StorageError(
+            f"{reader.url(shard)}: {size:,} bytes, {listed:,} listed in dataset.json; copy it again, "
+            f"`{command('verify')} {reader.root}` lists such shards",
+            url=reader.url(shard),
+        )
+
+
+def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:
+    """Location of the sample of a row of the table."""
+    masks_start = table.masks_offset(row)
+    return SampleLocation(
+        image_id=int(table.image_id[row]),
+        shard=shards[int(table.shard[row])],
+        start=int(table.offset[row]),
+        masks_start=masks_start,
+        stop=masks_start + int(table.masks_bytes[row]),
+        jpg_bytes=int(table.jpg_bytes[row]),
+        jpg_crc=int(table.jpg_crc32c[row]),
+        masks_crc=int(table.masks_crc32c[row]),
+    )
+
+
+def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
+    """Location of a sample from its row of a shard's index; `row` is column name -> value.
+
+    Raises:
+        ShardError: the row does not describe a sample: the index is damaged.
+    """
+    if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
+        raise ShardError(
+            f"{shard}: the index has no valid location for image {row['image_id']}; "
+            f"run `{command('index')}` to rebuild it"
+        )
+    return SampleLocation(
+        image_id=row["image_id"],
+        shard=shard,
+        start=row["jpg_offset"],
+        masks_start=row["masks_offset"],
+        stop=row["masks_offset"] + row["masks_bytes"],
+        jpg_bytes=row["jpg_bytes"],
+        jpg_crc=row["jpg_crc32c"],
+        masks_crc=row["masks_crc32c"],
+    )
+
+
+def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingRead]:
+    """Start to read samples, in the order given; adjacent samples of a shard share one read."""
+    readings: list[PendingRead] = []
+    ends = [
+        i + 1
+        for i, location in enumerate(locations)
+        if i + 1 == len(locations)
+        or locations[i + 1].shard != location.shard
+        or not 0 <= locations[i + 1].start - location.stop <= NEAR
+    ]
+    for first, stop in pairwise([0, *ends]):
+        run = locations[first:stop]
+        origin = run[0].start
+        checks = tuple(part for location in run for part in location.parts(origin))
+        begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
+        shared = len(run) > 1
+        read: _Begun = _Shared(begun) if shared else begun
+        readings += [PendingRead(location, reader, read, origin, shared) for location in run]
+    return readings

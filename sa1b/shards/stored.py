@@ -18,14 +18,14 @@ from sa1b.console import command, counted
 from sa1b.errors import ManifestError, SourceError, TableError, UsageError
 from sa1b.names import is_shard_of, parse_member_name, parse_shard_name, shard_order, source_name, source_stem
 from sa1b.report import first_names
-from sa1b.shards.index_reader import UNREADABLE
+from sa1b.shards.documents import ShardInfo
+from sa1b.shards.index import UNREADABLE
 from sa1b.shards.manifest import (
-    DATASET,
     PARTIAL,
     QUARANTINE,
     TASKS,
     VIEWS,
-    ShardInfo,
+    dataset_around,
     read_dataset,
     read_task,
     task_name,
@@ -153,11 +153,9 @@ def check_outside(folder: Path) -> None:
         UsageError: naming the other one.
     """
     path = folder.resolve()
-    for one in (path, *path.parents):
-        if one.name in (TASKS, QUARANTINE, PARTIAL, VIEWS) and (one.parent / DATASET).is_file():
-            raise UsageError(
-                f"{folder}: is inside a folder of the dataset {one.parent}; choose another folder"
-            )
+    around = dataset_around(path.parent)
+    if around is not None and path.relative_to(around).parts[0] in (TASKS, QUARANTINE, PARTIAL, VIEWS):
+        raise UsageError(f"{folder}: is inside a folder of the dataset {around}; choose another folder")
 
 
 def is_own(store: Store, name: str) -> bool:

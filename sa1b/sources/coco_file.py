@@ -48,7 +48,7 @@ class CocoOptions:
 
     images: Path | None = None
     ids: Ids = "keep"
-    max_pixels: int = 1 << 24  # MAX_IMAGE_PIXELS of sa1b.shards.limits
+    max_pixels: int = 1 << 24  # MAX_IMAGE_PIXELS of sa1b.shards
 
 
 class _Key(msgspec.Struct):

@@ -28,8 +28,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
-from sa1b.shards.dataset import Dataset, check_cache
-from sa1b.shards.without_images import check_images
+from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog

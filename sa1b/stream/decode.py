@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import BadSample
-from sa1b.shards import jpeg
-from sa1b.shards.limits import MAX_STORED_PIXELS
-from sa1b.shards.resampling import Edges, resample, scratch
+from sa1b.shards import MAX_STORED_PIXELS, jpeg
+from sa1b.shards.jpeg import Edges, resample, scratch
 from sa1b.stream.transform import Frame
 
 

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 
 from sa1b.errors import BadSample, Sa1bError
-from sa1b.shards.limits import MAX_STORED_PIXELS
-from sa1b.shards.resampling import Edges
+from sa1b.shards import MAX_STORED_PIXELS
+from sa1b.shards.jpeg import Edges
 from sa1b.stream.decode import EncodedImage, decode, window_edges
 from sa1b.stream.decode_lane import POISON, CudaLane, Lane
 from sa1b.stream.jpeg_libraries import JpegLibrary, Size

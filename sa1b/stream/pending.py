@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sa1b.errors import BadSample, ShardError
-from sa1b.shards.sample_read import PendingRead
+from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.buffers import fresh

@@ -27,7 +27,7 @@ import torch
 from sa1b.console import command, counted
 from sa1b.errors import UsageError
 from sa1b.progress import bar
-from sa1b.shards.sample_read import PendingRead, location_of
+from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
 from sa1b.stream.dataset import Stream
 from sa1b.stream.decode import Decoder, EncodedImage

@@ -12,10 +12,9 @@ import simplejpeg
 from sa1b.console import command
 from sa1b.errors import ShardError
 from sa1b.shards.annotation import PROVENANCE, Annotations
+from sa1b.shards.documents import ShardInfo
 from sa1b.shards.index import IndexWriter
-from sa1b.shards.largest import Largest
-from sa1b.shards.manifest import ShardInfo
-from sa1b.shards.shard_walk import index_row, walk_shard
+from sa1b.shards.shard import Largest, index_row, walk_shard
 from sa1b.storage.atomic import flush
 
 

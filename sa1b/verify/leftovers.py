@@ -82,7 +82,7 @@ def leftover_notes(
     return notes
 
 
-def stored_files(store: Store) -> Iterator[str]:
+def files_of_shards(store: Store) -> Iterator[str]:
     """Names of all shards and indexes in a dataset directory, whether or not anything lists them."""
     return filter(_is_stored, store.names(""))
 

@@ -18,11 +18,11 @@ from sa1b.names import member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.commit import shard_files
-from sa1b.shards.index_reader import UNREADABLE, IndexReader, MemberLocation
-from sa1b.shards.largest import Largest
-from sa1b.shards.manifest import ShardInfo
+from sa1b.shards.documents import ShardInfo
+from sa1b.shards.index import UNREADABLE, IndexReader, MemberLocation
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
+from sa1b.shards.shard import Largest
 from sa1b.verify.report import Find, Finding, Findings, short
 
 _ODD_KEPT = 20  # images of each reason in ShardResult.odd_images

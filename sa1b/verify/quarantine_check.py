@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from sa1b.console import counted
-from sa1b.shards.manifest import QUARANTINE, Task
+from sa1b.shards.documents import Task
+from sa1b.shards.manifest import QUARANTINE
+from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines, read_warnings
 from sa1b.shards.sample_table import SampleTable
-from sa1b.shards.warning_list import REFUSED, WARNINGS, read_lines, read_warnings
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
-from sa1b.verify.remedy import Remedy
-from sa1b.verify.report import Finding, Findings
+from sa1b.verify.report import Finding, Findings, Remedy
 
 SHOWN = 20  # images of one reason on the screen
 

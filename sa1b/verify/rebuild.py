@@ -20,9 +20,10 @@ from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
 from sa1b.shards import manifest
 from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_tables, write_dataset
+from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.image_ids import listing
-from sa1b.shards.index_reader import UNREADABLE
-from sa1b.shards.manifest import DATASET, TASKS, ShardInfo, Task
+from sa1b.shards.index import UNREADABLE
+from sa1b.shards.manifest import DATASET, TASKS
 from sa1b.shards.staging import clean_scratch, remove_leftovers
 from sa1b.storage.atomic import naming_path, temporary_path
 from sa1b.storage.claim import Claim, live_holders
@@ -31,7 +32,7 @@ from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
-from sa1b.verify.recorded import Recorded, check_digests, differs, why_differs
+from sa1b.verify.recover import Recorded, check_digests, differs, why_differs
 from sa1b.verify.resume import INDEX_RECORD, ResumeRecord
 
 _CLAIM = ".index.claim"

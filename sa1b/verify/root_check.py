@@ -17,7 +17,8 @@ from typing import Any
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import shard_order, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.manifest import DATASET, READING, TASKS, Options, ShardInfo, all_shards
+from sa1b.shards.documents import Options, ShardInfo
+from sa1b.shards.manifest import DATASET, READING, TASKS, all_shards
 from sa1b.shards.sample_table import SampleTable, TableFacts, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING, live_holders
@@ -26,8 +27,7 @@ from sa1b.storage.store import Root
 from sa1b.verify.leftovers import leftover_notes, unlisted_notes, unlisted_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck
-from sa1b.verify.remedy import Remedy
-from sa1b.verify.report import Finding, Findings, Report, short
+from sa1b.verify.report import Finding, Findings, Remedy, Report, short
 from sa1b.verify.task_check import TaskCheck
 from sa1b.verify.view_check import check_views
 

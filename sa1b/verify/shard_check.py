@@ -12,13 +12,12 @@ import google_crc32c
 
 from sa1b.names import member_name, parse_member_name
 from sa1b.shards.commit import shard_files
-from sa1b.shards.index_reader import MemberLocation
-from sa1b.shards.shard_walk import member_header, tar_size
+from sa1b.shards.index import MemberLocation
+from sa1b.shards.shard import member_header, tar_size
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
 from sa1b.verify.member_check import ContentCheck, ExpectedShard, Locations, ShardResult
-from sa1b.verify.remedy import Remedy
-from sa1b.verify.report import Finding, short
+from sa1b.verify.report import Finding, Remedy, short
 
 _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
     "name": 0, "mode": 100, "uid": 108, "gid": 116, "size": 124, "mtime": 136, "checksum": 148, "type": 156,

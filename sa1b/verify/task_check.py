@@ -11,13 +11,13 @@ from sa1b.console import counted
 from sa1b.errors import ManifestError
 from sa1b.names import parse_shard_name, shard_order, source_stem
 from sa1b.shards import manifest
-from sa1b.shards.manifest import DATASET, READING, TASKS, Task, task_name
+from sa1b.shards.documents import Task
+from sa1b.shards.manifest import DATASET, READING, TASKS, task_name
 from sa1b.shards.stored import sources_without_task
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.member_check import ShardResult
-from sa1b.verify.remedy import Remedy
-from sa1b.verify.report import Finding, Findings
+from sa1b.verify.report import Finding, Findings, Remedy
 
 _LOST = ("task_missing", "task_unreadable")  # `sa1b index` rebuilds these from the shards
 _ODD = ("area", "bbox", "empty_mask")

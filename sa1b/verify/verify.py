@@ -17,10 +17,9 @@ from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 from sa1b.verify.batches import Died, in_batches
-from sa1b.verify.leftovers import stored_files
+from sa1b.verify.leftovers import files_of_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
-from sa1b.verify.remedy import Remedy
-from sa1b.verify.report import Finding, Report, short
+from sa1b.verify.report import Finding, Remedy, Report, short
 from sa1b.verify.resume import ResumeRecord
 from sa1b.verify.root_check import RootCheck
 from sa1b.verify.shard_check import check_shard
@@ -105,7 +104,7 @@ def check_is_dataset(root: Root) -> None:
         store.exists(DATASET)
         or store.names(TASKS, ".json")
         or store.names(TASKS, ".claim")
-        or next(stored_files(store), None)
+        or next(files_of_shards(store), None)
     ):
         raise no_dataset(store.root)
 

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from sa1b.console import command
-from sa1b.shards.document_fields import FieldError, check_view
+from sa1b.shards.documents import VIEW_FORMAT, FieldError, check_view
 from sa1b.shards.manifest import VIEWS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
 from sa1b.verify.report import Finding, Findings, short
-from sa1b.views.view_document import FORMAT
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _GONE = "images_gone"
@@ -67,7 +66,7 @@ def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list
 
 def _form(document: Any, digest: str) -> str | None:
     """Why the document of a view is invalid; None if it is valid."""
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, dict) or document.get("format") != VIEW_FORMAT:
         return "not the document of a view"
     try:
         check_view(document)

@@ -21,7 +21,7 @@ from sa1b.progress import bar
 from sa1b.shards.annotation import no_origin
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.index_reader import UNREADABLE, index_file
+from sa1b.shards.index import UNREADABLE, index_file
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 from sa1b.views.predicate import MASK_FIELDS, ORIGIN_FIELDS, Predicate, mask_values

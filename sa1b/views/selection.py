@@ -19,10 +19,9 @@ from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.commit import shard_files
-from sa1b.shards.dataset import Dataset
+from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import no_dataset
-from sa1b.shards.without_images import check_images
 from sa1b.storage.open import open_store
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate

@@ -15,7 +15,7 @@ from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
-from sa1b.shards.document_fields import VIEW_SEAL, check_view, view_seal
+from sa1b.shards.documents import VIEW_FORMAT, VIEW_SEAL, check_view, view_seal
 from sa1b.shards.manifest import VIEWS
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
@@ -23,7 +23,6 @@ from sa1b.storage.reader import Reader
 from sa1b.storage.store import Root, Store
 from sa1b.views.predicate import Predicate, mask_predicate
 
-FORMAT = "sa1b-view-2"
 PREFIX = 6  # smallest number of characters of an abbreviated digest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAP = 4 << 20  # largest document in bytes
@@ -57,7 +56,7 @@ class ViewDocument:
     def encode(self) -> bytes:
         """The bytes of the file; equal views give equal bytes."""
         document = {
-            "format": FORMAT,
+            "format": VIEW_FORMAT,
             "digest": self.digest,
             "names": list(self.names),
             "images": self.images,
@@ -111,8 +110,8 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
     path = reader.url(name)
     try:
         document = json.loads(reader.read_whole(name, _CAP))
-        if document["format"] != FORMAT:
-            raise ManifestError(f"{path}: format {document['format']!r}; this package reads {FORMAT!r}")
+        if document["format"] != VIEW_FORMAT:
+            raise ManifestError(f"{path}: format {document['format']!r}; this package reads {VIEW_FORMAT!r}")
         check_view(document)
         fields = {what: document[what] for what in _FIELDS}
         digest = str(document["digest"])

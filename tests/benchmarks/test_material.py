@@ -9,7 +9,7 @@ from benchmarks import material
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.task import Place, Task, choices, pairs
 from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 
 IMAGES, LIMIT = 6, 5
 SMALL = Task(size=16, image_size=64, masks=LIMIT)

@@ -23,13 +23,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.programs.export.export import export
 from sa1b.programs.export.source_tars import SourceTars
 from sa1b.programs.synthetic.source_tars import write_tars
-from sa1b.shards.manifest import Options, read_tasks
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks
 from tests import processes
 
 OLD = 400 * 24 * 3600.0

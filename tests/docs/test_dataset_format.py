@@ -11,7 +11,7 @@ import pytest
 
 import sa1b
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.document_fields import check_dataset, check_task
+from sa1b.shards.documents import check_dataset, check_task
 from tests.docs import second_reader
 from tests.shards import tiny_source
 

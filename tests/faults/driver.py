@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sa1b.ingest.finish import finish
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.shards import manifest
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import atomic

@@ -14,7 +14,7 @@ from sa1b.programs.gallery import inputs
 from sa1b.programs.gallery.page import write_gallery
 from sa1b.programs.gallery.selection import NEVER, Choice
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.storage.reader import Reader
 from sa1b.views.selection import Selection, select
 from tests import processes

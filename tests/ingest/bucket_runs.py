@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sa1b.ingest.admission import OPTIONS
 from sa1b.ingest.finish import finish
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.start_checks import OPTIONS
 from sa1b.ingest.worker import Run, work_on
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import upload

@@ -34,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sa1b.errors import SourceError, SystematicError
-from sa1b.shards.manifest import Task
+from sa1b.shards.documents import Task
 from sa1b.workers import available_cpus
 from tests.ingest.damage_models import (
     ANYWHERE,

@@ -8,8 +8,9 @@ import numpy as np
 import simplejpeg
 
 from sa1b.errors import Sa1bError
-from sa1b.ingest.ingest import Policy, ingest, limit_threads
-from sa1b.shards.manifest import Options
+from sa1b.ingest.ingest import ingest, limit_threads
+from sa1b.ingest.policy import Policy
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from tests.shards import tiny
 

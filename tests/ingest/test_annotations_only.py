@@ -15,7 +15,7 @@ from sa1b.errors import UsageError
 from sa1b.programs.annotate.images import find_images
 from sa1b.programs.doctor import storage
 from sa1b.programs.doctor.check import RankProcess
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from tests.cli.verb import runner
 from tests.shards import tiny
 

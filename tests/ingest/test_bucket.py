@@ -20,11 +20,11 @@ import simplejpeg
 from sa1b.errors import UsageError
 from sa1b.ingest import worker
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Run, work_on
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.claim import Claim
@@ -422,7 +422,7 @@ def test_scratch_that_is_too_small_is_named_at_the_start(
     tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 20_000})
-    monkeypatch.setattr("sa1b.ingest.admission.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("sa1b.ingest.start_checks.shutil.disk_usage", lambda path: usage)
     with pytest.raises(UsageError, match=r"scratch: 0 MB free, about 0\.1 MB needed; .*--scratch.*--workers"):
         convert([tars], store)
     assert not store.exists(".options.json")
@@ -433,7 +433,7 @@ def test_scratch_is_needed_for_the_sources_in_work_only(
 ) -> None:
     size = max(path.stat().st_size for path in tars.iterdir())
     usage = type("Usage", (), {"free": int(2 * size * 1.45)})
-    monkeypatch.setattr("sa1b.ingest.admission.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("sa1b.ingest.start_checks.shutil.disk_usage", lambda path: usage)
     assert convert([tars], store, workers=2).exit_code() == 0
     with pytest.raises(UsageError, match="--scratch"):
         convert([tars], store, workers=3, redo=("sa_000000", "sa_000001", "sa_000002"))

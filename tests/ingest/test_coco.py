@@ -24,7 +24,7 @@ from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
 from sa1b.programs.query.verb_query import main as query
-from sa1b.shards.limits import MAX_IMAGE_PIXELS
+from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
 from sa1b.sources.coco_file import CocoFile, CocoOptions
 from sa1b.sources.discovery import discover

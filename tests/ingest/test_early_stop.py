@@ -7,9 +7,9 @@ import pytest
 
 from sa1b.errors import ShardError, SystematicError
 from sa1b.ingest import source_pass
-from sa1b.ingest.quarantine import Quarantine
-from sa1b.ingest.systematic import SystematicCheck
-from sa1b.shards.image_warnings import ImageWarning
+from sa1b.ingest.policy import SystematicCheck
+from sa1b.shards.annotation_columns import ImageWarning
+from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny
 

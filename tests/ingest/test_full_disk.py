@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.ingest import admission
-from sa1b.ingest.admission import check_space
+from sa1b.ingest import start_checks
 from sa1b.ingest.finish import drop_source
+from sa1b.ingest.start_checks import check_space
 from sa1b.shards import commit
-from sa1b.shards.lost_task import known_tasks
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import known_tasks
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.verify.verify import verify
@@ -101,7 +101,7 @@ def source(path: Path, size: int) -> Source:
 
 
 def test_what_smaller_images_need_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 8 * 10**9})())
+    monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 8 * 10**9})())
     one = source(tmp_path / "sa_000001.tar", 10**10)
     with pytest.raises(UsageError, match=r"8,000 MB free, about 14,000.0 MB needed.*--no-space-check"):
         check_space([one], tmp_path, Options(), tmp_path, workers=1)

@@ -11,7 +11,7 @@ import pytest
 
 from sa1b.cli import main
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of, staging_place
 from sa1b.storage.atomic import temporary_path, this_machine, this_process
 from sa1b.storage.claim import Holder

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from sa1b.ingest.source_pass import Policy
-from sa1b.shards import jpeg
-from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.ingest.policy import Policy
+from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS, jpeg
 from sa1b.stream.decode import decode
 from sa1b.stream.transform import Frame
 from tests import processes

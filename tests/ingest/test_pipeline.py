@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from sa1b.ingest.pipeline import Pipeline
-from sa1b.ingest.source_pass import SourcePass
+from sa1b.ingest.source_pass import Pipeline, SourcePass
 from sa1b.shards import jpeg
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny

@@ -18,12 +18,13 @@ import pytest
 
 import sa1b
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import _why, reshard
 from sa1b.ingest.worker import Run, work_on
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.workers import supervise
 from tests import processes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.shards import annotation
-from sa1b.shards.image_warnings import MAX_LISTED_MASKS
+from sa1b.shards.annotation_columns import MAX_LISTED_MASKS
 from tests.ingest.bad_pairs import BAD, mask_changed
 from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair

@@ -12,8 +12,7 @@ from collections import Counter
 from typing import Any
 
 from sa1b.errors import BadSample
-from sa1b.shards import annotation, record
-from sa1b.shards.limits import MAX_IMAGE_PIXELS
+from sa1b.shards import MAX_IMAGE_PIXELS, annotation, record
 from tests.masks import oracle
 from tests.shards import tiny
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sa1b import shards
 from sa1b.errors import BadSample
-from sa1b.shards import annotation, limits
-from sa1b.shards.annotation_columns import usual_columns
-from sa1b.shards.annotation_decoder import decode_usual
+from sa1b.shards import annotation
+from sa1b.shards.annotation_columns import decode_usual, usual_columns
 from tests.shards import annotation_fuzz, tiny
 
 IMAGE_ID = annotation_fuzz.IMAGE_ID
-PIXELS = limits.MAX_IMAGE_PIXELS
+PIXELS = shards.MAX_IMAGE_PIXELS
 
 
 def slow(text):

@@ -16,12 +16,14 @@ import webdataset
 
 import sa1b
 from sa1b.errors import ManifestError, ShardError, TableError
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.masks import coco
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import record
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options, read_tasks, table_name
+from sa1b.shards.documents import Options
+from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.sources.discovery import discover
 
 IMAGES = 14

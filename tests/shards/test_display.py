@@ -20,8 +20,8 @@ from sa1b.masks import raster
 from sa1b.shards import display
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.display import colour, decode_for_display, display_size, largest_first, overlay
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.overlay import colour, decode_for_display, display_size, largest_first, overlay
 from sa1b.shards.sample import Sample
 from tests.shards import tiny
 from tests.storage.service import Service

@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import Options, Task, read_tasks
+from sa1b.shards.documents import Options, Task
+from sa1b.shards.manifest import read_tasks
 from sa1b.sources.discovery import discover
 
 Members = Sequence[tuple[str, bytes]]

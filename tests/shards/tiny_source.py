@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from sa1b.ingest.ingest import Policy, ingest
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import Runs
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 
 HEIGHT, WIDTH = 48, 64

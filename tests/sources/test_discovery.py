@@ -5,10 +5,10 @@ import os
 import pytest
 
 from sa1b.errors import SourceError
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pair_members, pairs

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source, read_checklist
 from tests.shards import tiny

@@ -10,8 +10,7 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from sa1b.shards.jpeg import scaled_size
-from sa1b.shards.resampling import Edges
+from sa1b.shards.jpeg import Edges, scaled_size
 from sa1b.stream.decode import decode
 from sa1b.stream.gpu_decoder import paint
 from sa1b.stream.transform import Frame

@@ -21,7 +21,7 @@ from sa1b.masks import raster
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.shards.sample_read import PendingRead
+from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream import decode, pending, stats
 from sa1b.stream.pending import PendingBatch, PickedSample

@@ -11,7 +11,7 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.programs.transfer import dataset_copy
@@ -24,7 +24,7 @@ from sa1b.storage.folder import FolderStore
 from sa1b.storage.open import open_store
 from sa1b.stream.dataset import Stream
 from sa1b.verify.verify import verify
-from sa1b.views.view_copy import copy_view, images_of
+from sa1b.views.view import copy_view, images_of
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.transfer.copying import content, copied, damage
 

@@ -2,7 +2,7 @@
 
 import json
 
-from sa1b.shards.document_fields import VIEW_SEAL, view_seal
+from sa1b.shards.documents import VIEW_SEAL, view_seal
 from sa1b.verify.verify import verify
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.index_reader import IndexReader
-from sa1b.shards.manifest import Options
-from sa1b.shards.warning_list import WARNINGS
+from sa1b.shards.documents import Options
+from sa1b.shards.index import IndexReader
+from sa1b.shards.quarantine import WARNINGS
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
 from tests.verify.checking import check

@@ -13,13 +13,13 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError
 from sa1b.ingest.finish import finish
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards import index, manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.storage.claim import Claim
 from sa1b.storage.folder import FolderStore
 from sa1b.verify import rebuild as rebuild_module

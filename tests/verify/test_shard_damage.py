@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sa1b.shards.documents import Options
 from sa1b.shards.index import schema
-from sa1b.shards.manifest import Options
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
 from tests.verify.checking import flip

@@ -9,11 +9,11 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.ingest import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.document_fields import VIEW_SEAL, view_seal
+from sa1b.shards.documents import VIEW_SEAL, view_seal
 from sa1b.views.predicate import mask_predicate
 from sa1b.views.view import open_view, write_view
 from tests.shards.tiny_source import ROOTS, make_root

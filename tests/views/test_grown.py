@@ -9,7 +9,7 @@ import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.storage.atomic import lock
 from sa1b.stream.dataset import Stream
 from sa1b.stream.resume import ResumeError

@@ -8,7 +8,7 @@ import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import Options
+from sa1b.shards.documents import Options
 from sa1b.storage.reader import Reader
 from sa1b.stream.order import Order
 from sa1b.views.predicate import mask_predicate

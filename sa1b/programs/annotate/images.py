@@ -19,9 +19,8 @@ from sa1b.names import image_name
 from sa1b.programs.annotate.folder import SETTINGS
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import pixels_message
-from sa1b.shards.dataset import Dataset, open_dataset
+from sa1b.shards.dataset import Dataset, check_images, open_dataset
 from sa1b.shards.manifest import DATASET
-from sa1b.shards.without_images import check_images
 from sa1b.sources.coco import not_convertible
 from sa1b.sources.discovery import is_tar_name
 from sa1b.sources.link_list import is_url

@@ -21,7 +21,7 @@ from tyro.conf import Positional
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.shards.limits import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
+from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.path_arguments import check_here
 
 TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights run --out labelled")

@@ -18,9 +18,8 @@ from sa1b.programs.doctor.report import Finding, State
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.report import memory_text
 from sa1b.sam.flops import step_flops
-from sa1b.shards.dataset import Dataset
+from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.manifest import DATASET
-from sa1b.shards.without_images import check_images
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader, pieces_of
 from sa1b.stream.dataset import Stream

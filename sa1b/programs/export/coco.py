@@ -20,8 +20,15 @@ from typing import Any, Literal
 from sa1b.errors import UsageError
 from sa1b.masks import geometry, outline
 from sa1b.names import member_name
-from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks, by_source
-from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.export_format import (
+    IMAGES_PER_PART,
+    Format,
+    Ids,
+    PartFiles,
+    Rows,
+    blocks,
+    by_source,
+)
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import READING
 from sa1b.shards.sample import Sample

@@ -18,16 +18,14 @@ import numpy.typing as npt
 from sa1b.arguments import was_url
 from sa1b.console import counted
 from sa1b.errors import ShardError, UsageError
-from sa1b.programs.export.export_format import Format, Ids, Rows
+from sa1b.programs.export.export_format import Format, Ids, Rows, remove_temporary
 from sa1b.programs.export.export_part import content_digest, sample_bytes, write_part
 from sa1b.programs.export.export_record import ExportRecord, Written, read_record
-from sa1b.programs.export.part_files import remove_temporary
 from sa1b.progress import Bar, bar
 from sa1b.report import first_names
-from sa1b.shards.dataset import Dataset, open_dataset
+from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import dataset_around
-from sa1b.shards.without_images import annotations_only, check_images
 from sa1b.storage.atomic import lock
 from sa1b.workers import Event, Failure, Supervise, failure_of
 from sa1b.workers import supervise as processes

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.programs.export.export_format import Format, Rows
+from sa1b.programs.export.export_format import Format, PartFiles, Rows
 from sa1b.programs.export.export_record import Written
-from sa1b.programs.export.part_files import PartFiles
 from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable

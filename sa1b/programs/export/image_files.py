@@ -18,9 +18,8 @@ from typing import Literal
 
 from sa1b.errors import BadSample, ShardError
 from sa1b.names import image_name, member_name
-from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, Rows, blocks, joined
+from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, PartFiles, Rows, blocks, joined
 from sa1b.programs.export.export_format import by_source as sources_of
-from sa1b.programs.export.part_files import PartFiles
 from sa1b.programs.export.source_tars import annotation_text
 from sa1b.shards import jpeg
 from sa1b.shards.dataset import Dataset

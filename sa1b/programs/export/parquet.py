@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from sa1b.masks import coco, geometry
 from sa1b.names import member_name
-from sa1b.programs.export.export_format import Format, Ids, Rows
-from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 

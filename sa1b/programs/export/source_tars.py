@@ -16,8 +16,7 @@ from typing import Any
 from isal import igzip
 
 from sa1b.names import member_name
-from sa1b.programs.export.export_format import Format, Ids, Rows, blocks, by_source
-from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows, blocks, by_source
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 

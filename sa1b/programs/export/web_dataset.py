@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from sa1b.errors import ShardError, UsageError
 from sa1b.names import image_name
-from sa1b.programs.export.export_format import Format, Ids, Rows, by_source
-from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows, by_source
 from sa1b.programs.export.source_tars import add_member, annotation_text
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample

@@ -20,8 +20,7 @@ import numpy as np
 
 from sa1b.masks import outline
 from sa1b.names import image_name, member_name
-from sa1b.programs.export.export_format import Format, Ids, Rows, blocks
-from sa1b.programs.export.part_files import PartFiles
+from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows, blocks
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 from sa1b.storage.atomic import write_whole

@@ -21,18 +21,18 @@ from sa1b.programs.gallery.histograms import Survey
 from sa1b.programs.gallery.members import read_members
 from sa1b.programs.gallery.selection import Choice, Exhibit, Gathered, Skipped
 from sa1b.progress import Bar
-from sa1b.shards import manifest
+from sa1b.shards import manifest, quarantine
 from sa1b.shards.commit import shard_files
-from sa1b.shards.dataset import Dataset
-from sa1b.shards.index_reader import index_file
-from sa1b.shards.sample_read import location_in_shard, submit
+from sa1b.shards.dataset import Dataset, check_images
+from sa1b.shards.index import index_file
+from sa1b.shards.sample import location_in_shard, submit
 from sa1b.shards.shard import index_path
-from sa1b.shards.without_images import check_images
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import is_tar
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
+from sa1b.storage.store import Root
 
 SURVEYED_SHARDS = 64
 _BATCH_IMAGES = 1024
@@ -216,3 +216,16 @@ def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> 
             skipped.add("damaged", str(error))
             continue
         yield Exhibit(bytes(jpeg), annotations, shard.name)
+
+
+Warnings = dict[int, list[tuple[str, str]]]  # image id -> reasons with their messages
+
+
+def read_warnings(root: Root) -> Warnings:
+    """All warnings of a dataset directory, by image; without warnings, UsageError."""
+    warnings: Warnings = {}
+    for _, entry in quarantine.read_warnings(root):
+        warnings.setdefault(entry["image_id"], []).append((entry["reason"], str(entry.get("message"))))
+    if not warnings:
+        raise UsageError(f"{root}: no image has a warning; omit --warnings")
+    return warnings

@@ -15,9 +15,8 @@ from sa1b.errors import BadSample
 from sa1b.masks.runs import MaskError
 from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.programs.gallery.selection import NEVER, Choice, Exhibit, Gathered
-from sa1b.shards import annotation, jpeg, record
+from sa1b.shards import MAX_STORED_PIXELS, annotation, jpeg, record
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.limits import MAX_STORED_PIXELS
 from sa1b.shards.record import RecordError
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage, Member

@@ -24,7 +24,7 @@ from sa1b.names import image_name
 from sa1b.programs.gallery.selection import Exhibit
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.overlay import display_size, largest_first, scaled
+from sa1b.shards.display import display_size, largest_first, scaled
 from sa1b.shards.predictions import Predicted
 
 _NUMBERS = (

@@ -20,8 +20,7 @@ import pyarrow as pa
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
-from sa1b.programs.query.connection import connected, interrupts
-from sa1b.programs.query.index_files import SCHEME, IndexFiles
+from sa1b.programs.query.connection import SCHEME, IndexFiles, connected, interrupts
 from sa1b.progress import bar
 from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files

@@ -91,8 +91,7 @@ def main(
         from sa1b.programs.scaling.page import page
         from sa1b.programs.scaling.verdict import judge
         from sa1b.recipes.presets import SAM_PRESETS
-        from sa1b.shards.dataset import Dataset
-        from sa1b.shards.without_images import check_images
+        from sa1b.shards.dataset import Dataset, check_images
     machine = Machine.of_this_process(device)
     counts = machine.ranks(None if ranks is None else _numbers("--ranks", ranks), threads)
     found = series(

@@ -23,9 +23,7 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.names import SHARD_PREFIX, is_quarantine_file
-from sa1b.programs.transfer.partial import partial_task
-from sa1b.programs.transfer.plan import Plan, make_plan
-from sa1b.programs.transfer.summary import CopySummary
+from sa1b.programs.transfer.plan import CopySummary, Plan, make_plan, partial_task
 from sa1b.progress import Bar, bar
 from sa1b.shards.commit import (
     abort_uploads,
@@ -35,13 +33,12 @@ from sa1b.shards.commit import (
     shard_files,
     write_dataset,
 )
+from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
     TASKS,
     VIEWS,
-    ShardInfo,
-    Task,
     is_current,
     no_dataset,
     read_tasks,

@@ -1,24 +1,34 @@
-"""The plan of a copy: the shards of each source that the copy will have, and the finished sources.
+"""The plan and the result of a copy: the shards of each source that the copy will have, and what was copied.
 
 A copy may have some of the sources, and some of the shards of a source. It never loses one: the plan has the
 selected shards and those that the destination already has. A destination with anything else is refused.
+
+The task file of a source of which only some shards were copied has no size, time or digest of the source and
+no counts of its members, because they would be those of all shards. So reshard considers the source changed,
+and verify does not compare it with a quarantine. The quarantine and the warnings of the source are not
+copied.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.errors import ManifestError, UsageError
+from sa1b.shards import record
 from sa1b.shards.commit import shard_files
+from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.manifest import (
     DATASET,
-    ShardInfo,
-    Task,
+    LARGEST,
+    READING,
+    counts_of,
     parse_task,
     read_dataset,
     read_tasks,
@@ -26,6 +36,7 @@ from sa1b.shards.manifest import (
     task_name,
 )
 from sa1b.shards.sample_table import open_table
+from sa1b.storage.reader import Range, Reader
 from sa1b.storage.store import Store
 
 _SHOWN = 3
@@ -171,3 +182,113 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
 def _same_but_rows(task: Task, other: Task) -> bool:
     """Whether two task files differ at most in the digest of their rows, which may be written later."""
     return replace(task, samples=None) == replace(other, samples=None)
+
+
+_COLUMNS = ["jpg_bytes", "masks_offset", "masks_bytes", "masks_crc32c", "runs_count"]
+_UNKNOWN = ("size", "mtime_ns", "sha256", "md5")  # of the source
+
+
+def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path], reader: Reader) -> Task:
+    """The task file of a source with some of its shards, in order, without `samples`.
+
+    Reads the mask records of the shards, verified by their checksums.
+    """
+    reading = task.source.get(READING, {"kind": task.source["kind"]})
+    largest = dict.fromkeys(LARGEST, 0)
+    jpg_bytes = 0
+    for shard, index in zip(shards, indexes, strict=True):
+        rows = pq.read_table(index.absolute(), columns=_COLUMNS)
+        jpg_bytes += int(rows["jpg_bytes"].to_numpy().sum())
+        for name, value in _largest(shard.name, rows, reader).items():
+            largest[name] = max(largest[name], value)
+    return replace(
+        task,
+        source={**task.source, **dict.fromkeys(_UNKNOWN), READING: {**reading, "part": True}},
+        shards=list(shards),
+        counts=counts_of(shards, jpg_bytes),
+        damage=[],
+        largest=largest,
+        samples=None,
+        quarantine=None,
+    )
+
+
+def _largest(shard: str, rows: Any, reader: Reader) -> dict[str, int]:
+    """Per image: masks, runs, and bytes of COCO strings, JPEG and mask record; see sa1b.shards.shard."""
+    locations = zip(*(rows[name].to_pylist() for name in _COLUMNS[1:4]), strict=True)
+    records = reader.read_ranges(Range(shard, offset, length, crc) for offset, length, crc in locations)
+    counts = rows["runs_count"].to_pylist()
+    return {
+        "masks": max(map(len, counts), default=0),
+        "runs": max(map(sum, counts), default=0),
+        "rle_bytes": max((len(record.decode(data).rle) for data in records), default=0),
+        "jpg_bytes": max(rows["jpg_bytes"].to_pylist(), default=0),
+        "masks_bytes": max(rows["masks_bytes"].to_pylist(), default=0),
+    }
+
+
+@dataclass(slots=True)
+class CopySummary:
+    """The result of a copy; sources, shards, images and masks are those in the copy.
+
+    Attributes:
+        dataset: path or URL of the dataset.json of the copy.
+        skipped: names of the sources that an earlier run had copied.
+        bytes_copied: bytes of the shards and indexes that this run wrote.
+        bytes_kept: bytes of those that the destination already had, with the right digest.
+        partial: sources of which only some shards were copied.
+        failed: source that is not in the copy, or not with all its shards -> the reason.
+        missing: sources that the original dataset directory lists as failed or pending.
+        views: names of the copied files of views.
+    """
+
+    root: str
+    dest: str
+    dataset: str
+    seconds: float = 0.0
+    sources: int = 0
+    shards: int = 0
+    images: int = 0
+    masks: int = 0
+    skipped: list[str] = field(default_factory=list)
+    bytes_copied: int = 0
+    bytes_kept: int = 0
+    partial: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    views: list[str] = field(default_factory=list)
+
+    def exit_code(self) -> int:
+        """0: everything was copied. 1: a source was not."""
+        return 1 if self.failed else 0
+
+    def document(self) -> dict[str, Any]:
+        return {"exit_code": self.exit_code(), **asdict(self)}
+
+    def table(self) -> str:
+        rate = self.bytes_copied / 1e6 / self.seconds if self.seconds else 0.0
+        skipped = f" ({len(self.skipped):,} copied before)" if self.skipped else ""
+        kept = f"; {self.bytes_kept:,} had been copied before" if self.bytes_kept else ""
+        lines = [
+            f"  sources  {self.sources:,}{skipped}",
+            f"  shards   {self.shards:,}",
+            f"  images   {self.images:,}",
+            f"  masks    {self.masks:,}",
+            f"  bytes    {self.bytes_copied:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s){kept}",
+        ]
+        if self.partial:
+            lines.append(f"  partial  {counted(len(self.partial), 'source')}: only some of their shards")
+        lines += [f"FAILED {name}: {why}" for name, why in sorted(self.failed.items())]
+        if not self.sources:
+            lines.append(f"No source was copied: {self.dataset} was not written.")
+        elif self.failed:
+            lines.append(f"Not complete: {self.dataset} lists the sources that were copied.")
+        elif self.missing:
+            names = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
+            lines.append(
+                f"Complete copy: {self.dataset}. As in {self.root}, {counted(len(self.missing), 'source')} "
+                f"failed or pending ({names})."
+            )
+        else:
+            lines.append(f"Complete: {self.dataset}")
+        return "\n".join(lines)

@@ -57,7 +57,7 @@ def main(
     check_scratch_flag(scratch, root, dest)
     with loading():
         from sa1b.programs.transfer.dataset_copy import copy_dataset
-        from sa1b.views.view_copy import copy_view, images_of
+        from sa1b.views.view import copy_view, images_of
     images = None if view is None else images_of(root, view)
     try:
         summary = copy_dataset(

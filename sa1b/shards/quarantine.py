@@ -11,15 +11,21 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import printable
+from sa1b.console import command
+from sa1b.errors import ManifestError, printable
 from sa1b.names import image_name
-from sa1b.shards.image_warnings import ImageWarning
+from sa1b.shards.annotation_columns import ImageWarning
+from sa1b.shards.manifest import QUARANTINE
 from sa1b.sources.tar_stream import Damage, Member
 from sa1b.storage.atomic import flush
+from sa1b.storage.open import open_store
+from sa1b.storage.store import Root
 
+REFUSED, WARNINGS = "refused.jsonl", "warnings.jsonl"
 EXAMPLES = 3
 _MESSAGE = 500  # characters; names and values in a message come from the source
 
@@ -52,7 +58,7 @@ class Quarantine:
         for member in members:
             self.members += 1
             self._line(
-                "refused.jsonl",
+                REFUSED,
                 reason=reason,
                 message=message,
                 name=member.name,
@@ -73,7 +79,7 @@ class Quarantine:
             }
         )
         self._line(
-            "refused.jsonl",
+            REFUSED,
             reason=damage.reason,
             message=damage.message,
             name=None,
@@ -88,7 +94,7 @@ class Quarantine:
         self.warnings[reason] += 1
         self._example(reason, f"{image_name(image_id)}: {warning.message}")
         self._line(
-            "warnings.jsonl",
+            WARNINGS,
             reason=reason,
             message=warning.message,
             image_id=image_id,
@@ -146,3 +152,41 @@ def _printable(message: str) -> str:
     """The message on one line, shortened, with unprintable characters escaped."""
     shown = printable(message[:_MESSAGE].replace("\n", "\\n").replace("\t", "\\t"))
     return shown if len(message) <= _MESSAGE else f"{shown} …"
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Number (from 1) and content of each line of a file; the content is None for a line of another form.
+
+    A missing file has no lines.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            whole = isinstance(entry, dict) and isinstance(entry.get("reason"), str) and line.endswith(b"\n")
+            yield number, entry if whole else None
+
+
+def read_warnings(root: Root) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Source and line of each image that was kept with a warning, by source.
+
+    A line has `reason`, `image_id` and `message`.
+
+    Raises:
+        ManifestError: a line is damaged; the message names it.
+    """
+    store = open_store(root)
+    for source in store.folders(QUARANTINE):
+        name = f"{QUARANTINE}/{source}/{WARNINGS}"
+        with store.files(name) as (path,):
+            for number, entry in read_lines(path):
+                if entry is None or type(entry.get("image_id")) is not int:
+                    raise ManifestError(
+                        f"{store.url(name)}, line {number}: damaged; restore it from a copy, "
+                        f"or run `{command('reshard')}` again with that source"
+                    )
+                yield source, entry

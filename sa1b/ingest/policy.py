@@ -1,13 +1,88 @@
-"""Detection of a systematic problem: if many pairs of a source have the same problem, the run stops."""
+"""The check of a pair and the handling of bad input.
 
-from sa1b.errors import SystematicError
-from sa1b.ingest.quarantine import Quarantine
+Bad pairs are refused. If many pairs of a source have the same problem, the run stops.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sa1b.errors import BadSample, SystematicError
+from sa1b.shards import MAX_IMAGE_PIXELS, annotation, jpeg
+from sa1b.shards.documents import Options
+from sa1b.shards.quarantine import Quarantine
+from sa1b.shards.shard import Pair
+from sa1b.sources.pairing import MemberPair
+from sa1b.sources.source import Source
 
 # A reason is systematic if it applies to more pairs than both limits.
 MIN_SYSTEMATIC = 20  # pairs
 SYSTEMATIC_FRACTION = 0.01  # of the pairs of a source
 _EARLY_PAIRS = 1000  # pairs that are read before the first check
 _EARLY_FACTOR = 2  # the limit before the end of the source is this factor times SYSTEMATIC_FRACTION
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Handling of bad input. It does not change the bytes of good pairs.
+
+    Attributes:
+        stop: stop the run at the first refusal instead of quarantining.
+        accept: reasons that may be frequent.
+        md5: the expected md5 of the source file, or None.
+        spill: folder for members that wait for their partner; None: inside the dataset directory.
+        spill_memory: bytes of waiting members that are kept in memory.
+        max_pixels: pixels of the largest accepted image, at most MAX_STORED_PIXELS.
+    """
+
+    stop: bool = False
+    accept: frozenset[str] = frozenset()
+    md5: str | None = None
+    spill: Path | None = None
+    spill_memory: int = 128 << 20
+    max_pixels: int = MAX_IMAGE_PIXELS
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        """`Source.reading`, and max_pixels if it is not the default: larger images were refused."""
+        if self.max_pixels == MAX_IMAGE_PIXELS:
+            return source.reading
+        return {"kind": source.kind, **source.reading, "max_pixels": self.max_pixels}
+
+
+def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
+    """Parse both members, compare them, and scale the image down if `options.image_size` is set.
+
+    With `options.annotations_only`, the image is checked too, and the pair to store has none.
+
+    Args:
+        members: the JPEG and the JSON of one image.
+        options: options of the dataset.
+        max_pixels: largest accepted image, in pixels.
+
+    Raises:
+        BadSample: the pair cannot be used.
+        MemoryError: memory is exhausted; the pair may be valid.
+    """
+    data, text = members.image.data, members.text.data
+    parsed = annotation.parse_annotation(text, members.image_id, max_pixels)
+    frame = jpeg.frame(data, max_pixels)
+    height, width = parsed.annotations.height, parsed.annotations.width
+    if (frame.height, frame.width) != (height, width):
+        raise BadSample(
+            "image_size", f"JPEG of {frame.width} x {frame.height}, annotated as {width} x {height}"
+        )
+    jpeg.check_length(frame)
+    if options.decode_images:
+        jpeg.decode(data)
+    if options.annotations_only:
+        data, height, width = b"", 0, 0
+    elif options.image_size is not None:
+        data, height, width = jpeg.scale_down(data, frame, options.image_size, options.quality or 95)
+    if frame.trailing_bytes:
+        message = f"{frame.trailing_bytes:,} bytes after the end of the JPEG"
+        parsed.warnings.add("jpeg_trailing_bytes", message)
+    keep = text if options.keep_json else None
+    return Pair(data, height, width, parsed.annotations, parsed.runs, keep, parsed.warnings)
 
 
 class SystematicCheck:

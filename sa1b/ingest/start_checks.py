@@ -11,21 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
-from sa1b.ingest.source_pass import Policy
+from sa1b.ingest.policy import Policy
 from sa1b.names import is_source_name, parse_shard_name, source_stem
-from sa1b.shards.limits import MAX_IMAGE_PIXELS
-from sa1b.shards.manifest import (
-    DATASET,
-    FORMAT,
-    PARTIAL,
-    QUARANTINE,
-    READING,
-    TASKS,
-    Options,
-    Task,
-    read_dataset,
-    read_task,
-)
+from sa1b.shards import MAX_IMAGE_PIXELS
+from sa1b.shards.documents import Options, Task
+from sa1b.shards.manifest import DATASET, FORMAT, PARTIAL, QUARANTINE, READING, TASKS, read_dataset, read_task
 from sa1b.shards.stored import check_outside
 from sa1b.sources.coco_file import CocoOptions
 from sa1b.sources.discovery import Discovered, discover, is_tar_name

@@ -6,6 +6,7 @@ code relies on the check. Unknown keys are ignored.
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sa1b.names import is_shard_of, is_source_name, parse_shard_name, shard_order, source_stem
 from sa1b.storage.atomic import json_bytes
 
+VIEW_FORMAT = "sa1b-view-2"
 VIEW_SEAL = "document_sha256"  # the digest of a view's document without this field
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -32,7 +34,10 @@ def _check_source(name: str) -> None:
         raise ValueError(f"{name[:60]!r} is not the name of a source")
 
 
-class _Shard(Struct):
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """The manifest's entry for one shard. Sizes in bytes."""
+
     name: str
     images: Count
     masks: Count
@@ -46,14 +51,93 @@ class _Shard(Struct):
             raise ValueError(f"{self.name[:60]!r} is not the name of a shard")
 
 
-class _Options(Struct):
-    images_per_shard: Annotated[int, Meta(ge=1, le=2**63 - 1)] | UnsetType = UNSET
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that determine the bytes of the shards.
+
+    Attributes:
+        images_per_shard: images in a shard; the last shard of a source may hold fewer.
+        image_size: longer side of stored images in pixels; None if images keep their original bytes.
+        quality: JPEG quality of re-encoded images; None if image_size is None.
+        keep_json: the shards also contain the annotation files verbatim.
+        index_runs: the index holds the decoded masks.
+        decode_images: every JPEG was decoded, and refused where that failed.
+        annotations_only: the shards contain no images. In documents only if it is True, so that the bytes of
+            other directories do not depend on it.
+    """
+
+    images_per_shard: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 1024
     image_size: Count | None = None
     quality: Count | None = None
     keep_json: bool = False
-    index_runs: bool = False
+    index_runs: bool = True
     decode_images: bool = False
     annotations_only: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The options as in dataset.json and task files."""
+        fields = asdict(self)
+        if not self.annotations_only:
+            del fields["annotations_only"]
+        return fields
+
+    def flags(self) -> dict[str, str]:
+        """Field -> the flag that sets it so, as typed on reshard's command line."""
+        return {
+            "images_per_shard": f"--images-per-shard {self.images_per_shard}",
+            "image_size": f"--image-size {self.image_size}" if self.image_size else "no --image-size",
+            "quality": f"--quality {self.quality}" if self.quality else "no --quality",
+            "keep_json": "--keep-json" if self.keep_json else "no --keep-json",
+            "decode_images": "--decode-images" if self.decode_images else "no --decode-images",
+            "index_runs": "masks in the index (no --no-index-runs)" if self.index_runs else "--no-index-runs",
+            "annotations_only": "--annotations-only" if self.annotations_only else "no --annotations-only",
+        }
+
+    def difference(self, other: "Options") -> tuple[str, str] | None:
+        """The first flag that differs, with its value in `self` and its value in `other`."""
+        one, two = self.flags(), other.flags()
+        return next(((one[name], two[name]) for name in one if one[name] != two[name]), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A finished source.
+
+    Attributes:
+        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained
+            it, and perhaps READING.
+        options: see Options.
+        versions: of the package and of the libraries that shape the bytes.
+        shards: in order.
+        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
+        damage: stretches of the source that could not be read.
+        largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
+        samples: bytes and sha256 of tasks/<source>.samples; None: that file is not written yet.
+        quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
+        listed: of a source whose task file is lost or damaged: the file's digest by dataset.json, which has
+            the other values too, see sa1b.shards.manifest. Never written.
+    """
+
+    source: dict[str, Any]
+    options: Options
+    versions: dict[str, str]
+    shards: list[ShardInfo]
+    counts: dict[str, Any]
+    damage: list[dict[str, Any]]
+    largest: dict[str, int]
+    samples: dict[str, Any] | None = None
+    quarantine: dict[str, str] | None = None
+    listed: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.source["name"])
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Reason -> number of images that were stored with a warning; "doubtful" in the file."""
+        found: dict[str, int] = self.counts["doubtful"]
+        return found
 
 
 class _Largest(Struct):
@@ -91,12 +175,12 @@ class _Table(Struct):
 
 class _Dataset(Struct):
     versions: dict[str, str]
-    options: _Options
+    options: Options
     sources: dict[str, Digest]
     totals: _Totals
     largest: _Largest
     samples: _Table
-    shards: list[_Shard]
+    shards: list[ShardInfo]
     failed: dict[str, str] = {}
     pending: list[str] = []
     reading: dict[str, _Reading] = {}
@@ -146,9 +230,9 @@ class _TaskSamples(Struct):
 
 class _Task(Struct):
     source: _Source
-    options: _Options
+    options: Options
     versions: dict[str, str]
-    shards: Annotated[list[_Shard], Meta(min_length=1)]
+    shards: Annotated[list[ShardInfo], Meta(min_length=1)]
     counts: _Counts
     damage: list[dict[str, Any]]
     largest: _Largest
@@ -172,7 +256,7 @@ class _View(Struct):
     document_sha256: Digest
 
 
-def _converted(document: Any, kind: type[_Document]) -> _Document:
+def converted(document: Any, kind: type[_Document]) -> _Document:
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
@@ -185,21 +269,22 @@ def check_dataset(document: Any) -> None:
     Raises:
         FieldError: a field is missing or invalid; the message names it.
     """
-    _converted(document, _Dataset)
+    converted(document, _Dataset)
 
 
-def check_task(document: Any, source: str) -> None:
-    """Check the fields of the task file of a source, and that its shards belong to the source.
+def check_task(document: Any, source: str) -> tuple[list[ShardInfo], Options]:
+    """The shards and options of the task file of a source, whose other fields are checked too.
 
     Raises:
         FieldError: a field is missing or invalid; the message names it.
     """
-    task = _converted(document, _Task)
+    task = converted(document, _Task)
     if task.source.name != source:
         raise FieldError(f"source.name is {task.source.name!r}; expected {source!r}, the file's name")
     for number, shard in enumerate(task.shards):
         if not is_shard_of(shard.name, source):
             raise FieldError(f"shards[{number}].name is {shard.name!r}; expected a shard of {source!r}")
+    return task.shards, task.options
 
 
 def check_view(document: Any) -> None:
@@ -208,7 +293,7 @@ def check_view(document: Any) -> None:
     Raises:
         FieldError: a field is missing or invalid; the message names it.
     """
-    view = _converted(document, _View)
+    view = converted(document, _View)
     if view.document_sha256 != view_seal(document):
         raise FieldError(f"its content does not have the digest that {VIEW_SEAL} gives: it was changed")
 
