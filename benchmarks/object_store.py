@@ -70,7 +70,7 @@ def measure(
 @contextlib.contextmanager
 def by_s3fs() -> Iterator[None]:
     """Reads are requests of s3fs, as of stores that take no presigned requests."""
-    with patch("sa1b.storage.connection.can_presign", lambda root, options: False):
+    with patch("sa1b.storage.protocols.can_presign", lambda root, options: False):
         yield
 
 

@@ -115,3 +115,8 @@ def fault_of_url(url: str) -> str:
 def was_url(value: Path | str) -> bool:
     """Whether a path was a URL before `Path` removed one of its slashes: "s3:/BUCKET/FOLDER"."""
     return re.match(r"[a-z][a-z0-9+.-]+:/", str(value)) is not None
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL and not a path."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", text) is not None

@@ -39,7 +39,7 @@ from sa1b.engine.weights import load_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.open import open_store
-from sa1b.storage.protocols import READ_ONLY, protocol_of
+from sa1b.storage.protocols import kind_of, protocol_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ def _check_out(config: Config) -> None:
         raise UsageError(f"--out {config.out}: is not in its shortest form; pass {plain_root(config.out)}")
     if was_url(config.out) and not config.is_remote and not config.folder.exists():
         raise UsageError(f"--out {config.out}: no folder; did you mean {config.out.replace(':/', '://', 1)}?")
-    if protocol in READ_ONLY:
+    if kind_of(config.out).is_read_only:
         raise UsageError(
             f"--out {config.out}: {protocol} can only be read; pass a folder, or an s3://, gs:// or az:// URL"
         )

@@ -2,7 +2,7 @@
 
 Which tar contains an image is not known, see sa1b.ingest.search. The sources are read in passes: each pass
 reads the sources that may contain a missing image, several at a time, each only as far as needed, see
-sa1b.sources.wanted. The next pass looks for the images that are still missing.
+sa1b.sources.pairing. The next pass looks for the images that are still missing.
 """
 
 import time
@@ -42,11 +42,10 @@ from sa1b.shards.locate import read_rows
 from sa1b.shards.manifest import DATASET, PARTIAL, known_tasks
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.shards.stored import Ids, no_ids
-from sa1b.sources.id_blocks import IDS_PER_TAR, tar_number
-from sa1b.sources.link_list import Link
+from sa1b.sources.pairing import IDS_PER_TAR, WantedPairs, tar_number
 from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source
-from sa1b.sources.wanted import WantedPairs
+from sa1b.sources.stored_file import Link
 from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store

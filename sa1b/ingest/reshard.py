@@ -80,7 +80,7 @@ def reshard(
     own = [path for path in folders if path is not None]
     if store.is_local:
         check_out([*paths, *(run.rename or {})], store.scratch)
-    discovered = admitted(paths, run.rename or {}, own, run.ignore, run.coco)
+    discovered = admitted(paths, run.rename or {}, own, run.ignore, run.formats)
     local, remote = by_name(discovered, run.links)
     named = sorted(local.keys() | remote.keys())
     if strangers := set(run.redo) - set(named):

@@ -39,9 +39,8 @@ from sa1b.shards.index import UNREADABLE
 from sa1b.shards.manifest import TASKS, task_name
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.stored import Ids, no_ids, stored_shards
-from sa1b.sources.id_blocks import IDS_PER_TAR, estimated_numbers, tar_number
+from sa1b.sources.pairing import IDS_PER_TAR, WantedPairs, estimated_numbers, tar_number
 from sa1b.sources.source import Source
-from sa1b.sources.wanted import WantedPairs
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Store

@@ -17,12 +17,12 @@ from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import DATASET, FORMAT, PARTIAL, QUARANTINE, READING, TASKS, read_dataset, read_task
 from sa1b.shards.stored import check_outside
-from sa1b.sources.coco_file import CocoOptions
-from sa1b.sources.discovery import Discovered, discover, is_tar_name
+from sa1b.sources.discovery import FORMATS, Discovered, discover
 from sa1b.sources.folder import is_pair_name
-from sa1b.sources.link_list import Link
 from sa1b.sources.remote_sources import named_links
-from sa1b.sources.source import Source
+from sa1b.sources.source import Source, SourceFormat
+from sa1b.sources.stored_file import Link
+from sa1b.sources.tar_reader import is_tar_name
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
 from sa1b.storage.open import open_store
@@ -48,7 +48,7 @@ def admitted(
     rename: Mapping[Path, str],
     skip: Sequence[Path] = (),
     ignore: Sequence[str] = (),
-    coco: CocoOptions | None = None,
+    formats: Sequence[SourceFormat] = FORMATS,
 ) -> Discovered:
     """All sources in the order of their names, and the files that are not taken.
 
@@ -68,7 +68,7 @@ def admitted(
                 f"--rename {path}={name}: the name has {len(name)} characters; it must have at most "
                 f"{_NAME_LENGTH}"
             )
-    return discover([*rename, *paths], ignore, skip=skip, rename=rename, coco=coco)
+    return discover([*rename, *paths], ignore, skip=skip, rename=rename, formats=formats)
 
 
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:

@@ -26,8 +26,8 @@ from sa1b import task_engine as engines
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.link_list import CONNECTIONS, Link
-from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.stored_file import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
 from sa1b.task_engine import Address, Engine
@@ -35,7 +35,7 @@ from sa1b.task_engine import Address, Engine
 TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
 
 if TYPE_CHECKING:
-    from sa1b.sources.coco_file import CocoOptions
+    from sa1b.sources.source import SourceFormat
 
 _FAILED_SHOWN = 10
 
@@ -151,10 +151,10 @@ def main(
         store = store_of(out, scratch, endpoint, source)
         with loading():
             found = linked(source, links, CONNECTIONS, None, endpoint)
-            from sa1b.sources.coco_file import CocoOptions
-        named = partial(
-            _names, paths_of(source), found, store, _renamed(rename), ignore, CocoOptions(images, image_ids)
-        )
+            from sa1b.sources.coco import CocoFormat
+            from sa1b.sources.discovery import formats_with
+        formats = formats_with(CocoFormat(images, image_ids))
+        named = partial(_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
         has_sources = bool(source or found or rename)
         return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
     if not source and links is None and not rename:
@@ -179,7 +179,8 @@ def main(
         from sa1b.ingest.reshard import reshard
         from sa1b.ingest.worker import Run
         from sa1b.shards.documents import Options
-        from sa1b.sources.coco_file import CocoOptions
+        from sa1b.sources.coco import CocoFormat
+        from sa1b.sources.discovery import formats_with
     with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
         summary = reshard(
@@ -203,7 +204,7 @@ def main(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
-                coco=CocoOptions(images, image_ids, max_pixels),
+                formats=formats_with(CocoFormat(images, image_ids, max_pixels)),
                 links=linked(source, links, connections, rate, endpoint),
                 task=_part(task),
                 finish=finish,
@@ -224,13 +225,13 @@ def _names(
     store: Store,
     rename: Mapping[Path, str],
     ignore: tuple[str, ...],
-    coco: "CocoOptions",
+    formats: "tuple[SourceFormat, ...]",
 ) -> list[str]:
     """Names of the sources of a run with these arguments."""
     from sa1b.ingest.start_checks import admitted
     from sa1b.sources.remote_sources import named_links
 
-    found = admitted(source, rename, [store.scratch], ignore, coco)
+    found = admitted(source, rename, [store.scratch], ignore, formats)
     return [*(one.name for one in found.sources), *named_links(links)]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,9 +19,9 @@ from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
-from sa1b.sources.coco_file import CocoOptions
-from sa1b.sources.link_list import Link
-from sa1b.sources.source import Source, digest_of_source
+from sa1b.sources.discovery import FORMATS
+from sa1b.sources.source import Source, SourceFormat, digest_of_source
+from sa1b.sources.stored_file import Link
 from sa1b.storage.claim import TIMEOUT, Claim, holder
 from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.open import open_store
@@ -42,7 +42,7 @@ class Run:
         redo: names of finished sources to convert again; their task files are not read.
         rename: path -> name of the source.
         ignore: patterns of files and folders that are left out and not listed.
-        coco: how files in COCO's format are read.
+        formats: how sources of each kind are read, see sa1b.sources.discovery.formats_with.
         links: links to further sources.
         task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
             finish the dataset unless `finish` is set.
@@ -60,7 +60,7 @@ class Run:
     redo: tuple[str, ...] = ()
     rename: Mapping[Path, str] | None = None
     ignore: tuple[str, ...] = ()
-    coco: CocoOptions | None = None
+    formats: Sequence[SourceFormat] = FORMATS
     links: tuple[Link, ...] = ()
     task: tuple[int, int] | None = None
     finish: bool = False

@@ -8,14 +8,14 @@ The result is the mean IoU by prompt and by COCO's sizes. With --evaluation.dete
 with boxes ([{"image_id", "category_id", "bbox", "score"}, ...]), these boxes are the prompts, and pycocotools
 computes the average precision of the masks.
 
-Box prompts have the same form as in the published code: x, y, x + width, y + height. Crowds are left out.
-Each rank evaluates every world_size-th image.
+Box prompts have the form of the published code: x, y, x + width, y + height. Crowds are left out. Each rank
+evaluates every world_size-th image.
 """
 
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.precision import autocast
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.errors import Sa1bError, SourceError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
 from sa1b.masks.dense import runs_of
@@ -44,6 +44,7 @@ from sa1b.sam.prediction import framed_image
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
 from sa1b.sam.score import Score
 from sa1b.sam.targets import Targets
+from sa1b.sources.coco_file import read_document, read_results
 
 T = TypeVar("T")
 _LIMITED = Limited()
@@ -85,16 +86,12 @@ def read_coco(
         UsageError: a file has another format, or images are missing; the message names the flag and the file.
         CocoError: a file cannot be read within the deadline.
     """
-    document = _json("--evaluation.coco", annotations, deadline)
-    if not isinstance(document, dict) or not all(
-        isinstance(document.get(name), list) for name in ("images", "annotations")
-    ):
-        raise UsageError(f"--evaluation.coco {annotations}: has no lists of images and annotations; {_COCO}")
-    boxes = [] if detections is None else _json("--evaluation.detections", detections, deadline)
-    if detections is not None and not isinstance(document.get("categories"), list):
+    document = _parsed("--evaluation.coco", annotations, read_document, deadline)
+    boxes = (
+        [] if detections is None else _parsed("--evaluation.detections", detections, read_results, deadline)
+    )
+    if detections is not None and document.categories is None:
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
-    if not isinstance(boxes, list):
-        raise UsageError(f"--evaluation.detections {detections}: not a list; pass results in COCO's format")
     images: dict[int, CocoImage] = {}
 
     def take_image(one: Any) -> None:
@@ -118,8 +115,9 @@ def read_coco(
         _field(one, "bbox", _corners), _field(one, "score", float), _field(one, "category_id", int)
         image.detections.append(one)
 
-    _take_each(document["images"], f"--evaluation.coco {annotations}: images", take_image)
-    _take_each(document["annotations"], f"--evaluation.coco {annotations}: annotations", take_annotation)
+    _take_each(document.images, f"--evaluation.coco {annotations}: images", take_image)
+    entries = map(document.annotation, range(len(document.annotations)))
+    _take_each(entries, f"--evaluation.coco {annotations}: annotations", take_annotation)
     _take_each(boxes, f"--evaluation.detections {detections}: results", take_detection)
     if images and not any(image.annotations for image in images.values()):
         raise UsageError(f"--evaluation.coco {annotations}: has no annotations other than crowds; {_COCO}")
@@ -140,7 +138,7 @@ class _EntryError(ValueError):
     """An invalid entry of a file; the message is a predicate without subject: "has no height"."""
 
 
-def _take_each(entries: list[Any], where: str, take: Callable[[Any], None]) -> None:
+def _take_each(entries: Iterable[Any], where: str, take: Callable[[Any], None]) -> None:
     for number, one in enumerate(entries):
         try:
             take(one)
@@ -388,11 +386,11 @@ def _read(flag: str, path: Path, read: Callable[[Path], T], deadline: float) -> 
         raise CocoError(f"{flag}: {path}: {error}; {remedy}") from None
 
 
-def _json(flag: str, path: Path, deadline: float) -> Any:
+def _parsed(flag: str, path: Path, parse: Callable[[Path], T], deadline: float) -> T:
     try:
-        return json.loads(_read(flag, path, Path.read_bytes, deadline))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{flag} {path}: not JSON ({error}); download it again") from None
+        return _read(flag, path, parse, deadline)
+    except SourceError as error:
+        raise UsageError(f"{flag}: {error}") from None
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise UsageError(f"{flag} {path}: {reason}; pass a file that this user can read") from None
+        why = f"cannot be read ({error.strerror}); pass a file that this user can read"
+        raise UsageError(f"{flag} {path}: {why}") from None

@@ -13,10 +13,10 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import is_url
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.link_list import is_url
 from sa1b.sources.path_arguments import check_here
 
 TOUR = (150, "Train", "write weights as one file", "sa1b convert run --out sam.safetensors")

@@ -5,7 +5,7 @@
 
 An image is searched in dataset directories (folders and URLs), indexes of shards, and task files. For an
 image that none of them contains, the source is estimated: by the range of ids of each known source, or else
-by the usual blocks of ids, see sa1b.sources.id_blocks.
+by the usual blocks of ids, see sa1b.sources.pairing.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.index import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, read_task, task_name
 from sa1b.shards.sample_table import SampleTable, open_table
-from sa1b.sources.id_blocks import TARS, estimated_numbers, estimated_source
+from sa1b.sources.pairing import TARS, estimated_numbers, estimated_source
 
 STORED, ESTIMATED, UNKNOWN = "stored", "estimated", "unknown"
 _NONE = -1

@@ -21,7 +21,7 @@ from tyro.conf import Positional
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import aligned
-from sa1b.sources.link_list import read_links
+from sa1b.sources.stored_file import read_links
 
 TOUR = (90, "See and select", "find images by id", "sa1b locate shards 223750")
 

@@ -10,18 +10,20 @@ import hashlib
 import io
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sa1b.console import counted
-from sa1b.errors import SourceError
-from sa1b.names import image_name, member_name
+from sa1b.errors import BadSample, SourceError
+from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions
 from sa1b.sources.coco_pair import coco_pair
 from sa1b.sources.folder import fingerprint, stat_of
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
 from sa1b.sources.tar_stream import Member
 
 if TYPE_CHECKING:
@@ -34,33 +36,24 @@ _ROTATED = (5, 6, 7, 8)  # values of the orientation for images whose stored row
 _EIGHT_BITS = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"})
 
 
-class _NoImageError(Exception):
-    """An image that cannot be stored: reason and message."""
-
-
-class CocoReader:
-    """One pass over a file in COCO's format: `items()`, then `digests()` and `check_unchanged()`.
-
-    Attributes:
-        categories: those of the file, with all their fields, once the first item is there.
-    """
+class CocoPass(SourcePass):
+    """One pass over a file in COCO's format and its images."""
 
     def __init__(
-        self,
-        path: Path,
-        name: str,
-        options: CocoOptions,
-        *,
-        progress: Callable[[int], object] | None = None,
+        self, path: Path, name: str, options: CocoOptions, *, progress: Progress | None = None
     ) -> None:
         self.path, self._name, self._options = path, name, options
         self._progress = progress
-        self.categories: list[dict[str, Any]] = []
+        self.categories = []
         self._sha256 = hashlib.sha256()
         self._files: list[tuple[Path, bytes]] = []  # each file with its state when it was read
+        self._members = self._all()
 
     def items(self) -> Iterator[Member]:
         """The jpg and the json of each image in the order of the file; refused annotations follow theirs."""
+        return self._members
+
+    def _all(self) -> Iterator[Member]:
         self._read(self.path, keep=False)
         file = CocoFile(self.path, self._name, self._options)
         self.categories = file.listed
@@ -73,6 +66,8 @@ class CocoReader:
 
     def digests(self) -> dict[str, str]:
         """sha256 of the file and of names and contents of the images."""
+        for _ in self._members:
+            pass
         return {"sha256": self._sha256.hexdigest()}
 
     def check_unchanged(self) -> None:
@@ -86,7 +81,7 @@ class CocoReader:
                 raise SourceError(f"{path}: changed while {self.path} was read; run the same command again")
 
     def close(self) -> None:
-        """Does nothing: every file is closed once it has been read."""
+        """Every file is closed once it has been read."""
 
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
         annotations = [file.annotation(number) for number in image.annotations]
@@ -94,9 +89,8 @@ class CocoReader:
         try:
             path, data = self._content(file, image)
             jpeg, height, width, encoding = _jpeg(data, path, image.entry, self._options.max_pixels)
-        except _NoImageError as error:
-            reason, message = error.args
-            yield _refused(own, reason, message, {"image": image.entry, "annotations": annotations})
+        except BadSample as error:
+            yield _refused(own, error.reason, str(error), {"image": image.entry, "annotations": annotations})
             return
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
         pair = coco_pair(image.image_id, height, width, annotations, file.categories, provenance)
@@ -110,17 +104,17 @@ class CocoReader:
         path = file.file_of(image)
         if path is None:
             why = f"file_name {image.name!r} is not in {file.folder}" if image.name else "it has no file_name"
-            raise _NoImageError("image_name", why)
+            raise BadSample("image_name", why)
         found = stat_of(path)
         if isinstance(found, OSError):
-            raise _NoImageError("image_missing", f"{path}: {found.strerror}")
+            raise BadSample("image_missing", f"{path}: {found.strerror}")
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_IMAGE_BYTES:
             why = f"{path}: not a file of at most {MAX_IMAGE_BYTES:,} bytes"
-            raise _NoImageError("image_unreadable", why)
+            raise BadSample("image_unreadable", why)
         try:
             return path, self._read(path)
         except OSError as error:
-            raise _NoImageError("image_unreadable", f"{path}: {error.strerror}") from None
+            raise BadSample("image_unreadable", f"{path}: {error.strerror}") from None
 
     def _read(self, path: Path, *, keep: bool = True) -> bytes:
         """The content of a file, which becomes part of the digest; without `keep` nothing is returned."""
@@ -142,36 +136,56 @@ def _jpeg(
     data: bytes, path: Path, entry: dict[str, Any], max_pixels: int
 ) -> tuple[bytes, int, int, dict[str, Any]]:
     """The image as a JPEG, its height and width, and how it was encoded for the provenance."""
-    import simplejpeg
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     annotated = entry.get("height"), entry.get("width")
     try:
         with Image.open(io.BytesIO(data)) as image:
             size = image.height, image.width
-            kept = data[:2] == b"\xff\xd8"
             rotated = image.getexif().get(_ORIENTATION) in _ROTATED
             upright = rotated and annotated == size[::-1] and annotated != size
             _check_size(annotated, size[::-1] if upright else size)
-            if kept and not upright:
+            if data[:2] == b"\xff\xd8" and not upright:
                 return data, *size, {}
-            if size[0] * size[1] > max_pixels:
-                why = f"{size[1]} x {size[0]} pixels; --max-pixels {size[0] * size[1]} takes it"
-                raise _NoImageError("absurd_size", f"{path}: {why}")
-            if why := not_convertible(image):
-                raise _NoImageError("image_unsupported", f"{path}: {why}")
-            turned = ImageOps.exif_transpose(image) if upright else image
-            pixels = np.ascontiguousarray(np.asarray(turned.convert("RGB")))
-            encoded = simplejpeg.encode_jpeg(pixels, QUALITY, "RGB", "420", fastdct=False)
-            encoding = {"encoded": {"from": image.format, "quality": QUALITY, "turned_upright": upright}}
-            return encoded, *pixels.shape[:2], encoding
-    except (_NoImageError, MemoryError):
+            encoding = {"from": image.format, "quality": QUALITY, "turned_upright": upright}
+            encoded = encode_jpeg(image, QUALITY, max_pixels, upright=upright)
+            return encoded, *(size[::-1] if upright else size), {"encoded": encoding}
+    except BadSample as error:
+        message = str(error) if error.reason == "image_size" else f"{path}: {error}"
+        raise BadSample(error.reason, message) from None
+    except MemoryError:
         raise
     except Exception as error:  # Pillow raises errors of many classes for damaged files
-        raise _NoImageError("image_unreadable", f"{path}: not an image that can be read: {error}") from None
+        raise BadSample("image_unreadable", f"{path}: not an image that can be read: {error}") from None
 
 
-def not_convertible(image: "Image.Image") -> str:
+def encode_jpeg(image: "Image.Image", quality: int, max_pixels: int, *, upright: bool = False) -> bytes:
+    """An image of another format as a JPEG with 4:2:0 chroma subsampling; alpha is dropped.
+
+    Args:
+        image: opened and not decoded yet.
+        quality: 1 to 100.
+        max_pixels: a larger image is refused before it is decoded.
+        upright: turn it as its EXIF orientation says, instead of keeping the stored rows.
+
+    Raises:
+        BadSample: the image is too large, or a JPEG would have other pixels.
+        OSError, SyntaxError, ValueError: it does not decode.
+    """
+    import simplejpeg
+    from PIL import ImageOps
+
+    if not 0 < (count := image.width * image.height) <= max_pixels:
+        why = f"{image.width} x {image.height} pixels; --max-pixels {count} takes it"
+        raise BadSample("absurd_size", why)
+    if why := _not_convertible(image):
+        raise BadSample("image_unsupported", why)
+    turned = ImageOps.exif_transpose(image) if upright else image
+    pixels = np.ascontiguousarray(np.asarray(turned.convert("RGB")))
+    return bytes(simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False))
+
+
+def _not_convertible(image: "Image.Image") -> str:
     """Why an image cannot be converted to JPEG without other pixels; an empty string if it can."""
     frames = getattr(image, "n_frames", 1)
     if image.mode in _EIGHT_BITS and frames == 1:
@@ -184,7 +198,7 @@ def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:
     """Refuse an image whose size differs from the annotated one; a size that is not annotated is accepted."""
     height, width = annotated
     if (height or size[0], width or size[1]) != size:
-        raise _NoImageError(
+        raise BadSample(
             "image_size",
             f"image of {size[1]} x {size[0]}, annotated as {str(width)[:20]} x {str(height)[:20]}",
         )
@@ -192,3 +206,27 @@ def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:
 
 def _refused(name: str, reason: str, message: str, content: Any) -> Member:
     return Member(f"{name}.refused.json", "file", 0, json.dumps(content).encode(), message, reason)
+
+
+@dataclass(frozen=True)
+class CocoFormat(CocoOptions, SourceFormat):
+    """Files in COCO's format, which are sources only if the user names them."""
+
+    kind = "coco"
+    ending = ".json"
+
+    def takes(self, path: Path) -> bool:
+        """x.json, but not sa_5.json, the member of a pair."""
+        return path.name.lower().endswith(self.ending) and parse_member_path(path.name) is None
+
+    def name_of(self, path: Path) -> str:
+        return path.stem
+
+    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
+        return CocoFile(path, name, self).size()
+
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+        return CocoPass(source.path, source.name, self, progress=progress)
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        return {"image_ids": self.ids, "images": self.images is not None}

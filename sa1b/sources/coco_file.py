@@ -27,7 +27,6 @@ from sa1b.errors import SourceError
 from sa1b.storage.atomic import naming_path
 
 Ids = Literal["keep", "hash"]
-ENDING = ".json"
 _ID_END = 2**63
 _HASH_BITS = 53  # integers of this size are exact in JSON for every reader
 _SHOWN = 3
@@ -55,10 +54,16 @@ class _Key(msgspec.Struct):
     image_id: Any = None
 
 
-class _File(msgspec.Struct):
+class CocoDocument(msgspec.Struct):
+    """The lists of a file in COCO's format. An annotation is parsed on request."""
+
     images: list[dict[str, Any]]
     annotations: list[msgspec.Raw]
     categories: list[Any] | None = None
+
+    def annotation(self, number: int) -> Any:
+        """Annotation `number` as parsed JSON."""
+        return _decode(self.annotations[number])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class CocoFile:
     def __init__(self, path: Path, source: str, options: CocoOptions) -> None:
         self.path = path
         self.folder = options.images or path.parent
-        self._file = _parse(path)
+        self._file = read_document(path)
         found = [one for one in self._file.categories or [] if isinstance(one, dict)]
         self.listed = [one for one in found if type(one.get("id")) is int]
         self.categories = {
@@ -123,7 +128,7 @@ class CocoFile:
 
     def annotation(self, number: int) -> Any:
         """Annotation `number` of the file as parsed JSON."""
-        return _decode(self._file.annotations[number])
+        return self._file.annotation(number)
 
     def file_of(self, image: CocoImage) -> Path | None:
         """The path of the image's file; None if the folder has no file of this name."""
@@ -197,7 +202,13 @@ def _key(raw: msgspec.Raw) -> Any:
     return found.get("image_id") if isinstance(found, dict) else None
 
 
-def _parse(path: Path) -> _File:
+def read_document(path: Path) -> CocoDocument:
+    """The lists of a file in COCO's format.
+
+    Raises:
+        SourceError: it has another format.
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file, tempfile.TemporaryFile() as copy, naming_path(Path(tempfile.gettempdir())):
         shutil.copyfileobj(file, copy, 1 << 24)
         copy.flush()
@@ -206,7 +217,7 @@ def _parse(path: Path) -> _File:
         data = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         start = len(codecs.BOM_UTF8) if data[:3] == codecs.BOM_UTF8 else 0  # editors on Windows write it
-        parsed = msgspec.json.decode(memoryview(data)[start:], type=_File)
+        parsed = msgspec.json.decode(memoryview(data)[start:], type=CocoDocument)
         _check_keys(path, data)
         return parsed
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -215,6 +226,17 @@ def _parse(path: Path) -> _File:
             f"{path}: not annotations in COCO's format ({found}); the file must be a JSON object with the "
             "lists 'images' and 'annotations'. For extracted pairs of SA-1B, name their folder"
         ) from None
+
+
+def read_results(path: Path) -> list[Any]:
+    """The entries of a file of results in COCO's format. Raises as `read_document`."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not JSON ({error}); download it again") from None
+    if not isinstance(found, list):
+        raise SourceError(f"{path}: not a list; pass results in COCO's format")
+    return found
 
 
 def _check_keys(path: Path, data: mmap.mmap) -> None:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sa1b.errors import SourceError
-from sa1b.names import is_source_name, parse_member_path, parse_shard_name, source_stem
+from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.report import first_names
-from sa1b.sources.coco_file import ENDING, CocoFile, CocoOptions
-from sa1b.sources.folder import Ignore, folder_size, inode_of, is_folder, is_pair_name, pair_files, subfolders
-from sa1b.sources.source import Source
-from sa1b.sources.tar_reader import holds_tar
+from sa1b.sources.coco import CocoFormat
+from sa1b.sources.folder import FOLDER, inode_of, is_folder, is_pair_name, pair_files, subfolders
+from sa1b.sources.source import Ignore, Source, SourceFormat
+from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
-_TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
+FORMATS: tuple[SourceFormat, ...] = (FOLDER, CocoFormat(), TAR)  # the last one takes every file
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
 # Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
 _SYSTEM = (
@@ -59,6 +59,16 @@ _UNFIT = (
 )
 
 
+def formats_with(changed: SourceFormat) -> tuple[SourceFormat, ...]:
+    """All formats, one of them with other settings."""
+    return tuple(changed if one.kind == changed.kind else one for one in FORMATS)
+
+
+def format_of(kind: object) -> SourceFormat:
+    """The format that a task file names; tars if it names none."""
+    return next((one for one in FORMATS if one.kind == kind), TAR)
+
+
 class NotTaken(NamedTuple):
     """A file or folder that is not ingested, and why."""
 
@@ -80,7 +90,7 @@ def discover(
     *,
     skip: Collection[Path] = (),
     rename: Mapping[Path, str] | None = None,
-    coco: CocoOptions | None = None,
+    formats: Sequence[SourceFormat] = FORMATS,
 ) -> Discovered:
     """Find all sources in `paths`.
 
@@ -95,7 +105,7 @@ def discover(
         skip: files and folders of this run, such as its output. They are neither taken nor listed, unless
             they are in `paths`.
         rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
-        coco: how files in COCO's format are read.
+        formats: how sources of each kind are read, see `formats_with`.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
@@ -109,7 +119,7 @@ def discover(
     for path in paths:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder; name tars, or folders that hold them")
-        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names, coco or CocoOptions())
+        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names, formats)
         for source in search.run():
             other = sources.setdefault(source_stem(source.name), source)
             if other.path.resolve() != source.path.resolve():
@@ -138,9 +148,9 @@ class _Search:
         ignore: Ignore,
         skipped: set[tuple[int, int]],
         names: Mapping[str, str],
-        coco: CocoOptions,
+        formats: Sequence[SourceFormat],
     ) -> None:
-        self.path, self.ignore, self.skipped, self.names, self.coco = path, ignore, skipped, names, coco
+        self.path, self.ignore, self.skipped, self.names, self.formats = path, ignore, skipped, names, formats
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
         self.seen = skipped - {inode_of(path)}  # folders
@@ -149,8 +159,7 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
-            # A gzip file that is not a tar fails when it is read; the error names it, other sources are kept.
-            self._take("coco" if _is_coco_name(self.path.name) else "tar", self.path)
+            self._take(next(one for one in self.formats if one.takes(self.path)), self.path)
             return self.sources
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
@@ -187,7 +196,7 @@ class _Search:
                 self._leave(path, f"cannot be read: {error.strerror}")
             return
         if pairs:
-            self._take("folder", path)
+            self._take(FOLDER, path)
         parts = set(subfolders(path, self.ignore)) if pairs else set()
         below = []
         for entry in entries:
@@ -220,26 +229,20 @@ class _Search:
             if reason is None and (other := self.tars.setdefault(inode, path)) != path:
                 reason = f"the same file as {other}"
         if reason is None:
-            self._take("tar", path)
+            self._take(TAR, path)
             return True
         self._leave(path, reason)
         return False
 
-    def _take(self, kind: str, path: Path) -> None:
-        usual = {"tar": tar_name(path.name), "coco": path.stem}.get(kind) or path.resolve().name
-        name = self.names.get(os.path.realpath(path), usual)
+    def _take(self, format: SourceFormat, path: Path) -> None:
+        name = self.names.get(os.path.realpath(path), format.name_of(path))
         if not is_source_name(name):
             if path == self.path:
                 raise SourceError(f"{path}: {_UNFIT}")
             self._leave(path, _UNFIT)
-        elif kind == "tar":
-            found = path.stat()
-            self.sources.append(Source(name, path, kind, found.st_size, found.st_mtime_ns))
-        elif kind == "coco":
-            size = CocoFile(path, name, self.coco).size()
-            self.sources.append(Source(name, path, kind, *size, coco=self.coco))
         else:
-            self.sources.append(Source(name, path, kind, *folder_size(path, self.ignore), self.ignore))
+            measured = format.measure(path, name, self.ignore)
+            self.sources.append(Source(name, path, format, *measured, ignore=self.ignore))
 
     def _leave(self, path: Path, reason: str) -> None:
         self.not_taken.append(NotTaken(path, reason))
@@ -248,21 +251,6 @@ class _Search:
 def _is_dataset(names: Sequence[str]) -> bool:
     """Whether a folder with these entries is a dataset directory, complete or not."""
     return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
-
-
-def _is_coco_name(name: str) -> bool:
-    """Whether a file that the user names is one in COCO's format; sa_5.json is the member of a pair."""
-    return name.lower().endswith(ENDING) and parse_member_path(name) is None
-
-
-def is_tar_name(name: str) -> bool:
-    """Whether a file name is that of a tar: x.tar, x.tar.gz or x.tgz."""
-    return name.lower().endswith(_TAR_ENDINGS)
-
-
-def tar_name(name: str) -> str:
-    ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
-    return name[: len(name) - len(ending)]
 
 
 def _why_not_taken(path: Path, found: os.stat_result) -> str | None:

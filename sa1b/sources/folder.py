@@ -8,33 +8,19 @@ costs one member.
 """
 
 import contextlib
-import fnmatch
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sa1b.errors import SourceError
 from sa1b.names import parse_member_path
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, OVERSIZED, UNREADABLE, Member
 
 LAYOUT = ("images", "annotations")
-
-
-@dataclass(frozen=True, slots=True)
-class Ignore:
-    """fnmatch patterns of files to leave out, compared with a file's name and its path relative to `base`."""
-
-    base: Path
-    patterns: tuple[str, ...] = ()
-
-    def __call__(self, path: Path) -> bool:
-        if not self.patterns:
-            return False
-        names = (path.name, path.relative_to(self.base).as_posix() if path != self.base else ".")
-        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
 
 
 def is_pair_name(name: str) -> bool:
@@ -102,26 +88,22 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
     return unreadable + [file for *_, file in sorted(found)]
 
 
-def folder_size(path: Path, ignore: Ignore) -> tuple[int, int]:
-    """Total bytes of all files that can be members, and their newest modification time in nanoseconds."""
-    stats = [found for file in pair_files(path, ignore) if isinstance(found := stat_of(file), os.stat_result)]
-    size = sum(found.st_size for found in stats if found.st_size <= MAX_MEMBER_BYTES)
-    return size, max((found.st_mtime_ns for found in stats), default=0)
+class FolderPass(SourcePass):
+    """One pass over a folder of pairs."""
 
-
-class FolderReader:
-    """One pass over a folder of pairs: `items()`, then `digests()` and `check_unchanged()`."""
-
-    def __init__(
-        self, path: Path, ignore: Ignore, *, progress: Callable[[int], object] | None = None
-    ) -> None:
+    def __init__(self, path: Path, ignore: Ignore, *, progress: Progress | None = None) -> None:
         self.path, self.ignore = path, ignore
+        self.categories = []
         self._progress = progress
         self._sha256 = hashlib.sha256()
         self._stats = hashlib.sha256()  # state of every file when it was read
+        self._members = self._read()
 
     def items(self) -> Iterator[Member]:
         """Members by image id, jpg before json."""
+        return self._members
+
+    def _read(self) -> Iterator[Member]:
         for file in pair_files(self.path, self.ignore):
             member = self._member(file)
             self._sha256.update(f"{member.name} {len(member.data)}\n".encode("utf-8", "surrogateescape"))
@@ -132,6 +114,8 @@ class FolderReader:
 
     def digests(self) -> dict[str, str]:
         """sha256 of names and contents; a file that cannot be a member counts as empty."""
+        for _ in self._members:
+            pass
         return {"sha256": self._sha256.hexdigest()}
 
     def check_unchanged(self) -> None:
@@ -149,7 +133,7 @@ class FolderReader:
             raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
 
     def close(self) -> None:
-        """Nothing to close: every file is closed once it has been read."""
+        """Every file is closed once it has been read."""
 
     def _member(self, file: Path) -> Member:
         found = stat_of(file)
@@ -205,3 +189,28 @@ def fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
     # Without the inode: some network file systems give a file a new number each time it is opened.
     numbers = found.st_size, found.st_mtime_ns, found.st_ctime_ns
     return f"{file} {numbers}\n".encode("utf-8", "surrogateescape")
+
+
+class FolderFormat(SourceFormat):
+    """Folders of extracted pairs."""
+
+    kind = "folder"
+    ending = ""
+
+    def name_of(self, path: Path) -> str:
+        return path.resolve().name
+
+    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
+        found = [one for file in pair_files(path, ignore) if isinstance(one := stat_of(file), os.stat_result)]
+        size = sum(one.st_size for one in found if one.st_size <= MAX_MEMBER_BYTES)
+        return size, max((one.st_mtime_ns for one in found), default=0)
+
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+        return FolderPass(source.path, source.ignore or Ignore(source.path), progress=progress)
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        patterns = () if source.ignore is None else source.ignore.patterns
+        return {"ignore": list(patterns)} if patterns else {}
+
+
+FOLDER = FolderFormat()

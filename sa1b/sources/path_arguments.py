@@ -1,12 +1,17 @@
 """Checks of paths and URLs on the command line."""
 
+import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
-from sa1b.arguments import was_url
-from sa1b.console import command
+from sa1b.arguments import is_url, was_url
+from sa1b.console import command, counted, show
 from sa1b.errors import UsageError
-from sa1b.sources.link_list import is_url
-from sa1b.storage.protocols import READ_ONLY, protocol_of
+from sa1b.sources.stored_file import Link, read_links
+from sa1b.storage.open import open_store
+from sa1b.storage.protocols import endpoint_options, kind_of, protocol_of
+from sa1b.storage.store import Store
 
 
 def check_here(flag: str, value: Path | None) -> None:
@@ -28,10 +33,9 @@ def check_writable(what: str, root: str) -> None:
     Raises:
         UsageError: the URL is of a web server or of the Hugging Face Hub.
     """
-    protocol = protocol_of(root)
-    if protocol in READ_ONLY:
+    if kind_of(root).is_read_only:
         raise UsageError(
-            f"{root}: {protocol} can only be read, and {what}; copy it to a folder with "
+            f"{root}: {protocol_of(root)} can only be read, and {what}; copy it to a folder with "
             f"`{command('copy')}` first"
         )
 
@@ -45,3 +49,78 @@ def check_scratch_flag(scratch: Path | None, *roots: str) -> None:
     check_here("--scratch", scratch)
     if scratch is not None and not any(map(is_url, roots)):
         raise UsageError(f"--scratch {scratch}: only for a dataset directory at a URL; omit it")
+
+
+def checked_quality(
+    image_size: int | None, quality: int | None, *, annotations_only: bool = False
+) -> int | None:
+    """The JPEG quality; None if images are not re-encoded."""
+    if annotations_only and image_size is not None:
+        raise UsageError(f"--annotations-only: stores no images; omit --image-size {image_size}")
+    if quality is not None and (image_size is None or not 1 <= quality <= 100):
+        raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
+    if image_size is None:
+        return None
+    if not 16 <= image_size <= 65500:
+        raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
+    return quality or 95
+
+
+def check_rate(flag: str, megabytes: float | None) -> None:
+    """Refuse a rate in MB per second that is not above 0."""
+    if megabytes is not None and not 0 < megabytes < math.inf:
+        raise UsageError(f"{flag} {megabytes:g}: must be above 0")
+
+
+def paths_of(source: tuple[str, ...]) -> tuple[Path, ...]:
+    """The paths in SOURCE."""
+    return tuple(Path(text) for text in source if not is_url(text))
+
+
+def linked(
+    source: tuple[str, ...],
+    path: Path | None,
+    connections: int,
+    rate: float | None = None,
+    endpoint: str | None = None,
+) -> tuple[Link, ...]:
+    """The links of the URLs in SOURCE and of --links.
+
+    Args:
+        source: SOURCE.
+        path: value of --links.
+        connections: requests at the same time for each link.
+        rate: limit of each link, in bytes per second.
+        endpoint: value of --endpoint.
+    """
+    from sa1b.sources.remote_sources import links_at
+
+    urls = filter(is_url, source)
+    found = [link for url in urls for link in links_at(url, endpoint_options(url, endpoint))]
+    if path is not None:
+        listed, others = read_links(path)
+        found += listed
+        if others:
+            names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+            show(f"note: {path}: {counted(len(others), 'other file')} left out ({names})", sys.stderr)
+    return tuple(
+        replace(one, connections=connections, max_rate=rate, options=endpoint_options(one.url, endpoint))
+        for one in found
+    )
+
+
+def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
+    """The store of --out, which may be a folder or a URL that can be written.
+
+    Raises:
+        UsageError: a flag does not fit --out, or --out cannot be written.
+    """
+    if kind_of(out).is_read_only:
+        raise UsageError(
+            f"--out {out}: {protocol_of(out)} can only be read; pass a folder, or a URL such as "
+            "s3://BUCKET/FOLDER"
+        )
+    check_scratch_flag(scratch, out)
+    if endpoint is not None and not any(map(is_url, (out, *source))):
+        raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
+    return open_store(out, scratch=scratch, options=endpoint_options(out, endpoint) if is_url(out) else None)

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 
 from sa1b.errors import Sa1bError, SourceError
 from sa1b.names import is_source_name
-from sa1b.sources.discovery import is_tar_name, tar_name
-from sa1b.sources.link_list import Link, link_of
 from sa1b.sources.source import Source
-from sa1b.sources.stored_file import naming_link
+from sa1b.sources.stored_file import Link, link_of, naming_link
+from sa1b.sources.tar_reader import TAR, is_tar_name, tar_name
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader
 
@@ -88,7 +87,7 @@ def remote_sources(
                 return str(error)
             finally:
                 progress(1)
-            return Source(name, Path(link.file_name), "tar", size, mtime_ns, link=link)
+            return Source(name, Path(link.file_name), TAR, size, mtime_ns, link=link)
 
         found: list[Source] = []
         failed: dict[str, str] = {}

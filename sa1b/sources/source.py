@@ -1,25 +1,102 @@
-"""A source as a stream of members: a tar as downloaded (gzip or plain), a folder of extracted pairs, or a
-file of annotations in COCO's format with its images."""
+"""A source as a stream of members, and the contract of a format of sources.
 
-import hashlib
+A format is one module and one entry in `FORMATS` of sa1b.sources.discovery: tars as downloaded (gzip or
+plain), folders of extracted pairs, files of annotations in COCO's format with their images.
+"""
+
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from sa1b.errors import SourceError
-from sa1b.sources.coco import CocoReader
-from sa1b.sources.coco_file import CocoOptions
-from sa1b.sources.folder import FolderReader, Ignore
-from sa1b.sources.hard_links import resolve_links
-from sa1b.sources.link_list import Link
-from sa1b.sources.stored_file import open_stored
-from sa1b.sources.tar_reader import members
-from sa1b.sources.tar_stream import Damage, Member, StoredStream
-from sa1b.sources.wanted import WantedPairs
+from sa1b.sources.pairing import WantedPairs
+from sa1b.sources.stored_file import Link
+from sa1b.sources.tar_stream import Damage, Member
 
-_CHUNK = 1 << 20  # bytes
+Progress = Callable[[int], object]  # called with the number of bytes read
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """fnmatch patterns of files to leave out, compared with a file's name and its path relative to `base`."""
+
+    base: Path
+    patterns: tuple[str, ...] = ()
+
+    def __call__(self, path: Path) -> bool:
+        if not self.patterns:
+            return False
+        names = (path.name, path.relative_to(self.base).as_posix() if path != self.base else ".")
+        return any(fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
+
+
+class SourcePass(Protocol):
+    """One pass over a source of one format.
+
+    Attributes:
+        categories: those of a file in COCO's format, with all their fields, once the first item is read;
+            empty for other sources.
+    """
+
+    categories: list[dict[str, Any]]
+
+    def items(self) -> Iterator[Member | Damage]:
+        """Members and damage. Every byte is part of one, or of the format itself."""
+        ...
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of the source, and md5 of a tar if requested; reads the rest of the source."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if a file of the source has changed since it was read."""
+        ...
+
+    def close(self) -> None:
+        """Close the files."""
+        ...
+
+
+class SourceFormat(ABC):
+    """A form of input. An instance has the settings that determine how its sources are read.
+
+    Attributes:
+        kind: name of the format in task files.
+        ending: ending of the names of its files, for advice.
+        has_links: whether a source may be at a URL.
+    """
+
+    kind: ClassVar[str]
+    ending: ClassVar[str]
+    has_links: ClassVar[bool] = False
+
+    def takes(self, path: Path) -> bool:
+        """Whether a file that the user names is a source of this format."""
+        return False
+
+    @abstractmethod
+    def name_of(self, path: Path) -> str:
+        """The usual name of the source at a path."""
+
+    @abstractmethod
+    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
+        """Bytes of all files of a source, and the newest modification time in nanoseconds.
+
+        Raises:
+            SourceError: the source cannot be used.
+        """
+
+    @abstractmethod
+    def open(self, source: "Source", *, md5: bool, progress: Progress | None) -> SourcePass:
+        """Begin a pass. Raises OSError if a file cannot be opened."""
+
+    def reading(self, source: "Source") -> dict[str, Any]:
+        """What decides, beside the path, which pairs and ids a source gives: keys of `Source.reading`."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +106,27 @@ class Source:
     Attributes:
         name: file name without ending, or the folder's name; part of the names of shards.
         path: file or folder; the name of the tar if it has a link.
-        kind: "tar", "folder" or "coco".
-        link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
-        wanted: the only pairs that are read; None: all.
+        format: how it is read.
         size: stored bytes of the tar, or of all files of the folder, or of the COCO file and its images.
         mtime_ns: modification time in nanoseconds of the tar, or of the newest of these files.
         ignore: patterns of the files of a folder that are left out.
-        coco: how a COCO file is read.
+        link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
+        wanted: the only pairs that are read; None: all.
     """
 
     name: str
     path: Path
-    kind: str
+    format: SourceFormat
     size: int
     mtime_ns: int
     ignore: Ignore | None = None
     link: Link | None = None
     wanted: WantedPairs | None = None
-    coco: CocoOptions | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the format."""
+        return self.format.kind
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -55,13 +135,8 @@ class Source:
         Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
         ignore; part for a source of which only wanted pairs are taken. Empty for a whole tar or folder.
         """
-        found: dict[str, Any] = {}
-        if self.kind == "coco":
-            options = self.coco or CocoOptions()
-            found = {"kind": "coco", "image_ids": options.ids, "images": options.images is not None}
-        elif self.ignore is not None and self.ignore.patterns:
-            found = {"kind": self.kind, "ignore": list(self.ignore.patterns)}
-        return found if self.wanted is None else {"kind": self.kind, **found, "part": True}
+        found = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
+        return {"kind": self.kind, **found} if found else {}
 
     @property
     def label(self) -> str:
@@ -76,31 +151,16 @@ class SourceReader:
         OSError: a tar cannot be opened or read; the message names it.
     """
 
-    def __init__(
-        self, source: Source, *, md5: bool = False, progress: Callable[[int], object] | None = None
-    ) -> None:
+    def __init__(self, source: Source, *, md5: bool = False, progress: Progress | None = None) -> None:
         self.source = source
-        self._progress = progress
-        self._reader: StoredStream | FolderReader | CocoReader
-        if source.kind == "tar":
-            self._reader = StoredStream(source.link or source.path, md5=md5, progress=progress)
-        elif source.kind == "coco":
-            options = source.coco or CocoOptions()
-            self._reader = CocoReader(source.path, source.name, options, progress=progress)
-        else:
-            ignore = source.ignore or Ignore(source.path)
-            self._reader = FolderReader(source.path, ignore, progress=progress)
+        self._pass = source.format.open(source, md5=md5, progress=progress)
 
     def items(self) -> Iterator[Member | Damage]:
         """Members and damage.
 
         A tar and a COCO file have their order, hard links last; a folder is sorted by image id.
         """
-        items: Iterator[Member | Damage]
-        if isinstance(self._reader, StoredStream):
-            items = resolve_links(members(self._reader), self._again)
-        else:
-            items = self._reader.items()
+        items = self._pass.items()
         return items if self.source.wanted is None else self.source.wanted.filter(items)
 
     def digests(self) -> dict[str, str]:
@@ -110,59 +170,35 @@ class SourceReader:
         """
         if self.source.wanted is not None and not self.source.wanted.is_whole:
             return {}
-        return self._reader.digests()
+        return self._pass.digests()
 
     def check_unchanged(self) -> None:
         """Check that the source has not changed since it was found and since it was opened.
 
-        Sizes, inodes, modification times and change times are compared. `StoredStream.check_unchanged` lists
+        Sizes, inodes, modification times and change times are compared. `LocalFile.check_unchanged` lists
         the changes that this cannot detect.
 
         Raises:
             SourceError: it changed while it was read.
         """
-        self._reader.check_unchanged()
-        if self.source.kind == "tar" and self.source.link is None:
-            stat = self.source.path.stat()
-            if (stat.st_size, stat.st_mtime_ns) != (self.source.size, self.source.mtime_ns):
-                raise SourceError(
-                    f"{self.source.path}: changed before it was read; run the same command again"
-                )
+        self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
         """The categories of a COCO file, with all their fields; empty for other sources."""
-        return self._reader.categories if isinstance(self._reader, CocoReader) else []
+        return self._pass.categories
 
     def close(self) -> None:
         """Close the file. Call `check_unchanged` first."""
-        self._reader.close()
-
-    def _again(self) -> StoredStream:
-        # The second pass reports progress of 0 bytes: the bytes were counted in the first pass.
-        progress = self._progress
-        origin = self.source.link or self.source.path
-        return StoredStream(origin, progress=None if progress is None else lambda _: progress(0))
+        self._pass.close()
 
 
-def digest_of_source(
-    source: Source, progress: Callable[[int], object] | None = None, kind: str = "sha256"
-) -> str:
-    """The digests of `SourceReader.digests`, with md5 for a tar; the source is not unpacked."""
-    if source.kind == "tar":
-        digest = hashlib.new(kind, usedforsecurity=False)
-        file = open_stored(source.link or source.path)
-        try:
-            while data := file.read(_CHUNK):
-                digest.update(data)
-                if progress is not None:
-                    progress(len(data))
-        finally:
-            file.close()
-        return digest.hexdigest()
-    reader = SourceReader(source, progress=progress)
-    for _ in reader.items():
-        pass
-    return reader.digests()["sha256"]
+def digest_of_source(source: Source, progress: Progress | None = None, kind: str = "sha256") -> str:
+    """A digest of `SourceReader.digests`, with md5 for a tar; a tar is not unpacked."""
+    reader = SourceReader(source, md5=kind == "md5", progress=progress)
+    try:
+        return reader.digests()[kind]
+    finally:
+        reader.close()
 
 
 def read_checklist(path: Path) -> dict[str, str]:

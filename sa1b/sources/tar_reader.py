@@ -4,14 +4,17 @@ Python's tarfile, and every reader built on it, silently ends at the first damag
 of the archive. This reader yields `Damage` for every stretch that is no member, finds the next header after
 it and continues. The next header may start at any byte offset, so a lost or added byte also costs one member.
 
-Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back.
+Formats: POSIX.1-1988 ustar, GNU and pax headers, V7. One pass, front to back, and a second one for hard
+links: GNU tar stores further names of a file as links to its first name.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sa1b.errors import SourceError
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
 from sa1b.sources.tar_stream import (
     BLOCK,
     GZIP,
@@ -261,6 +264,16 @@ def _stream_damage(stream: StoredStream) -> Iterator[Damage]:
         yield replace(stream.damage, offset=stream.position)
 
 
+def is_tar_name(name: str) -> bool:
+    """Whether a file name is that of a tar: x.tar, x.tar.gz or x.tgz."""
+    return name.lower().endswith(_TAR_ENDINGS)
+
+
+def tar_name(name: str) -> str:
+    ending = next((ending for ending in _TAR_ENDINGS if name.lower().endswith(ending)), "")
+    return name[: len(name) - len(ending)]
+
+
 def is_tar(path: Path) -> bool:
     """Whether the content is a gzip file or a plain tar; the first headers may be damaged."""
     with path.open("rb") as file:
@@ -276,3 +289,110 @@ def holds_tar(path: Path) -> bool:
         stream.close()
     whole = len(head) >= BLOCK
     return whole and (parse_header(head[:BLOCK]) is not None or _next_header(head, 0, len(head)) is not None)
+
+
+_TAR_ENDINGS = (".tar.gz", ".tar", ".tgz")
+MAX_LINKS = 1 << 16  # links kept for the second pass; all further links are yielded unchanged
+
+
+def resolve_links(
+    items: Iterable[Member | Damage], reopen: Callable[[], StoredStream]
+) -> Iterator[Member | Damage]:
+    """Replace hard links to an earlier file of the same archive by files.
+
+    The files come last and are read in a second pass over the archive, so that memory is bounded by one
+    member. If two files have one name, the first is used. A link to its own name is left out. Other links are
+    yielded unchanged.
+    """
+    waiting: dict[str, list[Member]] = {}  # target -> links to it
+    count = 0
+    for item in items:
+        if isinstance(item, Damage) or item.kind != HARD_LINK or count == MAX_LINKS:
+            yield item
+        else:
+            count += 1
+            waiting.setdefault(item.detail, []).append(item)
+    if not waiting:
+        return
+    stream = reopen()
+    try:
+        for item in members(stream):
+            if isinstance(item, Member) and item.kind == "file":
+                yield from _links_to(item, waiting)
+            if not waiting:
+                break
+    finally:
+        stream.close()
+    yield from sorted((link for links in waiting.values() for link in links), key=lambda link: link.offset)
+
+
+def _links_to(file: Member, waiting: dict[str, list[Member]]) -> Iterator[Member]:
+    """Remove and return the pending links to a file, direct or through other links."""
+    targets = [file]
+    while targets:
+        target = targets.pop()
+        links = waiting.pop(target.name, [])
+        if earlier := [link for link in links if link.offset < target.offset]:
+            waiting[target.name] = earlier
+        for link in links[len(earlier) :]:
+            if link.name != target.name:
+                targets.append(link)
+                yield replace(link, kind="file", data=file.data, detail="")
+
+
+class TarPass(SourcePass):
+    """One pass over a tar: a file, or an object at a link."""
+
+    def __init__(self, source: Source, *, md5: bool, progress: Progress | None) -> None:
+        self._source, self._progress = source, progress
+        self.categories = []
+        self._stream = StoredStream(source.link or source.path, md5=md5, progress=progress)
+
+    def items(self) -> Iterator[Member | Damage]:
+        """Members and damage in their order; hard links come last."""
+        return resolve_links(members(self._stream), self._again)
+
+    def digests(self) -> dict[str, str]:
+        return self._stream.digests()
+
+    def check_unchanged(self) -> None:
+        self._stream.check_unchanged()
+        if self._source.link is None:
+            found = self._source.path.stat()
+            if (found.st_size, found.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
+                path = self._source.path
+                raise SourceError(f"{path}: changed before it was read; run the same command again")
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _again(self) -> StoredStream:
+        # The second pass reports progress of 0 bytes: the bytes were counted in the first pass.
+        progress = self._progress
+        origin = self._source.link or self._source.path
+        return StoredStream(origin, progress=None if progress is None else lambda _: progress(0))
+
+
+class TarFormat(SourceFormat):
+    """Tars as downloaded, gzip or plain."""
+
+    kind = "tar"
+    ending = ".tar"
+    has_links = True
+
+    def takes(self, path: Path) -> bool:
+        """A gzip file without a tar fails when it is read: the error names it, and other sources are kept."""
+        return True
+
+    def name_of(self, path: Path) -> str:
+        return tar_name(path.name)
+
+    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+        return TarPass(source, md5=md5, progress=progress)
+
+
+TAR = TarFormat()

@@ -12,8 +12,7 @@ from typing import Any
 
 from isal import isal_zlib
 
-from sa1b.sources.link_list import Link
-from sa1b.sources.stored_file import open_stored
+from sa1b.sources.stored_file import Link, open_stored
 
 BLOCK = 512
 GZIP = b"\x1f\x8b"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from sa1b.storage.atomic import is_of_dead_process, process_of, temporary_name
 from sa1b.storage.errors import DamageError, DeniedError, MissingError, StorageError, UnavailableError
 from sa1b.storage.objects import ConditionError, Objects, S3Objects, Stat, md5
-from sa1b.storage.protocols import READ_ONLY, S3, protocol_of
+from sa1b.storage.protocols import kind_of, protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.remote import result_of
 from sa1b.storage.retry import RetryPolicy
@@ -49,7 +49,7 @@ class BucketRequests:
     ) -> None:
         self.root = root
         self.reader = Reader(root, options=options, retry_policy=retry_policy)
-        self.objects = S3Objects() if protocol_of(root) in S3 else Objects()
+        self.objects = kind_of(root).objects()
         self._clock: float | None = None  # the store's clock minus the monotonic clock of this machine
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class BucketRequests:
     def writing(self, name: str) -> Iterator[None]:
         """Errors of a write, with the way out."""
         url, protocol = self.url(name), protocol_of(self.root)
-        if protocol in READ_ONLY:
+        if kind_of(self.root).is_read_only:
             raise StorageError(
                 f"{url}: {protocol} can only be read; write to a folder, or to s3://, gs:// or az://", url=url
             )

@@ -32,7 +32,7 @@ from sa1b.storage.errors import (
     StorageError,
     UnavailableError,
 )
-from sa1b.storage.protocols import advice
+from sa1b.storage.protocols import kind_of
 
 CERTIFICATES = (
     "a file with the certificate of the store's authority is set with AWS_CA_BUNDLE (s3://) or SSL_CERT_FILE "
@@ -242,12 +242,12 @@ class RetryState:
             raise MissingError(f"{self.url}: {what}", **self._range)
         if fault.error_class is ErrorClass.DENIED:
             is_remote = "://" in self.url
-            way = advice(self.url) if is_remote else "change its permissions, or run as another user"
+            way = kind_of(self.url).advice if is_remote else "change its permissions, or run as another user"
             raise DeniedError(f"{self.url}: access denied ({fault.message}); {way}", **self._range)
         if fault.error_class is ErrorClass.EXPIRED:
             if self.renewed_credentials:
                 raise ExpiredError(
-                    f"{self.url}: expired ({fault.message}); {advice(self.url)}", **self._range
+                    f"{self.url}: expired ({fault.message}); {kind_of(self.url).advice}", **self._range
                 )
             self.renewed_credentials = True
         if fault.error_class is ErrorClass.REFUSED:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from sa1b.console import command, counted
 from sa1b.report import fact_lines, first_lines
 from sa1b.shards.documents import Options
+from sa1b.sources.discovery import format_of
 
 KEPT = 1000  # findings of one kind in one file; the others are counted
 SHOWN = 10  # findings on the screen
@@ -203,7 +204,7 @@ class Remedy:
     Attributes:
         root: path or URL of the dataset directory.
         options: options of the dataset; None: unknown.
-        kinds: source -> "folder" or "coco"; others are treated as tars.
+        kinds: source -> name of its format; others are treated as tars.
         readings: source -> how it was read, see sa1b.sources.source.Source.reading.
     """
 
@@ -246,8 +247,8 @@ class Remedy:
         # --redo replaces the files after the source has been read, so the user removes nothing first. The
         # placeholder has no meaning in a shell: the unedited command only reports a missing file.
         reading = self.readings.get(name, {})
-        kind = self.kinds.get(name, reading.get("kind"))
-        path = shlex.quote(f"PATH/TO/{name}{ {'folder': '', 'coco': '.json'}.get(str(kind), '.tar') }")
+        source_format = format_of(self.kinds.get(name, reading.get("kind")))
+        path = shlex.quote(f"PATH/TO/{name}{source_format.ending}")
         verb, flags = "reshard", self.flags()
         if reading.get("image_ids", "keep") != "keep":
             flags.append(f"--image-ids {reading['image_ids']}")
@@ -261,7 +262,7 @@ class Remedy:
         more = "".join(f" {flag}" for flag in flags)
         again = f"{command(verb)} {path} --out {self._quoted()} --redo {shlex.quote(name)}{more}"
         real = "the real path of the source,"
-        if kind not in ("folder", "coco"):
+        if source_format.has_links:
             real = "the real path or URL of the source, or --links FILE,"
         if not is_known:
             real += " and the flags of its conversion (--image-ids, --ignore), which nothing records,"

@@ -69,7 +69,7 @@ class TaskCheck:
         readings = {name: task.source[READING] for name, task in self.tasks.items() if READING in task.source}
         self.remedy = replace(
             self.remedy,
-            kinds={name: kind for name, kind in kinds.items() if kind in ("folder", "coco")},
+            kinds=kinds,
             readings={**self.remedy.readings, **readings},
         )
         for name in names:

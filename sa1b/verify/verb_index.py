@@ -17,9 +17,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import is_url
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
-from sa1b.sources.link_list import is_url
 from sa1b.sources.path_arguments import check_scratch_flag, check_writable
 
 TOUR = (180, "Repair, export and copy", "rebuild indexes and tables", "sa1b index shards")

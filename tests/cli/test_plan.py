@@ -107,7 +107,7 @@ def test_expired_links_are_listed(tmp_path: Path, host: Service) -> None:
 
 def test_an_unreachable_server_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sa1b.sources import remote_sources
-    from sa1b.sources.link_list import read_links
+    from sa1b.sources.stored_file import read_links
 
     monkeypatch.setattr(remote_sources, "_DEADLINE", 1.0)
     monkeypatch.setattr(remote_sources, "_REQUESTS", 1)

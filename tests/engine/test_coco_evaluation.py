@@ -226,7 +226,14 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda document: document.pop("annotations"), "has no lists of images and annotations"),
+        (
+            lambda document: document.pop("annotations"),
+            r"--evaluation.coco: .*annotations.json: .* JSON object with the lists 'images' and 'annotations'",
+        ),
+        (
+            lambda document: document["images"][0].update(height=float("nan")),
+            "--evaluation.coco: .*annotations.json: .*NaN and Infinity are not JSON: write null",
+        ),
         (
             lambda document: document["images"][0].pop("height"),
             r"--evaluation.coco .*annotations.json: images, entry 0 .from 0.: has no height;",
@@ -267,7 +274,7 @@ def test_files_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"--evaluation.detections .*detections.json: not JSON"),
+        ("{", r"--evaluation.detections: .*detections.json: not JSON"),
         ("{}", "not a list"),
         ("[]", r"--evaluation.detections .*detections.json: has no detections"),
         (

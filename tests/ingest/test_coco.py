@@ -21,13 +21,15 @@ import sa1b
 from sa1b.cli import main
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.verb_reshard import main as reshard
+from sa1b.programs.annotate.images import InputImage, read_image
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
 from sa1b.programs.query.verb_query import main as query
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
+from sa1b.sources.coco import CocoFormat
 from sa1b.sources.coco_file import CocoFile, CocoOptions
-from sa1b.sources.discovery import discover
+from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import Member
 from sa1b.verify.rebuild import rebuild_root
@@ -238,7 +240,7 @@ def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys
         == 3
     )
     assert json.loads(capsys.readouterr().out)["skipped"] == ["masks"]
-    (source,) = discover([coco / "masks.json"], coco=CocoOptions(coco / "photos")).sources
+    (source,) = discover([coco / "masks.json"], formats=formats_with(CocoFormat(coco / "photos"))).sources
     assert source.size == sum(
         path.stat().st_size
         for path in (
@@ -601,3 +603,9 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
         json.loads((tmp_path / name / "annotations.json").read_text()) for name in (repr(Coco()), "twice")
     )
     assert second == first
+
+
+def test_an_image_becomes_the_same_jpeg_in_ingest_and_before_annotation(coco):
+    source = (coco / "photos" / "two.png").read_bytes()
+    (stored,) = (one.jpeg for one in sa1b.open(coco / "root") if one.image_id == 9)
+    assert read_image(InputImage("two.png", lambda: source), 1 << 24, 95).jpeg == stored

@@ -19,7 +19,7 @@ from sa1b.ingest.fetch import fetch as fetch_images
 from sa1b.ingest.policy import Policy
 from sa1b.ingest.worker import Run
 from sa1b.shards.documents import Options
-from sa1b.sources.link_list import link_of
+from sa1b.sources.stored_file import link_of
 from sa1b.storage.bucket import BucketStore
 from tests.cli.verb import runner
 from tests.ingest.test_several_runs import files

@@ -19,6 +19,7 @@ from sa1b.shards.documents import Options
 from sa1b.shards.manifest import known_tasks
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
+from sa1b.sources.tar_reader import TAR
 from sa1b.verify.verify import verify
 from tests import processes
 from tests.shards import tiny
@@ -97,7 +98,7 @@ def interrupted(*arguments: object) -> None:
 def source(path: Path, size: int) -> Source:
     path.write_bytes(tiny.gzip_bytes(b""))
     (found,) = discover([path]).sources
-    return Source(found.name, path, "tar", size, found.mtime_ns)
+    return Source(found.name, path, TAR, size, found.mtime_ns)
 
 
 def test_what_smaller_images_need_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,8 @@ import tracemalloc
 
 import pytest
 
-from sa1b.sources import hard_links
-from sa1b.sources.hard_links import resolve_links
-from sa1b.sources.tar_reader import members
+from sa1b.sources import tar_reader
+from sa1b.sources.tar_reader import members, resolve_links
 from sa1b.sources.tar_stream import Damage, Member, StoredStream
 from tests.shards import tiny
 from tests.shards.tiny import header, member, pair, pair_members
@@ -113,7 +112,7 @@ def test_damage_is_reported_once(resolved):
 
 
 def test_more_links_than_the_limit_stay_links(resolved, monkeypatch):
-    monkeypatch.setattr(hard_links, "MAX_LINKS", 2)
+    monkeypatch.setattr(tar_reader, "MAX_LINKS", 2)
     items, _ = resolved(member("a", b"1") + b"".join(link(f"b{i}", "a") for i in range(5)) + END)
     assert [item.kind for item in items].count("hard link") == 3
     assert len(files(items)) == 3

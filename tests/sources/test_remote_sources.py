@@ -11,10 +11,9 @@ import pytest
 
 from sa1b.errors import SourceError
 from sa1b.sources import stored_file
-from sa1b.sources.link_list import Link, link_of, read_links
 from sa1b.sources.remote_sources import links_at, named_links, remote_sources
 from sa1b.sources.source import SourceReader, digest_of_source
-from sa1b.sources.stored_file import RemoteFile
+from sa1b.sources.stored_file import Link, RemoteFile, link_of, read_links
 from sa1b.storage.reader import PIECE
 from tests.shards import tiny
 from tests.storage.range_server import LINKED

@@ -1,6 +1,8 @@
 """One source read once: digests, changes while it is read, and checklists."""
 
+import hashlib
 import os
+import pickle
 import shutil
 import time
 
@@ -11,8 +13,10 @@ from sa1b.ingest.policy import Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.worker import Run
 from sa1b.shards.documents import Options
-from sa1b.sources.discovery import discover
-from sa1b.sources.source import SourceReader, digest_of_source, read_checklist
+from sa1b.sources.discovery import FORMATS, discover
+from sa1b.sources.pairing import Spill, pair_up
+from sa1b.sources.source import SourceFormat, SourcePass, SourceReader, digest_of_source, read_checklist
+from sa1b.sources.tar_stream import Member
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pairs, write_tar
 from tests.sources.archives import extract
@@ -21,8 +25,6 @@ IDS = range(100, 106)
 
 
 def test_the_digest_of_a_tar_is_that_of_the_file_as_stored(tmp_path):
-    import hashlib
-
     make_tar(tmp_path / "sa_000020.tar", IDS)
     (source,) = discover([tmp_path / "sa_000020.tar"]).sources
     stored = (tmp_path / "sa_000020.tar").read_bytes()
@@ -168,3 +170,55 @@ def test_the_second_pass_for_links_counts_no_bytes_twice_but_shows_that_work_goe
     reader.close()
     assert sum(seen) == path.stat().st_size
     assert seen[-1] == 0
+
+
+class Listed(SourceFormat):
+    """A format of a user: a text file that names the pairs in the folder beside it."""
+
+    kind, ending = "listed", ".lst"
+
+    def takes(self, path):
+        return path.suffix == self.ending
+
+    def name_of(self, path):
+        return path.stem
+
+    def measure(self, path, name, ignore):
+        return path.stat().st_size, path.stat().st_mtime_ns
+
+    def open(self, source, *, md5, progress):
+        return ListedPass(source.path)
+
+    def reading(self, source):
+        return {"order": "listed"}
+
+
+class ListedPass(SourcePass):
+    def __init__(self, path):
+        self.path, self.categories = path, []
+
+    def items(self):
+        for name in self.path.read_text().split():
+            yield Member(name, "file", 0, (self.path.parent / "files" / name).read_bytes())
+
+    def digests(self):
+        return {"sha256": hashlib.sha256(self.path.read_bytes()).hexdigest()}
+
+    def check_unchanged(self):
+        assert self.path.exists()
+
+    def close(self):
+        pass
+
+
+def test_a_format_is_one_class_and_one_entry_of_the_table(tmp_path):
+    extract(pairs(IDS), images=tmp_path / "files")
+    (tmp_path / "mine.lst").write_text("sa_101.json sa_101.jpg sa_100.jpg")
+    (source,) = discover([tmp_path / "mine.lst"], formats=(Listed(), *FORMATS)).sources
+    source = pickle.loads(pickle.dumps(source))  # as for a worker
+    assert (source.name, source.kind, source.label) == ("mine", "listed", str(tmp_path / "mine.lst"))
+    assert source.reading == {"kind": "listed", "order": "listed"}
+    items = list(pair_up(SourceReader(source).items(), Spill(tmp_path / "spill", 0)))
+    pair, alone = items
+    assert (pair.image_id, alone.reason) == (101, "jpg_unpaired")
+    assert digest_of_source(source) == hashlib.sha256((tmp_path / "mine.lst").read_bytes()).hexdigest()

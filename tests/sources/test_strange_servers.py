@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import Sa1bError, SourceError, printable
-from sa1b.sources.link_list import Link, link_of, read_links
 from sa1b.sources.remote_sources import named_links, remote_sources
 from sa1b.sources.source import SourceReader, digest_of_source
-from sa1b.sources.stored_file import RemoteFile
+from sa1b.sources.stored_file import Link, RemoteFile, link_of, read_links
 from sa1b.storage.reader import PIECE
 from tests.cli.verb import runner
 from tests.shards import tiny

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from sa1b.names import member_name
+from sa1b.sources.pairing import WantedPairs
 from sa1b.sources.tar_stream import Damage, Member
-from sa1b.sources.wanted import WantedPairs
 
 BLOCK = range(223_750, 223_750 + 11_186)  # as in a tar of SA-1B
 

@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from sa1b.storage import protocols
 from sa1b.storage.atomic import temporary_name, this_process
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.bucket_requests import BucketRequests, Conditions
@@ -380,3 +381,25 @@ def test_a_store_can_be_pickled_after_use(bucket: BucketStore) -> None:
     assert copy.read("a") == b"one"
     assert not copy.put_if_absent("a", b"two")
     copy.close()
+
+
+def test_a_kind_of_store_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk(scheme: str) -> type:
+        class Disk(fsspec.get_filesystem_class("memory")):
+            protocol = scheme
+
+            def __init__(self, *, region: str, **more: object) -> None:
+                super().__init__(**more)
+                self.region = region
+
+        return Disk
+
+    kind = protocols.StoreKind(
+        ("mine",), "ask my team", endpoint="region", file_system=disk, options=lambda *_: {"region": "here"}
+    )
+    monkeypatch.setattr(protocols, "KINDS", (*protocols.KINDS, kind))
+    store = open_store(f"mine://{tmp_path.name}/shards", scratch=tmp_path)
+    store.put("a/b.json", b"data")
+    assert (store.read("a/b.json"), store.names("a"), store.size("a/b.json")) == (b"data", ["b.json"], 4)
+    assert protocols.endpoint_options("mine://x", "there") == {"region": "there"}
+    assert protocols.kind_of("mine://x").advice == "ask my team"

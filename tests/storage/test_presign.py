@@ -10,8 +10,9 @@ import pytest
 import s3fs
 
 from sa1b.storage import http_range
-from sa1b.storage.connection import can_presign, connect
+from sa1b.storage.connection import connect
 from sa1b.storage.errors import DeniedError, UnavailableError
+from sa1b.storage.protocols import can_presign
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from tests.storage.conftest import SIZE, UNHURRIED, Store, WaitedTime

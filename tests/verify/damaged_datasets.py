@@ -39,9 +39,9 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
 from sa1b.shards.stored import no_ids
-from sa1b.sources.coco_file import CocoOptions
-from sa1b.sources.discovery import discover
-from sa1b.sources.wanted import WantedPairs
+from sa1b.sources.coco import CocoFormat
+from sa1b.sources.discovery import discover, formats_with
+from sa1b.sources.pairing import WantedPairs
 from sa1b.storage.folder import FolderStore
 from sa1b.verify.report import Report
 from sa1b.verify.verify import verify
@@ -114,10 +114,10 @@ def build(folder: Path) -> Template:
 
 def make(root: Path, paths: list[Path]) -> None:
     """A dataset directory of sources, in this process, with a view."""
-    coco = CocoOptions(paths[-1].parent / "images", "hash")
+    coco = CocoFormat(paths[-1].parent / "images", "hash")
     root.mkdir()
     options = Options(images_per_shard=3)
-    for source in discover(paths, coco=coco).sources:
+    for source in discover(paths, formats=formats_with(coco)).sources:
         if source.name == "sa_000009" and root.name == "root":
             wanted = WantedPairs(np.array(PART, np.uint64), is_block=False)
             part = replace(source, wanted=wanted)

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from sa1b.arguments import is_url
 from sa1b.console import command
 from sa1b.errors import BadSample, ShardError, UsageError
 from sa1b.names import image_name
 from sa1b.programs.annotate.folder import SETTINGS
 from sa1b.shards import jpeg
-from sa1b.shards.annotation import pixels_message
 from sa1b.shards.dataset import Dataset, check_images, open_dataset
 from sa1b.shards.manifest import DATASET
-from sa1b.sources.coco import not_convertible
-from sa1b.sources.discovery import is_tar_name
-from sa1b.sources.link_list import is_url
-from sa1b.sources.tar_reader import holds_tar
+from sa1b.sources.coco import encode_jpeg
+from sa1b.sources.tar_reader import holds_tar, is_tar_name
 from sa1b.storage.errors import StorageError
 
 _JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
@@ -190,19 +187,13 @@ def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadI
 
 
 def _converted(source: bytes, max_pixels: int, quality: int) -> bytes:
-    """Encode an image that Pillow can read as a JPEG without chroma subsampling; alpha is dropped."""
+    """Encode an image that Pillow can read as a JPEG, see `encode_jpeg`."""
     try:
         with Image.open(io.BytesIO(source)) as image:
-            if not 0 < image.width * image.height <= max_pixels:
-                what = f"image of format {image.format} has"
-                raise BadSample("absurd_size", pixels_message(what, image.width, image.height, max_pixels))
-            if image.format != "JPEG" and (why := not_convertible(image)):
-                raise BadSample("image_unsupported", why)
-            pixels = np.ascontiguousarray(image.convert("RGB"))
+            return encode_jpeg(image, quality, max_pixels)
     except BadSample:
         raise
     except UnidentifiedImageError:
         raise BadSample("not_an_image", "neither JPEG nor another format that Pillow reads") from None
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise BadSample("image_broken", f"image does not decode: {error}") from None
-    return bytes(simplejpeg.encode_jpeg(pixels, quality, "RGB", "444", fastdct=False))

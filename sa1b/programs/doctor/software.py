@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sa1b.programs.doctor.check import RankProcess
 from sa1b.programs.doctor.report import Finding
-from sa1b.storage.protocols import EXTRAS, protocol_of
+from sa1b.storage.protocols import kind_of
 from sa1b.version import __version__
 
 OPTIONAL = ("gcs", "azure", "text", "ray", "tensorboard", "kernels")  # extras for users
@@ -111,8 +111,7 @@ def packages(
                 "Install it: pip install --editable .",
             )
             return
-    protocol = protocol_of(process.root or "")
-    extra_of_root = next((extra for schemes, extra in EXTRAS.items() if protocol in schemes), None)
+    extra_of_root = kind_of(process.root or "").extra
     wrong: list[str] = []
     good: dict[str, str] = {}
     absent: dict[str, str] = {}

@@ -24,8 +24,7 @@ from sa1b import task_engine as engines
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_here
-from sa1b.sources.source_flags import checked_quality
+from sa1b.sources.path_arguments import check_here, checked_quality
 from sa1b.task_engine import Address, Engine
 
 TOUR = (190, "Repair, export and copy", "write other formats", "sa1b export shards --to folders --out files")

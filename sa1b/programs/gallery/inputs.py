@@ -29,7 +29,7 @@ from sa1b.shards.sample import location_in_shard, submit
 from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
-from sa1b.sources.tar_reader import is_tar
+from sa1b.sources.tar_reader import TAR, is_tar
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Root
@@ -86,7 +86,7 @@ def sources(path: Path) -> list[Source]:
     """The tars and folders at a path; unlike in ingest, a single tar may have any name."""
     if path.is_file() and is_tar(path):
         stat = path.stat()
-        return [Source(path.name, path, "tar", stat.st_size, stat.st_mtime_ns)]
+        return [Source(path.name, path, TAR, stat.st_size, stat.st_mtime_ns)]
     return discover([path]).sources
 
 

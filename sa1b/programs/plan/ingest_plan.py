@@ -14,8 +14,8 @@ from sa1b.report import duration_text, fact_lines, failed_lines, size_text
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import known_tasks
 from sa1b.sources.discovery import Discovered
-from sa1b.sources.link_list import Link
 from sa1b.sources.remote_sources import remote_sources
+from sa1b.sources.stored_file import Link
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 from sa1b.workers import available_cpus

@@ -20,8 +20,8 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.link_list import CONNECTIONS
-from sa1b.sources.source_flags import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.stored_file import CONNECTIONS
 
 TOUR = (20, "Make shards", "estimate disk and time", "sa1b plan downloads --out shards")
 

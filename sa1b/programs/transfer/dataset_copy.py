@@ -52,7 +52,7 @@ from sa1b.storage.cache import digest, fetch
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
 from sa1b.storage.open import open_store
-from sa1b.storage.protocols import READ_ONLY, protocol_of
+from sa1b.storage.protocols import kind_of, protocol_of
 from sa1b.storage.store import Root, Store
 
 
@@ -331,7 +331,7 @@ def _check_apart(source: Store, target: Store) -> None:
     if source.is_local and not Path(source.root).is_dir():
         raise no_dataset(source.root)
     protocol = protocol_of(target.root)
-    if protocol in READ_ONLY:
+    if kind_of(target.root).is_read_only:
         raise UsageError(
             f"{target.root}: {protocol} can only be read; name a folder, or a URL of s3://, gs:// or az://"
         )
