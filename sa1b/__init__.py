@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sa1b.version import __version__
 
 if TYPE_CHECKING:
-    from sa1b.engine.weights import load_model
     from sa1b.grounding.find import ground
     from sa1b.recipes.grounding_run import load_grounding
+    from sa1b.recipes.weights import load_model
     from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import embed_image, predict
     from sa1b.shards.dataset import Dataset
@@ -31,7 +31,7 @@ _PUBLIC = {
     "Loader": ("sa1b.stream.loader", "Loader"),
     "Text": ("sa1b.stream.text", "Text"),
     "Batch": ("sa1b.stream.batch", "Batch"),
-    "load_model": ("sa1b.engine.weights", "load_model"),
+    "load_model": ("sa1b.recipes.weights", "load_model"),
     "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
     "load_grounding": ("sa1b.recipes.grounding_run", "load_grounding"),
     "ground": ("sa1b.grounding.find", "ground"),

@@ -27,7 +27,7 @@ from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.model import Model, declared
+from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -36,7 +36,7 @@ from sa1b.engine.watch import deadline
 from sa1b.engine.watch.health import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.weights import load_weights
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.errors import UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.open import open_store
 from sa1b.storage.protocols import kind_of, protocol_of
@@ -73,7 +73,6 @@ class Config(ABC):
         logging: Recorded figures.
     """
 
-    evaluates: ClassVar[bool] = False  # whether sa1b.engine.evaluation can score the model
     reads_text: ClassVar[bool] = False  # whether the model reads `Batch.texts`
 
     preset: str = ""
@@ -113,6 +112,10 @@ class Config(ABC):
     def build(self) -> nn.Module:
         """The model (`sa1b.engine.model`), with weights from torch's generator."""
 
+    def scorer(self, device: torch.device) -> Scorer | None:
+        """The scorer of an evaluation of the model; None: the model has no evaluation."""
+        return None
+
     def resolved(self) -> "Config":
         """The settings with values that are read from files when the run starts; raises UsageError."""
         return self
@@ -148,23 +151,11 @@ def build(config: Config, weights: str | None) -> nn.Module:
     torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = config.build()
     if weights is not None:
-        line = load_initial(declared(module), weights, config.scratch)
+        line = load_weights(declared(module), weights, config.scratch)
         if int(os.environ.get("RANK", "0")) == 0:
             # Not to stdout, where --json prints the scores.
             sys.stderr.write(f"{line}\n")
     return module
-
-
-def load_initial(model: Model, weights: str, scratch: Path | None) -> str:
-    """Load the weights of --init; return a line that describes them.
-
-    Raises:
-        UsageError: the weights cannot be read, or do not fit the model.
-    """
-    try:
-        return load_weights(model, weights, scratch)
-    except (Sa1bError, OSError) as error:
-        raise UsageError(f"--init: {error}") from None
 
 
 def initial_weights(config: Config) -> str | None:
@@ -289,7 +280,7 @@ def _check(config: Config) -> None:
             "another folder"
         )
     asked = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
-    if asked and not config.evaluates:
+    if asked and config.scorer(torch.device("cpu")) is None:
         raise UsageError(
             f"--evaluation: the model of {type(config).__name__} has no evaluation; drop --evaluation.view, "
             "--evaluation.every and --evaluate-only"

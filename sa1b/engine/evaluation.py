@@ -1,16 +1,7 @@
-"""Evaluation on held-out images: the scorer of the model, or mean IoU after 1, 3, 5 clicks and with a box.
-
-Two protocols for clicks:
-
-    uniform    clicks are uniform random pixels of the mask or of the error, IoU at the resolution of the
-               losses: cheap, for curves of a training run
-    sam        clicks at the centres of masks and errors, IoU at source resolution, as in the paper
-               (sa1b.sam.protocol); also by mask size, and for the oracle's choice of three candidates
-"""
+"""Evaluation on held-out images, with the scorer that the settings bring."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +10,8 @@ from torch import nn
 
 from sa1b.console import command
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.model import declared
+from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.scorer import ClickScorer, Scored, Scorer
 from sa1b.engine.settings import EvaluationConfig, ParallelConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.precision import autocast
@@ -30,9 +20,6 @@ from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.dataset import Stream
-
-if TYPE_CHECKING:
-    pass
 
 _PREFETCHED = 8  # images that each rank prepares in advance
 
@@ -83,6 +70,7 @@ def held_out_feed(
 def evaluate(
     module: nn.Module,
     feed: Feed,
+    scorer: Scorer,
     config: EvaluationConfig,
     parallel: ParallelConfig,
     rank_info: RankInfo,
@@ -97,6 +85,7 @@ def evaluate(
     Args:
         module: wrapped model.
         feed: feed of held-out images; read from its start.
+        scorer: takes the results; see `sa1b.engine.config.Config.scorer`.
         config: the protocol, and the number of images whose predicted masks are written.
         out: folder of the run, for predictions.jsonl.
         control: control of the run; polled for each micro-batch.
@@ -111,11 +100,6 @@ def evaluate(
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     model = declared(module)
-    scorer: Scorer
-    if isinstance(model, Scored):
-        scorer = model.scorer(rank_info.device)
-    else:
-        scorer = ClickScorer(config.protocol == "sam", rank_info.device)
     damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
     images = len(feed.stream.view)
     shown: list[tuple[int, str]] = []

@@ -67,9 +67,9 @@ class Model(Protocol):
     run, the step, the rank and the micro-batch, so that a resumed run has the same numbers, and each rank
     others. The result then depends on the number of ranks. For values that do not, see `inputs`.
 
-    Evaluation is optional. If `evaluates` of the settings is true, the model either has a method
-    `scorer(device)` that returns a `sa1b.engine.scorer.Scorer`, or its `forward` accepts `evaluate=True`
-    and returns intersections, unions and logits in the same form as SAM, for `sa1b.engine.evaluation`.
+    Evaluation is optional: the settings bring a scorer, see `sa1b.engine.config.Config.scorer`. That of SAM,
+    `sa1b.recipes.scorer.ClickScorer`, takes every model whose `forward` accepts `evaluate=True` and returns
+    intersections, unions and logits in the same form.
 
     Attributes:
         figures: Names of the sums whose means are recorded each step, including "loss".
@@ -178,6 +178,26 @@ class Divisible(Model, Protocol):
 
     def end(self, stream: Tensor, *inputs: Any) -> dict[str, Tensor]:
         """The result of `forward`, from the stream after the last block."""
+        ...
+
+
+class Scorer(Protocol):
+    """The results of an evaluation: sums over all images, and masks to show."""
+
+    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
+        """Evaluate a micro-batch: call the module once, on every rank, with `inputs`."""
+        ...
+
+    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
+        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
+        ...
+
+    def all_reduce(self) -> None:
+        """Add the sums of all ranks; collective."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """The scores by name; "empty" is the number of masks that are left out, without a pixel."""
         ...
 
 

@@ -20,7 +20,6 @@ from sa1b.grounding.alignment import contrastive_loss
 from sa1b.grounding.inputs import Phrased, phrased
 from sa1b.grounding.recipe import GroundingRecipe
 from sa1b.grounding.regions import region_features
-from sa1b.grounding.score import GroundingScore
 from sa1b.grounding.text_encoder import TextConfig, TextEncoder
 from sa1b.sam.flops import encoder_flops, is_frozen
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
@@ -173,10 +172,6 @@ class Grounding(nn.Module):
             phrase += 2.0 * length * width * (12 * width + 2 * length) * self.text.depth
         passes = 1 if is_frozen(self.image_encoder) else 3
         return passes * images * encoder_flops(self.config) + 3 * masks * phrase
-
-    def scorer(self, device: torch.device) -> GroundingScore:
-        """The scorer of an evaluation; see `sa1b.engine.scorer.Scorer`."""
-        return GroundingScore.empty(device)
 
     def forward(
         self, images: Tensor, masks: Phrased, image_keys: Tensor, *, evaluate: bool = False

@@ -37,9 +37,18 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     if config.evaluation.show:
         check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
     module = wrap(build(), config.parallel, rank_info)
-    control = _Writing(rank_info)
+    control, scorer = _Writing(rank_info), config.scorer(rank_info.device)
+    assert scorer is not None  # refused by Config.check
     scores = evaluate(
-        module, held_out, config.evaluation, config.parallel, rank_info, config.folder, control, phases
+        module,
+        held_out,
+        scorer,
+        config.evaluation,
+        config.parallel,
+        rank_info,
+        config.folder,
+        control,
+        phases,
     )
     if scores is not None:
         _print(config, scores, rank_info)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from sa1b.engine.weights import find_weights
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding, is_grounding
 from sa1b.grounding.recipe import GroundingRecipe
 from sa1b.grounding.text_encoder import TextConfig
+from sa1b.recipes.weights import find_weights
 from sa1b.sam.model import ModelConfig
 from sa1b.stream.tokenizer import open_tokenizer
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 
 from sa1b.engine.config import Config
@@ -11,7 +12,9 @@ from sa1b.engine.settings import CheckpointConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.recipe import GroundingRecipe
+from sa1b.grounding.score import GroundingScore
 from sa1b.grounding.text_encoder import TextConfig
+from sa1b.recipes.scorer import ClickScorer
 from sa1b.recipes.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest
 from sa1b.sam.distillation import Distillation
 from sa1b.sam.interactive import Interactive
@@ -49,8 +52,6 @@ class SamConfig(Config):
         recipe: Prompts and losses.
     """
 
-    evaluates: ClassVar[bool] = True
-
     preset: Preset = "vit_b"
     model: ModelConfig = field(default_factory=ModelConfig)
     recipe: Recipe = field(default_factory=Recipe)
@@ -63,6 +64,10 @@ class SamConfig(Config):
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
         return Interactive(Sam(self.model), self.recipe)
+
+    def scorer(self, device: torch.device) -> ClickScorer:
+        """See `Config.scorer`."""
+        return ClickScorer(self.evaluation.protocol == "sam", device)
 
     def check(self) -> None:
         """See `Config.check`."""
@@ -82,8 +87,6 @@ class DistillConfig(Config):
         recipe: Prompts of evaluations.
     """
 
-    evaluates: ClassVar[bool] = True
-
     preset: Preset = "distill"
     distill: TeacherConfig = field(default_factory=TeacherConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -100,6 +103,10 @@ class DistillConfig(Config):
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
         cache = None if self.evaluate_only else open_cache(self.distill)
         return Distillation(student, self.recipe, teacher, cache)
+
+    def scorer(self, device: torch.device) -> ClickScorer:
+        """See `Config.scorer`."""
+        return ClickScorer(self.evaluation.protocol == "sam", device)
 
     def resolved(self) -> "DistillConfig":
         """The settings with the digest of the teacher; see `Config.resolved`."""
@@ -127,7 +134,6 @@ class GroundingConfig(Config):
         recipe: Losses.
     """
 
-    evaluates: ClassVar[bool] = True
     reads_text: ClassVar[bool] = True
 
     preset: Preset = "grounding"
@@ -154,6 +160,10 @@ class GroundingConfig(Config):
             capacity=images * data.masks,
             tokenizer=data.tokenizer,
         )
+
+    def scorer(self, device: torch.device) -> GroundingScore:
+        """See `Config.scorer`."""
+        return GroundingScore.empty(device)
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """See `Config.micro_batches`; several micro-batches would change the contrastive loss."""

@@ -12,9 +12,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from sa1b.engine.weights import find_weights
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.model import is_grounding
+from sa1b.recipes.weights import find_weights
 from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -146,7 +146,7 @@ def _is_name(source: str) -> bool:
 def _weights(source: str, scratch: Path | None) -> dict[str, Tensor]:
     try:
         with torch.device("cpu"):  # a model that is built only for its sizes is on the meta device
-            where, weights = find_weights(source, scratch=scratch)
+            where, weights = find_weights(source, scratch)
     except (Sa1bError, OSError) as error:
         raise UsageError(f"--distill.teacher: {error}") from None
     if is_grounding(weights):

@@ -46,7 +46,7 @@ def main(
         json_output: Print the summary as JSON.
     """
     with loading():
-        from sa1b.engine.weights import convert
+        from sa1b.recipes.weights import convert
 
     check_here("--scratch", scratch)
     if scratch is not None and not is_url(source):

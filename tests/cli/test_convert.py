@@ -8,8 +8,8 @@ from torch.optim import AdamW
 import sa1b
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.engine.weights import convert, find_weights
 from sa1b.errors import CheckpointError, Sa1bError
+from sa1b.recipes.weights import convert, find_weights
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights

@@ -24,9 +24,9 @@ from sa1b.engine.checkpoint.files import RetrievalError
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
-from sa1b.engine.weights import find_weights
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS
+from sa1b.recipes.weights import find_weights
 from sa1b.storage import claim
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import StorageError

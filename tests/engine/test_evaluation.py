@@ -22,6 +22,7 @@ from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.masks.geometry import bbox
 from sa1b.masks.raster import rasterize
+from sa1b.recipes.scorer import ClickScorer
 from sa1b.sam import clicks, prediction
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
@@ -90,7 +91,8 @@ def scores_of(
     show: int = 0,
 ) -> dict[str, float]:
     settings = EvaluationConfig(show=show, protocol=protocol)
-    found = evaluate(module, feed, settings, config, rank_info, out, Control(rank_info), Phases())
+    scorer = ClickScorer(protocol == "sam", rank_info.device)
+    found = evaluate(module, feed, scorer, settings, config, rank_info, out, Control(rank_info), Phases())
     assert found is not None
     return found
 

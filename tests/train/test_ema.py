@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.weights import find_weights
+from sa1b.recipes.weights import find_weights
 from tests.train.command import assert_same_state, losses, newest, start, tensors, train_to_end
 
 # A key's bias has a gradient of rounding errors alone: a large epsilon keeps Adam from full steps of them.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sa1b.console import counted, rounded
-from sa1b.engine.config import Config, build, initial_weights, load_initial, with_steps
+from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared
 from sa1b.engine.planner.fake_step import measure
@@ -18,6 +18,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze, lr_line
 from sa1b.engine.watch.hardware import peak_seconds
+from sa1b.engine.weights import load_weights
 
 
 def dry_run(config: Config, rank_info: RankInfo, connection: Connection) -> None:
@@ -53,7 +54,7 @@ def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
         if (weights := initial_weights(config)) is not None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-                load_initial(declared(module), weights, config.scratch)
+                load_weights(declared(module), weights, config.scratch)
         print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
         print(lr_line(config.optim, config.data.global_batch))
         print(connection)

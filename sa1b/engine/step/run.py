@@ -194,12 +194,14 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""
-        if self.held_out is not None:
+        scorer = self.config.scorer(self.rank_info.device)
+        if self.held_out is not None and scorer is not None:
             config, began = self.config, time.perf_counter()
             with averaged(self.module, self.optimizer), self.phases.part("evaluation"):
                 scores = evaluate(
                     self.module,
                     self.held_out,
+                    scorer,
                     config.evaluation,
                     config.parallel,
                     self.rank_info,

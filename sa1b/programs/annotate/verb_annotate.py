@@ -107,8 +107,8 @@ def main(
     if quality is not None and not 1 <= quality <= 100:
         raise UsageError(f"--quality {quality}: must be from 1 to 100")
     with loading():
-        from sa1b.engine.weights import load_model
         from sa1b.programs.annotate.annotate import annotate
+        from sa1b.recipes.weights import load_model
         from sa1b.sam.mask_generator import GeneratorConfig
     try:
         config = GeneratorConfig(

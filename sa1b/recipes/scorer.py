@@ -1,6 +1,14 @@
-"""Scores of a model: the interface of its scorer, and mean IoU by clicks and boxes for models like SAM."""
+"""The scorer of SAM: mean IoU after 1, 3, 5 clicks and with a box, and the predicted masks.
 
-from typing import Any, Protocol, runtime_checkable
+Two protocols for clicks:
+
+    uniform    clicks are uniform random pixels of the mask or of the error, IoU at the resolution of the
+               losses: cheap, for curves of a training run
+    sam        clicks at the centres of masks and errors, IoU at source resolution, as in the paper
+               (sa1b.sam.protocol); also by mask size, and for the oracle's choice of three candidates
+"""
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +42,7 @@ class ClickScorer:
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
-        """See `Scorer`."""
+        """See `sa1b.engine.model.Scorer`."""
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
         if self.published:
             found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
@@ -47,13 +55,13 @@ class ClickScorer:
         self._last = rows, weights, found
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
-        """See `Scorer`."""
+        """See `sa1b.engine.model.Scorer`."""
         assert self._last is not None
         rows, weights, found = self._last
         return prediction_lines(batch, rows[weights > 0], weights > 0, found)
 
     def all_reduce(self) -> None:
-        """See `Scorer`."""
+        """See `sa1b.engine.model.Scorer`."""
         self.score.all_reduce()
         dist.all_reduce(self.empty)
 
@@ -110,30 +118,3 @@ def prediction_lines(
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
     return made
-
-
-class Scorer(Protocol):
-    """The results of an evaluation: sums over all images, and masks to show."""
-
-    def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
-        """Evaluate a micro-batch: call the module once, on every rank, with `inputs`."""
-        ...
-
-    def predictions(self, batch: Batch) -> list[tuple[int, str]]:
-        """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
-        ...
-
-    def all_reduce(self) -> None:
-        """Add the sums of all ranks; collective."""
-        ...
-
-    def result(self) -> dict[str, float]:
-        """The scores by name; "empty" is the number of masks that are left out, without a pixel."""
-        ...
-
-
-@runtime_checkable
-class Scored(Protocol):
-    """A model with its own scorer."""
-
-    def scorer(self, device: torch.device) -> Scorer: ...

@@ -1,0 +1,144 @@
+"""Weights of SAM: a model from a run or a file, and conversion to one file with the published names."""
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sa1b.engine import weights
+from sa1b.errors import UsageError
+from sa1b.grounding.model import is_grounding
+from sa1b.sam.model import Sam
+from sa1b.sam.published import FORMATS, WeightsError, config_of, preset_of, read_weights, write_weights
+
+PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
+
+
+def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tuple[str, dict[str, Tensor]]:
+    """The weights in a run, a checkpoint or a file; see `sa1b.engine.weights.find_weights`."""
+    return weights.find_weights(source, read_weights, scratch)
+
+
+def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
+    """The model in a run, a checkpoint or a file of weights, ready for `sa1b.predict`.
+
+    Args:
+        source: the folder of a run (--out of `sa1b train`; its newest good checkpoint is taken), a
+            checkpoint in it, or a .pth or .safetensors with the published names; or the URL of one of these.
+
+    Raises:
+        UsageError: the source is not a path, or the device is a GPU and torch finds none.
+        CheckpointError: the file or folder does not exist, or the checkpoint is damaged.
+        WeightsError: the file is damaged, or does not contain a SAM.
+        OSError: the source cannot be read.
+    """
+    if not isinstance(source, str | PathLike):
+        raise UsageError(f"source {source!r}: not a path; pass {weights.KINDS}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {str(device)!r}: torch finds no GPU; pass device='cpu'")
+    where, found = find_weights(source)
+    if is_grounding(found):
+        raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
+    try:
+        model = Sam(config_of(found))
+        model.load_state_dict(found)
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise WeightsError(
+            f"{where}: not the weights of a SAM ({type(error).__name__}: {first}); pass {weights.KINDS}"
+        ) from None
+    return model.to(device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The result of exporting weights.
+
+    Attributes:
+        source: the checkpoint or file that was read.
+        target: the file that was written.
+        bytes: length of the file.
+        model: name of the preset with these sizes; None if no preset has them.
+        image_size: image size of the model in pixels.
+        parameters: number of parameters of the model.
+    """
+
+    source: str
+    target: str
+    bytes: int
+    model: str | None
+    image_size: int
+    parameters: int
+
+    def document(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {**asdict(self), "snippet": self.snippet()}
+
+    def table(self) -> str:
+        """The result as text."""
+        model = self.model or "of no preset's sizes"
+        return (
+            f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
+            f"Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
+        )
+
+    def snippet(self) -> str:
+        """Python code that loads the file with this package and, for published sizes, the original one."""
+        path = repr(self.target)
+        own = (
+            "Load it with this package:\n\n"
+            "    import sa1b\n\n"
+            f"    model = sa1b.load_model({path})\n"
+            "    # image: uint8 RGB [height, width, 3]; x, y: pixels of it\n"
+            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
+        )
+        if self.model not in PUBLISHED:
+            return f"{own}\nThe original package (segment_anything) has no model of these sizes."
+        if self.target.endswith(".pth"):
+            load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path})"
+        else:
+            load = (
+                "    from safetensors.torch import load_file\n\n"
+                f"    model = sam_model_registry[{self.model!r}]()\n"
+                f"    model.load_state_dict(load_file({path}))"
+            )
+        return (
+            f"{own}\nLoad it with the original package:\n\n"
+            f"    from segment_anything import sam_model_registry\n{load}"
+        )
+
+
+def convert(
+    source: str | PathLike[str], target: Path, *, overwrite: bool = False, scratch: Path | None = None
+) -> Converted:
+    """Write the weights of a checkpoint or published file to one file.
+
+    Raises:
+        UsageError: the target exists, or its name has an unknown ending.
+        CheckpointError, WeightsError, OSError: see `find_weights`.
+    """
+    if target.suffix not in FORMATS:
+        raise UsageError(f"--out {target}: must end with .safetensors or .pth")
+    if target.is_dir():
+        raise UsageError(f"--out {target}: is a folder; name a file that ends with .safetensors or .pth")
+    if target.exists() and not overwrite:
+        raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
+    where, found = find_weights(source, scratch)
+    if is_grounding(found):
+        raise UsageError(
+            f"{where}: a grounding model, which needs the settings of its run; load the run with "
+            "sa1b.load_grounding, or pass it as --init"
+        )
+    write_weights(target, found)
+    config = config_of(found)
+    return Converted(
+        source=where,
+        target=str(target),
+        bytes=target.stat().st_size,
+        model=preset_of(config),
+        image_size=config.image_size,
+        parameters=sum(tensor.numel() for tensor in found.values()),
+    )
