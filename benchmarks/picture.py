@@ -14,8 +14,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import Choice
 from sa1b.programs.synthetic.source_tars import write_tar
 
 REPOSITORY = Path(__file__).parents[1]

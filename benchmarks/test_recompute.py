@@ -14,7 +14,7 @@ import torch
 from sa1b.engine.config import build
 from sa1b.engine.planner import fake_step
 from sa1b.engine.settings import ParallelConfig
-from sa1b.programs.scaling.synthetic_batch import synthetic_batch
+from sa1b.programs.scaling.rank import synthetic_batch
 from sa1b.recipes.presets import PRESETS
 
 VALUES = ("none", "every:2", "all")

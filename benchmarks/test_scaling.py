@@ -14,8 +14,8 @@ import pytest
 
 from sa1b.ingest.ingest import ingest
 from sa1b.ingest.policy import Policy
+from sa1b.programs.scaling.page import judge
 from sa1b.programs.scaling.result import Scaling
-from sa1b.programs.scaling.verdict import judge
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options

@@ -10,8 +10,7 @@ from sa1b.version import __version__
 
 if TYPE_CHECKING:
     from sa1b.grounding.find import ground
-    from sa1b.recipes.grounding_run import load_grounding
-    from sa1b.recipes.weights import load_model
+    from sa1b.recipes.weights import load_grounding, load_model
     from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import embed_image, predict
     from sa1b.shards.dataset import Dataset
@@ -33,7 +32,7 @@ _PUBLIC = {
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.recipes.weights", "load_model"),
     "generate_masks": ("sa1b.sam.mask_generator", "generate_masks"),
-    "load_grounding": ("sa1b.recipes.grounding_run", "load_grounding"),
+    "load_grounding": ("sa1b.recipes.weights", "load_grounding"),
     "ground": ("sa1b.grounding.find", "ground"),
     "embed_image": ("sa1b.sam.prediction", "embed_image"),
     "predict": ("sa1b.sam.prediction", "predict"),

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b import task_engine as engines
+from sa1b import ray_tasks as engines
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
+from sa1b.ray_tasks import Address, Engine
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
-from sa1b.task_engine import Address, Engine
 
 TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
 

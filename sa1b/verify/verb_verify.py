@@ -14,12 +14,12 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b import task_engine as engines
+from sa1b import ray_tasks as engines
 from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_scratch_flag
-from sa1b.task_engine import Address, Engine
 
 TOUR = (60, "Make shards", "check a dataset directory", "sa1b verify shards --deep")
 

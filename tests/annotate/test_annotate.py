@@ -23,8 +23,7 @@ from torch.distributed import TCPStore
 import sa1b
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
-from sa1b.programs.annotate.annotate import AnnotationSummary, Part, annotate
-from sa1b.programs.annotate.document import content_id, mask_ids
+from sa1b.programs.annotate.annotate import AnnotationSummary, Part, annotate, content_id, mask_ids
 from sa1b.programs.annotate.verb_annotate import main
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam

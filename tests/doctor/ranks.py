@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.ranks.process_group import stop
-from sa1b.programs.doctor import group, reachability, ring, skew, synchronisation
+from sa1b.programs.doctor import reachability, ring, synchronisation
 from sa1b.programs.doctor.bandwidth import bandwidth
 from sa1b.programs.doctor.check import RankProcess
 from sa1b.programs.doctor.exchange import CheckTogether, RankExchange
@@ -110,9 +110,9 @@ def found() -> dict[str, list[Finding]]:
     rank = process.rank
     ring.time = watch = Watch()
     cases: dict[str, Callable[[RankProcess, RankExchange], Any]] = {
-        "group": group.process_group,
-        "sum": group.rank_sum,
-        "wrong sum": lambda *given: group.rank_sum(*given, contribution=7 if rank == 1 else None),
+        "group": synchronisation.process_group,
+        "sum": synchronisation.rank_sum,
+        "wrong sum": lambda *given: synchronisation.rank_sum(*given, contribution=7 if rank == 1 else None),
         "gradients": synchronisation.gradients,
         "skips": lambda *given: synchronisation.gradients(*given, alter=skips, modes=("ddp",)),
         "sums": lambda *given: synchronisation.gradients(*given, alter=sums, modes=("ddp",)),
@@ -122,8 +122,8 @@ def found() -> dict[str, list[Finding]]:
         "ring": lambda *given: ring.ring(*given, lengths=(1, 2, 3, 4, 5, 7, 1000)),
         "wrong chunk": lambda *given: ring.ring(*given, received=wrong_chunk),
         "slow link": lambda *given: ring.ring(*given, delay=lambda: watch.spend(0.5 if rank == 1 else 0)),
-        "clock": skew.clock_skew,
-        "skewed": lambda *given: skew.clock_skew(
+        "clock": reachability.clock_skew,
+        "skewed": lambda *given: reachability.clock_skew(
             *given, clock=lambda: time.time() + (0, 5, -1000, 0)[rank]
         ),
         "reachability": lambda *given: reachability.reachability(*given, address="127.0.0.1"),
@@ -133,7 +133,7 @@ def found() -> dict[str, list[Finding]]:
         ),
         # Last, because a barrier that failed leaves the ranks at different collectives.
         "barrier": lambda process, exchange: (
-            () if rank == 1 else group.process_group(replace(process, timeout=8), exchange)
+            () if rank == 1 else synchronisation.process_group(replace(process, timeout=8), exchange)
         ),
     }  # fmt: skip
     results = {}

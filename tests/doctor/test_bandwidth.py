@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.programs.doctor.bandwidth import COLLECTIVES, Measurement, bandwidth_finding
+from sa1b.programs.doctor.bandwidth import COLLECTIVES, Link, Measurement, bandwidth_finding, link_of
 from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.links import Link, link_of
 
 GPU = torch.device("cuda", 0)
 NVLINK = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)\n" + "".join(

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 
 from sa1b.engine.ranks.network import choose
-from sa1b.programs.doctor.agreement import agreement
 from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.environment import environment
+from sa1b.programs.doctor.environment import KNOWN, environment
 from sa1b.programs.doctor.exchange import of_rank
-from sa1b.programs.doctor.report import Finding
-from sa1b.programs.doctor.variables import KNOWN
+from sa1b.programs.doctor.report import Finding, agreement
 from tests.engine import test_network
 
 TWO_HOSTS = {"world_size": 4, "local_world_size": 2, "rank": 1, "local_rank": 1, "host": "gpu-07"}

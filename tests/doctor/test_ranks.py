@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from sa1b.programs.doctor import skew
-from sa1b.programs.doctor.connection import connect_reason
+from sa1b.programs.doctor import reachability
+from sa1b.programs.doctor.exchange import connect_reason
 from sa1b.programs.doctor.reachability import connection_findings
 from sa1b.programs.doctor.report import Finding, Report
 from sa1b.programs.doctor.ring import steps_of, timeline
@@ -132,8 +132,8 @@ def test_clocks_that_differ() -> None:
 
 
 def test_a_small_difference_is_no_fault() -> None:
-    assert skew.skew_finding(1.2, 0.5, "b", "a").state == "ok"
-    assert skew.skew_finding(-1.2, 0.001, "b", "a").figure.startswith(
+    assert reachability.skew_finding(1.2, 0.5, "b", "a").state == "ok"
+    assert reachability.skew_finding(-1.2, 0.001, "b", "a").figure.startswith(
         "the clock of b is 1.2 s behind that of a"
     )
 

@@ -7,9 +7,8 @@ import google_crc32c
 import pytest
 
 from sa1b.programs.doctor import software
-from sa1b.programs.doctor.agreement import agreement
 from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.report import Finding
+from sa1b.programs.doctor.report import Finding, agreement
 
 REQUIREMENTS = (
     "torch>=2.11",

@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks import latency_proxy
 from sa1b.programs.doctor import storage
-from sa1b.programs.doctor.agreement import agreement
 from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.report import Finding
+from sa1b.programs.doctor.report import Finding, agreement
 from tests.disks import small_disk
 from tests.shards import tiny_source
 from tests.storage.service import Service

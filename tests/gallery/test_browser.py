@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from sa1b.masks import geometry
-from sa1b.programs.gallery.chart import charts
-from sa1b.programs.gallery.histograms import Survey
+from sa1b.programs.gallery.chart import Survey, charts
+from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import Choice
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset

@@ -11,8 +11,8 @@ import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.programs.gallery import inputs
+from sa1b.programs.gallery.members import NEVER, Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import NEVER, Choice
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.reader import Reader

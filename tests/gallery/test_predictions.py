@@ -9,8 +9,8 @@ import pytest
 
 from sa1b.errors import UsageError
 from sa1b.masks import coco, geometry
+from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import Choice
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset

@@ -7,8 +7,8 @@ import fsspec
 import pytest
 
 from sa1b.errors import ManifestError, ShardError
+from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import Choice
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
 

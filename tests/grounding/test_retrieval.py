@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
-from sa1b.programs.gallery.selection import Choice
 from sa1b.programs.synthetic.source_tars import PHRASES, write_tars
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.programs.scaling.machine import Machine
+from sa1b.programs.scaling.cases import Machine
 
 PLAIN = Machine("cpu", 0, 4, (0, 1, 2, 3))
 

@@ -5,9 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sa1b.programs.scaling.page import page
+from sa1b.programs.scaling.page import judge, page
 from sa1b.programs.scaling.result import CaseResult, Scaling
-from sa1b.programs.scaling.verdict import judge
 from tests.gallery.browser import BROWSER, dump_dom
 from tests.scaling.measured import case, result, scaling
 

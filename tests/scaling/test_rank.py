@@ -8,8 +8,7 @@ import torch
 
 from sa1b.engine.ranks.process_group import start
 from sa1b.programs.scaling.cases import Case
-from sa1b.programs.scaling.rank import Launch, TrainingStep, measure
-from sa1b.programs.scaling.synthetic_batch import synthetic_batch
+from sa1b.programs.scaling.rank import Launch, TrainingStep, measure, synthetic_batch
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.workers import supervise
 from tests import processes

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from sa1b.programs.scaling.page import judge
 from sa1b.programs.scaling.result import CaseResult
-from sa1b.programs.scaling.verdict import judge
 from tests.scaling.measured import case, result, scaling
 
 BASE = result(0.1)

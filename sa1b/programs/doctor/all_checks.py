@@ -11,16 +11,13 @@ from typing import Any
 from sa1b.console import counted
 from sa1b.engine.ranks.rank_store import fault
 from sa1b.programs.doctor import device, environment, machine, software, storage
-from sa1b.programs.doctor.agreement import agreement
 from sa1b.programs.doctor.bandwidth import BANDWIDTH, bandwidth
 from sa1b.programs.doctor.check import ABORTED, Check, RankProcess, missing_need
 from sa1b.programs.doctor.exchange import CheckTogether, RankExchange, of_rank
-from sa1b.programs.doctor.group import GROUP, process_group, rank_sum
-from sa1b.programs.doctor.reachability import REACHABILITY, reachability
-from sa1b.programs.doctor.report import Finding, Report, named
+from sa1b.programs.doctor.reachability import REACHABILITY, SKEW, clock_skew, reachability
+from sa1b.programs.doctor.report import Finding, Report, agreement, named
 from sa1b.programs.doctor.ring import RING, ring
-from sa1b.programs.doctor.skew import SKEW, clock_skew
-from sa1b.programs.doctor.synchronisation import GRADIENTS, gradients
+from sa1b.programs.doctor.synchronisation import GRADIENTS, GROUP, gradients, process_group, rank_sum
 
 # The quick ones first.
 LOCAL = (

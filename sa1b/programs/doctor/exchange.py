@@ -4,6 +4,7 @@ So the findings of each rank reach rank 0 even if no process group can start.
 """
 
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,26 @@ from torch._C._distributed_c10d import TCPStore
 
 from sa1b.limit import Limited
 from sa1b.programs.doctor.check import ABORTED, RankProcess, in_thread
-from sa1b.programs.doctor.connection import connect_reason
 from sa1b.programs.doctor.report import Finding
+
+_CONNECT = 5.0  # seconds
+
+
+def connect_reason(host: str, port: int, seconds: float = _CONNECT) -> str:
+    """The reason for a failing connection, such as "timed out"; empty if the connection works."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except TimeoutError:
+        return "timed out"
+    except ConnectionRefusedError:
+        return "connection refused"
+    except socket.gaierror:
+        return "name not known"
+    except OSError as error:
+        text = (error.strerror or str(error)).lower()
+        return "no route" if "unreachable" in text or "no route" in text else text
+    return ""
+
 
 _INTERVAL = 0.05  # seconds between two queries for an answer; a call of the store cannot be interrupted
 _RETRY = 0.5  # seconds between two attempts to connect

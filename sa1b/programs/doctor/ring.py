@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sa1b.programs.doctor.check import RankProcess
 from sa1b.programs.doctor.exchange import RankExchange
-from sa1b.programs.doctor.group import joined
 from sa1b.programs.doctor.report import LINES, Finding, State
+from sa1b.programs.doctor.synchronisation import joined
 
 RING = "ring"
 _ELEMENTS = (1 << 20) + 1  # float32, 4 MB

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b import task_engine as engines
+from sa1b import ray_tasks as engines
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
+from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_here, checked_quality
-from sa1b.task_engine import Address, Engine
 
 TOUR = (190, "Repair, export and copy", "write other formats", "sa1b export shards --to folders --out files")
 

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.names import image_name
-from sa1b.programs.gallery.histograms import Survey
-from sa1b.programs.gallery.members import read_members
-from sa1b.programs.gallery.selection import Choice, Exhibit, Gathered, Skipped
+from sa1b.programs.gallery.chart import Survey
+from sa1b.programs.gallery.members import Choice, Exhibit, Gathered, Skipped, read_members
 from sa1b.progress import Bar
 from sa1b.shards import manifest, quarantine
 from sa1b.shards.commit import shard_files

@@ -21,7 +21,7 @@ from sa1b.errors import BadSample
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import image_name
-from sa1b.programs.gallery.selection import Exhibit
+from sa1b.programs.gallery.members import Exhibit
 from sa1b.shards import jpeg
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.display import display_size, largest_first, scaled

@@ -70,8 +70,8 @@ def main(
     check_here("--out", out)
     with loading():
         from sa1b.programs.gallery.inputs import is_dataset
+        from sa1b.programs.gallery.members import Choice
         from sa1b.programs.gallery.page import write_gallery
-        from sa1b.programs.gallery.selection import Choice
         from sa1b.shards.dataset import open_dataset
         from sa1b.views.view import open_view
     images, facts = None, []

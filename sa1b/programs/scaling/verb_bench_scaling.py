@@ -85,11 +85,9 @@ def main(
         raise UsageError(f"--report {report}: there is no folder {report.parent}; create it first")
     with loading():
         from sa1b.engine.step.precision import Precision
-        from sa1b.programs.scaling.cases import MODES, modes_for, series
-        from sa1b.programs.scaling.machine import Machine
+        from sa1b.programs.scaling.cases import MODES, Machine, modes_for, series
         from sa1b.programs.scaling.measurement import Settings, measure
-        from sa1b.programs.scaling.page import page
-        from sa1b.programs.scaling.verdict import judge
+        from sa1b.programs.scaling.page import judge, page
         from sa1b.recipes.presets import SAM_PRESETS
         from sa1b.shards.dataset import Dataset, check_images
     machine = Machine.of_this_process(device)
