@@ -1,16 +1,17 @@
 """Bandwidth of collectives over the size of their message, as nccl-tests defines it.
 
-For a message of S bytes that takes t seconds, the algorithm bandwidth is S / t. The bus bandwidth counts the
-bytes that each rank must send at least, so it can be compared with the rate of a link for any number of ranks
-N. It is the algorithm bandwidth times 2 (N - 1) / N for all-reduce, and times (N - 1) / N for all-gather and
-reduce-scatter, whose S is the size of the complete tensor. See
+For a message of S bytes that takes t seconds, the algorithm bandwidth is S / t. The bus bandwidth counts
+the bytes that each rank must send at least, so it can be compared with the rate of a link for any number of
+ranks N. It is the algorithm bandwidth times 2 (N - 1) / N for all-reduce, and times (N - 1) / N for
+all-gather and reduce-scatter, whose S is the size of the complete tensor. See
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 
-The rate that a kind of link is expected to reach is a range of the bus bandwidth of a large all-reduce, as part of the link's nominal rate in one
-direction. The percentages leave room for protocols, headers and the host's topology; they are not measured.
+The rate that a kind of link is expected to reach is a range of the bus bandwidth of a large all-reduce, as
+part of the link's nominal rate in one direction. The percentages leave room for protocols, headers and the
+host's topology; they are not measured.
 
-NVLink: 50 to 110 % of the links of a GPU (`nvidia-smi nvlink --status`; data sheets: A100 300, H100 450, B200
-900 GB/s). Reductions in the switch (NVLS) send less, so the bus bandwidth can exceed the nominal rate.
+NVLink: 50 to 110 % of the links of a GPU (`nvidia-smi nvlink --status`; data sheets: A100 300, H100 450,
+B200 900 GB/s). Reductions in the switch (NVLS) send less, so the bus bandwidth can exceed the nominal rate.
 PCIe: 25 to 95 % of the GPU's lanes (PCI-SIG: 3.0, 4.0 and 5.0 x16 have 15.8, 31.5 and 63.0 GB/s).
 InfiniBand: 50 to 100 % of the active ports of a host together (IBTA: HDR 25, NDR 50 GB/s a port).
 Ethernet: 40 to 100 % of the interface (100 Gbit/s are 12.5 GB/s).

@@ -1,9 +1,10 @@
-"""Connections between hosts: names, the port of the rendezvous, every pair of hosts in both directions; clocks.
+"""Connections between hosts: names, the port of the rendezvous, every pair of hosts in both ways; clocks.
 
-The difference of clocks is measured by messages through the ranks' store, as in NTP. A host sends a message at t0, rank 0 receives it at t1 and answers at t2, and the answer arrives at t3, each
-by its own clock. The difference is ((t1 - t0) + (t2 - t3)) / 2 if both ways take the same time; in any case
-its error is at most half of the time in transit, ((t3 - t0) - (t2 - t1)) / 2. Several messages are sent, and
-the fastest one counts.
+The difference of clocks is measured by messages through the ranks' store, as in NTP. A host sends a message
+at t0, rank 0 receives it at t1 and answers at t2, and the answer arrives at t3, each by its own clock. The
+difference is ((t1 - t0) + (t2 - t3)) / 2 if both ways take the same time; in any case its error is at most
+half of the time in transit, ((t3 - t0) - (t2 - t1)) / 2. Several messages are sent, and the fastest one
+counts.
 """
 
 import pickle

@@ -1,7 +1,7 @@
 """Charts of distributions as inline SVG: bars, labelled axes, and a caption with statistics.
 
-Values are counted in one pass over an input, in fine bins of fixed width, so that memory does not grow with the input. A chart merges
-adjacent bins into at most 40 bars.
+Values are counted in one pass over an input, in fine bins of fixed width, so that memory does not grow with
+the input. A chart merges adjacent bins into at most 40 bars.
 """
 
 import math

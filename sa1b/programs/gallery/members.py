@@ -4,8 +4,9 @@ The two members of an image may be far apart. The first member stays in memory i
 chosen. These members take at most WAITING_BYTES; beyond the limit, the image with the lowest priority loses
 its bytes first. Only numbers are kept of the other images.
 
-The choice of images depends on the image ids and the seed only, so that the galleries of a source tar and of its shards
-show the same images. The images with the smallest keyed hash are chosen: a uniform sample of the input.
+The choice of images depends on the image ids and the seed only, so that the galleries of a source tar and
+of its shards show the same images. The images with the smallest keyed hash are chosen: a uniform sample of
+the input.
 """
 
 import heapq

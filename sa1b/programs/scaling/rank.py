@@ -9,8 +9,9 @@ Each case takes the same number of steps three times, on the same micro-batches,
 
 Their differences are the time for data and for exposed communication, which no computation overlaps.
 
-Without a dataset, a micro-batch has images of a pattern, and rectangles as masks. It has the shapes and dtypes of the loader's batches, and each image has the largest number of masks. A step
-therefore takes as long as a step with real images that have at least this number of masks.
+Without a dataset, a micro-batch has images of a pattern, and rectangles as masks. It has the shapes and
+dtypes of the loader's batches, and each image has the largest number of masks. A step therefore takes as
+long as a step with real images that have at least this number of masks.
 """
 
 import gc
