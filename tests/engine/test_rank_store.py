@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from sa1b.engine.ranks import rank_store
-from sa1b.engine.ranks.rank_store import fresh_store
+from sa1b.engine.ranks import process_group as rank_store
+from sa1b.engine.ranks.process_group import fresh_store
 from sa1b.errors import UsageError
 from sa1b.programs.doctor.all_checks import run_checks
 from sa1b.programs.doctor.check import RankProcess

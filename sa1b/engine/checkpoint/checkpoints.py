@@ -39,8 +39,7 @@ from torch.optim import Optimizer
 from sa1b.engine.checkpoint import files as checkpoint_files
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError
-from sa1b.engine.checkpoint.folder import FolderLocation
-from sa1b.engine.checkpoint.location import Location
+from sa1b.engine.checkpoint.folder import FolderLocation, Location
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import SealedFile, measure
 from sa1b.engine.checkpoint.tensors import MismatchError

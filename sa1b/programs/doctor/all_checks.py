@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sa1b.console import counted
-from sa1b.engine.ranks.rank_store import fault
+from sa1b.engine.ranks.process_group import fault
 from sa1b.programs.doctor import device, environment, machine, software, storage
 from sa1b.programs.doctor.bandwidth import BANDWIDTH, bandwidth
 from sa1b.programs.doctor.check import ABORTED, Check, RankProcess, missing_need

@@ -36,8 +36,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.failure import lost_peer
 from sa1b.engine.watch.phase import Phases
-from sa1b.engine.watch.watchdog.ras import nccl_status
-from sa1b.engine.watch.watchdog.stall import Observed, table, verdict
+from sa1b.engine.watch.watchdog.stall import Observed, nccl_status, table, verdict
 from sa1b.engine.watch.watchdog.states import StateExchange, store_address
 from sa1b.storage.atomic import append, write_whole
 
