@@ -8,7 +8,7 @@ PROCESSES ?= 3
 
 FIGURES := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
 
-.PHONY: demo test test-all coverage bench gpu figures docs lint clean
+.PHONY: demo test test-all coverage bench gpu figures docs size lint clean
 
 demo: .venv/installed
 	$(BIN)/python tools/demo.py demo
@@ -46,6 +46,10 @@ figures: .venv/installed-dev
 # To build/site; a broken link or anchor ends it.
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Lines, files, circles of imports and routes of data, beside the budgets that the tests hold.
+size: .venv/installed-dev
+	$(BIN)/python -m tests.size
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

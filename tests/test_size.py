@@ -1,0 +1,26 @@
+"""The package stays within the budgets of `[tool.sa1b.budget]`: `make size` prints the figures."""
+
+from pathlib import Path
+from typing import Any
+
+from tests import size
+
+
+def test_lines_files_docstrings_and_circles_are_within_the_budget() -> None:
+    budgets = size.budgets()
+    assert {name: value for name, value in size.figures().items() if value > budgets[name]} == {}
+
+
+def test_data_that_goes_back_is_within_the_budget(tmp_path: Path) -> None:
+    found = {name: len(route.returns) for name, route in size.routes(tmp_path).items()}
+    assert len(found) == 5
+    assert max(found.values()) <= size.budgets()["returns"], found
+
+
+def test_a_call_into_the_file_of_a_caller_is_a_return() -> None:
+    names: dict[str, Any] = {}
+    for name, text in (("a", "def begin(): middle(end)\ndef end(): pass"), ("b", "def middle(call): call()")):
+        exec(compile(text, f"{size.PACKAGE}/{name}.py", "exec"), names)
+    with size.Route() as route:
+        names["begin"]()
+    assert (route.steps, route.returns) == ({("a.py", "b.py"), ("b.py", "a.py")}, {("b.py", "a.py")})
