@@ -106,6 +106,3 @@ def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None
         raise UsageError(
             f"--out {out}: exists and is {what}; choose another --out, or replace it with --overwrite"
         )
-
-
-Warnings = dict[int, list[tuple[str, str]]]  # image id -> reasons with their messages
