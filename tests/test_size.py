@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests import size
+from tests import house, size
 
 
 def test_lines_files_docstrings_and_circles_are_within_the_budget() -> None:
@@ -24,3 +24,7 @@ def test_a_call_into_the_file_of_a_caller_is_a_return() -> None:
     with size.Route() as route:
         names["begin"]()
     assert (route.steps, route.returns) == ({("a.py", "b.py"), ("b.py", "a.py")}, {("b.py", "a.py")})
+
+
+def test_the_picture_of_the_house_is_that_of_the_layers() -> None:
+    assert house.PICTURE.read_text() == house.svg(), "write it with: python -m tests.house"

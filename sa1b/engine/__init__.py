@@ -1,1 +1,1 @@
-"""Training: configuration, precision, ranks, gradients, optimizer, checkpoints, health, metrics."""
+"""How a model is trained, whichever it is: the step, the ranks, what is watched, checkpoints."""
