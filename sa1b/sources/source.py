@@ -156,18 +156,12 @@ class SourceReader:
         self._pass = source.format.open(source, md5=md5, progress=progress)
 
     def items(self) -> Iterator[Member | Damage]:
-        """Members and damage.
-
-        A tar and a COCO file have their order, hard links last; a folder is sorted by image id.
-        """
+        """Members and damage: in the order of the file, hard links last; of a folder by image id."""
         items = self._pass.items()
         return items if self.source.wanted is None else self.source.wanted.filter(items)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of a tar as stored (and md5 if requested), or of the names and contents of a folder.
-
-        Empty if only some pairs were wanted and the source was not read to its end.
-        """
+        """See SourcePass. Empty if only some pairs were wanted and the source was not read to its end."""
         if self.source.wanted is not None and not self.source.wanted.is_whole:
             return {}
         return self._pass.digests()
@@ -175,16 +169,14 @@ class SourceReader:
     def check_unchanged(self) -> None:
         """Check that the source has not changed since it was found and since it was opened.
 
-        Sizes, inodes, modification times and change times are compared. `LocalFile.check_unchanged` lists
-        the changes that this cannot detect.
-
         Raises:
-            SourceError: it changed while it was read.
+            SourceError: a size, inode, modification time or change time differs. `LocalFile.check_unchanged`
+                lists the changes that this cannot detect.
         """
         self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
-        """The categories of a COCO file, with all their fields; empty for other sources."""
+        """See SourcePass."""
         return self._pass.categories
 
     def close(self) -> None:

@@ -114,17 +114,25 @@ def _sweep(cache: Path) -> None:
 _PREFETCH = 8  # pieces in memory: 64 MiB
 
 
-def digest(reader: Reader, name: str, progress: Callable[[int], object] | None = None) -> str:
+def digest(
+    reader: Reader,
+    name: str,
+    progress: Callable[[int], object] | None = None,
+    file: BinaryIO | None = None,
+) -> str:
     """sha256 of an object in hexadecimal, from one read. Memory: 64 MiB.
 
     Args:
         progress: called with the number of bytes after each piece. An exception ends the read.
+        file: receives a copy.
 
     Raises:
         StorageError: as `Reader.read_range`.
     """
     sha256 = hashlib.sha256()
     for data in reader.read_ranges(pieces_of(name, reader.size(name)), prefetch=_PREFETCH):
+        if file is not None:
+            file.write(data)
         sha256.update(data)
         if progress is not None:
             progress(len(data))
@@ -151,14 +159,8 @@ def fetch(
         DamageError: the object has another digest.
         StorageError: as `Reader.read_range`.
     """
-    size = reader.size(name)
-    sha256 = hashlib.sha256()
-    for data in reader.read_ranges(pieces_of(name, size), prefetch=_PREFETCH):
-        file.write(data)
-        sha256.update(data)
-        if progress is not None:
-            progress(len(data))
-    found = sha256.hexdigest()
+    found = digest(reader, name, progress, file)
+    size = file.tell()
     if found != expected:
         # The damage is in the store or in transit: accept a piece once two reads of it agree.
         sha256 = hashlib.sha256()

@@ -14,7 +14,7 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from sa1b.errors import Sa1bError
 
@@ -64,6 +64,14 @@ class Counters:
         return ", ".join(f"{name} {value:,.10g}" for name, value in named if value) or "nothing read"
 
 
+class Place(TypedDict, total=False):
+    """Where a read failed, see StorageError."""
+
+    url: str
+    start: int
+    length: int
+
+
 class StorageError(Sa1bError):
     """A read that failed and is not retried.
 
@@ -108,13 +116,11 @@ class DamageError(StorageError):
         self,
         message: str,
         *,
-        url: str = "",
-        start: int = 0,
-        length: int = 0,
         expected: int | str | None = None,
         found: int | str | None = None,
+        **place: Unpack[Place],
     ) -> None:
-        super().__init__(message, url=url, start=start, length=length)
+        super().__init__(message, **place)
         self.expected = expected
         self.found = found
 
@@ -128,16 +134,9 @@ class UnavailableError(StorageError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        url: str = "",
-        start: int = 0,
-        length: int = 0,
-        last_error: str = "",
-        counters: Counters | None = None,
+        self, message: str, *, last_error: str = "", counters: Counters | None = None, **place: Unpack[Place]
     ) -> None:
-        super().__init__(message, url=url, start=start, length=length)
+        super().__init__(message, **place)
         self.last_error = last_error
         self.counters = counters if counters is not None else Counters()
 

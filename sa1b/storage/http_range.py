@@ -16,7 +16,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sa1b.storage.errors import ErrorClass, Fault, FaultError, ReplacedError, StorageError, class_of_response
@@ -51,18 +51,6 @@ class Target:
     options: Mapping[str, Any]
 
 
-class Targets(Protocol):
-    """The targets of the objects below a URL."""
-
-    async def target(self, url: str) -> Target:
-        """How to request an object."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
-
-
 class PlainUrls:
     """The objects of a web server.
 
@@ -76,7 +64,7 @@ class PlainUrls:
         self._headers = {**_PLAIN, **self._options.pop("headers", {})}
 
     async def target(self, url: str) -> Target:
-        """See Targets.target."""
+        """How to request an object."""
         session = await self._system.set_session()
         return Target(session, self._system.encode_url(url), self._headers, self._options)
 
@@ -92,7 +80,7 @@ class HttpRanges:
         etags: ETag of each object's first response, by URL. New objects are added.
     """
 
-    def __init__(self, targets: Targets, etags: dict[str, str]) -> None:
+    def __init__(self, targets: "PlainUrls | SignedUrls", etags: dict[str, str]) -> None:
         self._targets, self._etags = targets, etags
         self._conditional = True
 
@@ -241,7 +229,7 @@ class SignedUrls:
         self._credentials: tuple[Any, float] = (None, 0.0)  # used for all signatures, time of the next look
 
     async def target(self, url: str) -> Target:
-        """See Targets.target."""
+        """How to request an object."""
         now = time.time()
         signed = self._signed.get(url)
         if self._session is None or signed is None or now >= signed[1] or now >= self._credentials[1]:

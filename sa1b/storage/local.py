@@ -168,14 +168,22 @@ class LocalOrigin:
 
     def size(self, name: str) -> int:
         """Bytes of a file. See Reader.size."""
-        path = f"{self._root}/{name}"
-        state = RetryState(path, 0, None, None, self._policy, self.counters)
+        path = Path(f"{self._root}/{name}")
+        return self._retried(path, lambda: path.stat().st_size)
+
+    def names(self, folder: str) -> list[str]:
+        """See Reader.names."""
+        path = Path(f"{self._root}/{folder}")
+        return self._retried(path, lambda: _names(path))
+
+    def _retried(self, path: Path, work: Callable[[], T]) -> T:
+        state = RetryState(str(path), 0, None, None, self._policy, self.counters)
         while True:
             state.start_attempt()
             try:
-                size = self._in_time(state, lambda: Path(path).stat().st_size)
+                response = self._in_time(state, work)
                 state.succeed()
-                return size
+                return response
             except FaultError as error:
                 state.fail(error.fault)
             except OSError as error:
@@ -183,18 +191,6 @@ class LocalOrigin:
                 if fault is None:
                     raise
                 state.fail(fault)
-            self._policy.sleep(state.backoff())
-
-    def names(self, folder: str) -> list[str]:
-        """See Reader.names."""
-        path = Path(f"{self._root}/{folder}")
-        state = RetryState(str(path), 0, None, None, self._policy, self.counters)
-        while True:
-            state.start_attempt()
-            try:
-                return self._in_time(state, lambda: _names(path))
-            except FaultError as error:
-                state.fail(error.fault)
             self._policy.sleep(state.backoff())
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict
 
 import google_crc32c
 
@@ -29,6 +28,7 @@ from sa1b.storage.errors import (
     ExpiredError,
     Fault,
     MissingError,
+    Place,
     StorageError,
     UnavailableError,
 )
@@ -103,12 +103,6 @@ class CounterSet:
         """The counters now."""
         with self._lock:
             return Counters(**self._counts, waited=self._waited)
-
-
-class _Range(TypedDict):
-    url: str
-    start: int
-    length: int
 
 
 def random_fraction() -> float:
@@ -310,7 +304,7 @@ class RetryState:
         return f"{self.url}, bytes {self.start:,} to {self.start + self.length:,}"
 
     @property
-    def _range(self) -> _Range:
+    def _range(self) -> Place:
         return {"url": self.url, "start": self.start, "length": self.length}
 
     @property
