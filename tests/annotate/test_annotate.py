@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 import sa1b
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
-from sa1b.programs.annotate.annotate import AnnotationSummary, Part, annotate, content_id, mask_ids
+from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
 from sa1b.programs.annotate.verb_annotate import main
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
@@ -193,7 +193,7 @@ def test_parts_together_write_what_one_process_writes(
 ) -> None:
     (photos / "copy.jpg").write_bytes(photo(3))
     whole = work(photos, out="a/labels")
-    parts = [work(photos, out="b/labels", part=Part(index, 3)) for index in range(3)]
+    parts = [work(photos, out="b/labels", part=ImageShare(index, 3)) for index in range(3)]
     assert sum(part.images for part in parts) == whole.images == 7
     assert whole.duplicates == 1
     one, other = tree(tmp_path / "a/labels"), tree(tmp_path / "b/labels")

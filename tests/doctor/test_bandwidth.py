@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.programs.doctor.bandwidth import COLLECTIVES, Link, Measurement, bandwidth_finding, link_of
+from sa1b.programs.doctor.bandwidth import COLLECTIVES, Measurement, RankLink, bandwidth_finding, link_of
 from sa1b.programs.doctor.check import RankProcess
 
 GPU = torch.device("cuda", 0)
@@ -51,8 +51,8 @@ def measured(rate: float) -> list[Measurement]:
 )
 def test_a_rate_is_compared_with_that_of_the_link(kind: str, rate: float, state: str) -> None:
     links = {
-        "NVLink": Link("NVLink", 478e9, 0.5, 1.1, "Look at links"),
-        "PCIe": Link("PCIe", 31.5e9, 0.25, 0.95, "Look at lanes"),
+        "NVLink": RankLink("NVLink", 478e9, 0.5, 1.1, "Look at links"),
+        "PCIe": RankLink("PCIe", 31.5e9, 0.25, 0.95, "Look at lanes"),
     }
     found = bandwidth_finding(measured(rate), links[kind])
     assert found.state == state
@@ -62,5 +62,5 @@ def test_a_rate_is_compared_with_that_of_the_link(kind: str, rate: float, state:
 
 
 def test_a_link_of_unknown_rate_is_not_checked() -> None:
-    found = bandwidth_finding(measured(1e9), Link("Ethernet", 0, 0.4, 1, "Look"))
+    found = bandwidth_finding(measured(1e9), RankLink("Ethernet", 0, 0.4, 1, "Look"))
     assert (found.state, "not checked, the rate of Ethernet is not known" in found.figure) == ("ok", True)

@@ -87,7 +87,7 @@ _PREFETCHED = 2  # images that are read and decoded before the model needs them
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ImageShare:
     """The images of one of several processes: every count-th image, starting with number `index`."""
 
     index: int = 0
@@ -177,7 +177,7 @@ def annotate(
     quality: int | None = None,
     max_pixels: int,
     precision: Precision = "fp32",
-    part: Part | None = None,
+    part: ImageShare | None = None,
     weights: str = "",
     quiet: bool = False,
 ) -> AnnotationSummary:
@@ -199,7 +199,7 @@ def annotate(
         OSError: the disk is full or fails; complete images are kept.
     """
     began = time.monotonic()
-    part = part or Part()
+    part = part or ImageShare()
     device = model.pixel_mean.device
     try:
         set_float32(precision, device)

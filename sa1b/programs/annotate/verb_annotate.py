@@ -29,7 +29,7 @@ TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights r
 if TYPE_CHECKING:
     import torch
 
-    from sa1b.programs.annotate.annotate import Part
+    from sa1b.programs.annotate.annotate import ImageShare
 
 _POLL_SECONDS = 0.2
 
@@ -167,20 +167,20 @@ def _wait_for_ranks(count: int) -> None:
         return
 
 
-def _part(text: str | None) -> "Part":
+def _part(text: str | None) -> "ImageShare":
     """The part of this process: of --part, or of its rank under torchrun."""
-    from sa1b.programs.annotate.annotate import Part
+    from sa1b.programs.annotate.annotate import ImageShare
     from sa1b.stream.plan import process_rank
 
     if text is None:
         try:
-            return Part(*process_rank())
+            return ImageShare(*process_rank())
         except ValueError as error:
             raise UsageError(f"{error}") from None
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8")
-    return Part(int(index) - 1, int(count))
+    return ImageShare(int(index) - 1, int(count))
 
 
 def _device(name: str | None) -> "torch.device":

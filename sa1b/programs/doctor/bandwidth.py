@@ -42,7 +42,7 @@ _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class RankLink:
     """The link that limits a collective: NVLink, PCIe, InfiniBand, Ethernet or memory.
 
     `nominal` is in bytes per second in one direction, 0 if it is not known; `low` and `high` are the expected
@@ -60,7 +60,7 @@ class Link:
         return self.low * self.nominal, self.high * self.nominal
 
 
-def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link:
+def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> RankLink:
     """The slowest kind of link between the ranks, which are on `hosts` hosts.
 
     `nvlink`: output of `nvidia-smi nvlink --status` for the GPU of this rank; by default, it is called.
@@ -68,7 +68,7 @@ def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link
     if hosts > 1:
         ports = active_ports(process.system)
         if ports and process.device.type == "cuda":
-            return Link(
+            return RankLink(
                 "InfiniBand",
                 sum(_port_rate(process.system, port) for port in ports),
                 0.5,
@@ -76,7 +76,7 @@ def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link
                 "Look at rate and errors of the ports (ibstat, perfquery), at the variables of the check "
                 "'environment', and with NCCL_DEBUG=INFO at whether NCCL uses NET/IB with GDRDMA",
             )
-        return Link(
+        return RankLink(
             "Ethernet",
             _interface_rate(process),
             0.4,
@@ -85,10 +85,10 @@ def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link
             "InfiniBand ports, look at why they are not active (ibstat)",
         )
     if process.device.type != "cuda":
-        return Link("memory", 0.0, 0.0, 0.0, "")
+        return RankLink("memory", 0.0, 0.0, 0.0, "")
     links = sum(float(rate) for rate in _LINK.findall(_status(process) if nvlink is None else nvlink))
     if links:
-        return Link(
+        return RankLink(
             "NVLink",
             links * 1e9,
             0.5,
@@ -96,7 +96,7 @@ def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> Link
             "Look at inactive links (nvidia-smi nvlink --status), at nvidia-smi topo -m, and at "
             "NCCL_P2P_DISABLE; on HGX machines, nvidia-fabricmanager must run",
         )
-    return Link(
+    return RankLink(
         "PCIe",
         _pcie_rate(process),
         0.25,
@@ -246,7 +246,7 @@ def _largest_of_ranks(number: float, device: torch.device) -> float:
     return float(of_all)
 
 
-def bandwidth_finding(measurements: Sequence[Measurement], link: Link) -> Finding:
+def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Finding:
     """The finding about all measurements, which are by collective, ascending in size."""
     ranks = measurements[0].ranks
     best = {

@@ -32,7 +32,7 @@ _HOUR = 3600.0
 
 
 @dataclass(slots=True)
-class Plan:
+class IngestPlan:
     """The estimates.
 
     Attributes:
@@ -165,7 +165,7 @@ def plan(
     rate: float | None = None,
     ignore: Sequence[str] = (),
     quiet: bool = False,
-) -> Plan:
+) -> IngestPlan:
     """Estimate a conversion. The estimates of space are those that reshard compares with the free space.
 
     Args:
@@ -213,7 +213,7 @@ def plan(
     ]
     left = [one for one in sources if one.name not in set(finished)]
     size = image_size or EXAMPLE_SIZE
-    found = Plan(
+    found = IngestPlan(
         None if store is None else str(store),
         workers,
         available_cpus(),
@@ -234,7 +234,7 @@ def plan(
     return found
 
 
-def _add_disk(found: Plan, store: Store) -> None:
+def _add_disk(found: IngestPlan, store: Store) -> None:
     """The free space of the folder of shards or, for a URL, of the scratch folder."""
     found.is_local = store.is_local
     folder = store.scratch.absolute()

@@ -43,7 +43,7 @@ TILE = 1024  # pixels, side of the periodic texture tiles
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScenePlan:
     """Size, JPEG quality and descending area fractions of an image's objects, sampled before it is drawn."""
 
     width: int
@@ -81,7 +81,7 @@ class _Surface:
     striped: bool
 
 
-def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> Plan:
+def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> ScenePlan:
     """Sample size, quality and object areas from SA-1B's distributions.
 
     Args:
@@ -103,7 +103,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
     if simple:
         low, high = np.log(SIMPLE_AREAS)
         areas = np.exp(rng.uniform(low, high, int(rng.integers(*SIMPLE_MASKS, endpoint=True))))
-        return Plan(width, height, quality, np.sort(areas)[::-1], simple)
+        return ScenePlan(width, height, quality, np.sort(areas)[::-1], simple)
     count = rng.lognormal(np.log(mean) - MASKS_LN_SD**2 / 2, MASKS_LN_SD)
     n_large = int(rng.integers(2, 4))
     n_small = int(np.clip(round(count), 4, MASKS_MAX)) - n_large
@@ -111,10 +111,10 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
     large = np.exp(rng.uniform(np.log(LARGE_LEAST), np.log(LARGE_MOST), n_large))
     least = max(AREA_LEAST, PIXELS_LEAST / (width * height)) * 1.1
     areas = np.clip(np.concatenate([small, large]), least, AREA_MOST)
-    return Plan(width, height, quality, np.sort(areas)[::-1])
+    return ScenePlan(width, height, quality, np.sort(areas)[::-1])
 
 
-def draw(rng: np.random.Generator, scene: Plan) -> tuple[Mask, list[Shape]]:
+def draw(rng: np.random.Generator, scene: ScenePlan) -> tuple[Mask, list[Shape]]:
     """Draw the image of a plan, uint8 [height, width, 3] RGB, and its visible objects in drawing order."""
     height, width = scene.height, scene.width
     contrast, grain = DETAIL[scene.quality]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.names import SHARD_PREFIX, is_quarantine_file
-from sa1b.programs.transfer.plan import CopySummary, Plan, make_plan, partial_task
+from sa1b.programs.transfer.plan import CopyPlan, CopySummary, make_plan, partial_task
 from sa1b.progress import Bar, bar
 from sa1b.shards.commit import (
     abort_uploads,
@@ -123,7 +123,14 @@ class _Copy:
     """The state of one copy, shared by its threads."""
 
     def __init__(
-        self, source: Store, target: Store, plan: Plan, *, staging: Path, summary: CopySummary, progress: Bar
+        self,
+        source: Store,
+        target: Store,
+        plan: CopyPlan,
+        *,
+        staging: Path,
+        summary: CopySummary,
+        progress: Bar,
     ) -> None:
         self.source, self.target, self.plan = source, target, plan
         self.staging, self.summary, self.progress = staging, summary, progress
@@ -358,7 +365,7 @@ def _check_content(target: Store) -> None:
         )
 
 
-def _check_space(target: Store, plan: Plan, workers: int) -> None:
+def _check_space(target: Store, plan: CopyPlan, workers: int) -> None:
     """Refuse a copy that is too large for the disk of DEST or, at a URL, for the scratch disk."""
     shards = [shard for name in plan.remaining() for shard in plan.shards[name]]
     target.check_scratch([shard.bytes for shard in shards], workers)

@@ -43,7 +43,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CopyPlan:
     """The contents of a copy.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
 
 def make_plan(
     source: Store, target: Store, patterns: Sequence[str], images: npt.NDArray[np.uint64] | None
-) -> Plan:
+) -> CopyPlan:
     """Read both directories and decide what to copy.
 
     Args:
@@ -103,9 +103,11 @@ def make_plan(
         and all(file in stored for shard in task.shards for file in shard_files(shard.name))
     }
     if patterns or images is not None:
-        return Plan(tasks, chosen_shards, finished)
+        return CopyPlan(tasks, chosen_shards, finished)
     failed = {str(name): str(why) for name, why in document.get("failed", {}).items()}
-    return Plan(tasks, chosen_shards, finished, failed, [str(name) for name in document.get("pending", [])])
+    return CopyPlan(
+        tasks, chosen_shards, finished, failed, [str(name) for name in document.get("pending", [])]
+    )
 
 
 def _task(source: Store, name: str, digest: str) -> Task:
