@@ -13,7 +13,7 @@ import pytest
 import torch
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, dense, geometry, logits, overlap, points, raster, raster_torch
+from sa1b.masks import coco, geometry, logits, overlap, raster, raster_torch
 from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import at_source
 
@@ -187,7 +187,7 @@ def test_iou_pycocotools(benchmark, images):
         lambda runs: geometry.crop(runs, 500, 300, 1024, 1024),
         geometry.flip_horizontal,
         geometry.flip_vertical,
-        lambda runs: points.uniform_point(runs, np.arange(MASKS, dtype=np.uint64) << np.uint64(57)),
+        lambda runs: geometry.uniform_point(runs, np.arange(MASKS, dtype=np.uint64) << np.uint64(57)),
     ],
     ids=["resize", "frame", "crop", "flip horizontal", "flip vertical", "uniform point"],
 )
@@ -218,7 +218,7 @@ def test_logits(benchmark, images):
 @pytest.mark.benchmark(group="16 masks from logits")
 def test_logits_enlarged_by_torch(benchmark, images):
     def enlarged(found):
-        return dense.runs_of(at_source(torch.from_numpy(found), (HEIGHT, WIDTH), (683, 1024), 1024).numpy())
+        return raster.runs_of(at_source(torch.from_numpy(found), (HEIGHT, WIDTH), (683, 1024), 1024).numpy())
 
     run(benchmark, enlarged, [predicted(seed) for seed in range(3)], reference=True)
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # All modules with kernels. They import no other module of the package, because numba would compile the
 # values of that module into the kernels.
-SOURCES = ("hashing.py", "kernel.py", "masks/compiled/*.py", "stream/order_kernels.py")
+SOURCES = ("hashing.py", "kernel.py", "masks/*_kernels.py", "stream/order_kernels.py")
 
 
 def kernel(function: Callable[P, T]) -> Callable[P, T]:

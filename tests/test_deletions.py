@@ -73,7 +73,7 @@ REASONS = {
     "ingest/finish.py remove_shards": SHARDS,
     "ingest/finish.py finish": "lists with the names that `record_expected` gives",
     "ingest/search.py ingest_wanted": NAMED,
-    "sam/embedding_cache.py _write": TEMPORARY,
+    "sam/distillation.py _write": TEMPORARY,
     "sam/published.py write_weights": TEMPORARY,
     "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",
     "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest, and the form of a table",

@@ -86,7 +86,7 @@ def test_two_processes_fill_the_cache_at_the_same_time(tmp_path: Path) -> None:
 def test_other_source_has_another_folder(tmp_path: Path) -> None:
     package = shutil.copytree(PACKAGE, tmp_path / "sa1b", ignore=shutil.ignore_patterns("__pycache__"))
     assert kernel.source_digest(package) == kernel.source_digest(PACKAGE)
-    with (package / "masks" / "compiled" / "fill.py").open("a") as file:
+    with (package / "masks" / "pixel_kernels.py").open("a") as file:
         file.write("# changed\n")
     assert kernel.source_digest(package) != kernel.source_digest(PACKAGE)
 

@@ -1,9 +1,10 @@
 """Attention over a complete image with relative positions, in several forms with the same result.
 
-`folded` is the form of the model (`sa1b.sam.attention`): heads are three times as long, for one fused kernel
-of any kind. `short values` has the same queries and keys, and values that are not padded, which not every
-kernel supports. `flex` is FlexAttention, which adds the positions to the logits inside of the kernel: heads
-keep their length, and the gradients of the positions are scattered sums. On a CPU it has no backward pass.
+`folded` is the form of the model (`sa1b.sam.image_encoder`): heads are three times as long, for one fused
+kernel of any kind. `short values` has the same queries and keys, and values that are not padded, which not
+every kernel supports. `flex` is FlexAttention, which adds the positions to the logits inside of the kernel:
+heads keep their length, and the gradients of the positions are scattered sums. On a CPU it has no backward
+pass.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
 from sa1b.engine.step.precision import autocast
-from sa1b.sam.attention import RelativeAttention
+from sa1b.sam.image_encoder import RelativeAttention
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
 Form = Callable[[RelativeAttention, Tensor], Tensor]

@@ -22,8 +22,8 @@ from benchmarks.gpu.loader import stream_of
 from benchmarks.gpu.material import KINDS
 from benchmarks.gpu.part import Record, Setting
 from benchmarks.gpu.training import encoder_step
-from sa1b.stream.decode import DECODERS, EncodedImage
-from sa1b.stream.gpu_decoder import GpuDecoder
+from sa1b.stream.decode import EncodedImage
+from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.throughput import measure
 
 

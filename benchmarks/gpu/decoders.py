@@ -24,8 +24,8 @@ from benchmarks.gpu.loader import stream_of
 from benchmarks.gpu.material import KINDS
 from benchmarks.gpu.part import Record, Setting, Skipped
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
-from sa1b.stream.decode import DECODERS, CpuDecoder, EncodedImage
-from sa1b.stream.gpu_decoder import GpuDecoder
+from sa1b.stream.decode import CpuDecoder, EncodedImage
+from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.jpeg_libraries import DISTRIBUTIONS, Torchcodec
 from sa1b.stream.transform import Frame
 
@@ -67,7 +67,9 @@ def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:
     found: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        found += [image for i in range(len(pending)) if (image := pending.pick(i).image) is not None]
+        for i in range(len(pending)):
+            pending.pick(i)
+        found += [one.image for one in pending.picked if one is not None and one.image is not None]
         if len(found) >= count:
             break
     stream.close()

@@ -1,6 +1,6 @@
 """Stand-ins on a CPU for decoding JPEG files on a GPU: a lane of host memory, and libjpeg-turbo for nvJPEG.
 
-The interfaces are those of sa1b.stream.decode_lane and of torchcodec. As the allocator of a GPU does, the
+The interfaces are those of sa1b.stream.jpeg_libraries and of torchcodec. As the allocator of a GPU does, the
 lane hands out the same memory again for each micro-batch.
 """
 
@@ -14,7 +14,7 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from sa1b.stream.decode_lane import POISON
+from sa1b.stream.jpeg_libraries import POISON
 
 _UNUSED = 3  # references to an unused block: the list, the loop variable, and the call that counts references
 

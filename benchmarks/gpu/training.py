@@ -27,8 +27,8 @@ from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.step.precision import autocast, set_float32
 from sa1b.engine.watch.hardware import peak_flops
 from sa1b.recipes import presets
-from sa1b.sam.flops import encoder_flops
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
+from sa1b.sam.recipe import encoder_flops
 
 # A model of a few thousand parameters, for CPUs.
 TINY = (

@@ -1,4 +1,4 @@
-"""Contrastive alignment of regions and texts over the global batch.
+"""The losses of grounding: features of regions, and their contrastive alignment with texts.
 
 The loss of pair i is the mean of two cross entropies: its text among all texts for its region, and its
 region among all regions for its text (symmetric InfoNCE: van den Oord et al., "Representation Learning with
@@ -13,7 +13,9 @@ ranks, which DDP and FSDP form, is the gradient of L in one process, for any div
 ranks. With several micro-batches, pairs are compared only with those of the same micro-batch of all ranks.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -95,3 +97,62 @@ def contrastive_loss(
         hit = by_text.detach().argmax(dim=1) == targets if count else itself.any(dim=1)
         weights = counted.float()
         return losses * weights, hit * weights
+
+
+def region_features(
+    embeddings: Tensor, masks: Tensor, points: Tensor, counts: Sequence[int], image_size: int
+) -> Tensor:
+    """The mean of the embedding [B, C, side, side] over the pixels of each mask: float [M, C].
+
+    A mask without a pixel at the resolution of the embedding gets the vector at its point. The masks, uint8
+    [M, side, side], are in the order of the images; `points` are foreground pixels in the padded square.
+    """
+    side = embeddings.shape[-1]
+    cell = (points * (side / image_size)).long().clamp(0, side - 1)
+    at_point = torch.zeros_like(masks.flatten(1))
+    at_point = at_point.scatter(1, (cell[:, 1] * side + cell[:, 0])[:, None], 1)
+    flat = masks.flatten(1)
+    shares = torch.where(flat.any(dim=1, keepdim=True).bool(), flat, at_point).to(embeddings.dtype)
+    shares = shares / shares.sum(dim=1, keepdim=True)
+    parts = zip(torch.split(shares, list(counts)), embeddings.flatten(2), strict=True)
+    means = [share @ vectors.T for share, vectors in parts]
+    return torch.cat([*means, embeddings.new_zeros(0, embeddings.shape[1])])
+
+
+@dataclass(frozen=True, slots=True)
+class GroundingRecipe:
+    """Losses of a mask and its phrase.
+
+    Attributes:
+        mask_weight: Weight of the binary cross entropy of the mask that is predicted for the phrase.
+        contrastive_weight: Weight of the contrastive loss of regions and phrases.
+        temperature: Temperature of the contrastive loss at the start; it is learned.
+        least_temperature: The temperature does not fall below this.
+        features: Length of the vectors in which regions and phrases are compared.
+        negatives: Phrases and regions that a pair is compared with. step: those of the whole step, over all
+            ranks, which needs one micro-batch. micro-batch: those of the micro-batches that all ranks compute
+            at the same time; with a smaller micro-batch, the loss is different.
+    """
+
+    mask_weight: float = 1.0
+    contrastive_weight: float = 0.1
+    temperature: float = 0.07
+    least_temperature: float = 0.01
+    features: int = 256
+    negatives: Literal["step", "micro-batch"] = "step"
+
+    def __post_init__(self) -> None:
+        for name in ("mask_weight", "contrastive_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must not be negative")
+        if self.features < 1:
+            raise ValueError(f"{_flag('features')} {self.features}: must be at least 1")
+        if not 0 < self.least_temperature <= self.temperature:
+            raise ValueError(
+                f"{_flag('temperature')} {self.temperature}: must be at least "
+                f"{_flag('least_temperature')} {self.least_temperature}, and that more than 0"
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--recipe.{name.replace('_', '-')}"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sa1b.grounding.alignment import region_features
 from sa1b.grounding.model import Grounding
-from sa1b.grounding.regions import region_features
-from sa1b.masks import points
+from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize_frame
 from sa1b.masks.runs import Runs
@@ -88,7 +88,7 @@ def ground(
     logits = model.mask_logits(embedding, read, texts, (len(read),))
     similarity = np.zeros((len(read), 0), np.float32)
     if regions is not None and len(regions):
-        inside = points.uniform_point(regions, np.zeros(len(regions), np.uint64))
+        inside = geometry.uniform_point(regions, np.zeros(len(regions), np.uint64))
         coarse = rasterize_frame(regions, size, side, taken=(rows, columns))
         pooled = region_features(
             embedding,

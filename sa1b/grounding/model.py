@@ -16,17 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sa1b.errors import UsageError
-from sa1b.grounding.alignment import contrastive_loss
-from sa1b.grounding.inputs import Phrased, phrased
-from sa1b.grounding.recipe import GroundingRecipe
-from sa1b.grounding.regions import region_features
-from sa1b.grounding.text_encoder import TextConfig, TextEncoder
-from sa1b.sam.flops import encoder_flops, is_frozen
+from sa1b.grounding.alignment import GroundingRecipe, contrastive_loss, region_features
+from sa1b.grounding.phrases import Phrased, TextConfig, TextEncoder, phrased
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
 from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised
 from sa1b.sam.published import read_tensors
 from sa1b.sam.random_values import kept_branches
+from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
 from sa1b.stream.tokenizer import BYTES
 

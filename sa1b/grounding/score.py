@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sa1b.grounding.inputs import Phrased
+from sa1b.grounding.phrases import Phrased
 from sa1b.masks.raster_torch import inside_image
 from sa1b.masks.runs import Runs
-from sa1b.sam.losses import overlaps
-from sa1b.sam.score import UNIT
+from sa1b.sam.protocol import UNIT
+from sa1b.sam.targets import overlaps
 from sa1b.shards.predictions import Predicted
 from sa1b.stream.batch import Batch
 

@@ -4,16 +4,15 @@ A mask is stored as runs (`Runs`) and is rasterised last, directly at the reques
 
     runs          all masks of an image as two arrays: run lengths and offsets
     coco          COCO's compressed strings to runs and back
-    geometry      area, boxes, crop, flips, resize and the padded frame, on runs
-    points        point-in-mask test and uniform points of a mask, on runs
+    geometry      area, boxes, points, crop, flips, resize and the padded frame, on runs
     overlap       intersection and IoU, on runs; suppression of boxes that overlap
     logits        masks that a model predicts, enlarged to the pixels of their image, as runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
-    polygons      polygons to runs: the pixels of pycocotools
-    outline       runs to polygons that give back the same pixels
-    raster        runs to pixels on the CPU
+    polygons      polygons to runs and back, with the pixels of pycocotools
+    raster        runs to pixels on the CPU, and pixels to runs
     raster_torch  the same bits in plain torch, on any device
-    raster_triton the same bits from Triton kernels (kernels_triton), on a CUDA device
+    raster_triton the same bits from Triton kernels, on a CUDA device
+    *_kernels     loops over runs, compiled by numba: see sa1b.kernel
 
 A back end for tensors is a module with the functions `rasterize` and `rasterize_frame`. They take the
 arguments of those in raster_torch and return the same bits. The same tests verify each back end against the
@@ -29,15 +28,17 @@ if TYPE_CHECKING:
         area,
         bbox,
         bbox_sa1b,
+        contains,
         crop,
         flip_horizontal,
         flip_vertical,
         frame,
+        nth_foreground,
         resize,
+        uniform_point,
     )
     from sa1b.masks.grid import framed_size
     from sa1b.masks.overlap import intersection, iou, suppress
-    from sa1b.masks.points import contains, nth_foreground, uniform_point
     from sa1b.masks.raster import rasterize, rasterize_frame
     from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
 
@@ -75,15 +76,17 @@ MODULES = {
         "area",
         "bbox",
         "bbox_sa1b",
+        "contains",
         "crop",
         "flip_horizontal",
         "flip_vertical",
         "frame",
+        "nth_foreground",
         "resize",
+        "uniform_point",
     ),
     "grid": ("framed_size",),
     "overlap": ("intersection", "iou", "suppress"),
-    "points": ("contains", "nth_foreground", "uniform_point"),
     "raster": ("rasterize", "rasterize_frame"),
     "runs": ("MAX_PIXELS", "MaskError", "Runs", "SizeError"),
 }

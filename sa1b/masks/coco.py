@@ -30,7 +30,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.masks.compiled import strings
+from sa1b.masks import string_kernels
 from sa1b.masks.runs import MaskError, Runs, check_size, chosen_indices
 
 REASONS = (
@@ -49,7 +49,7 @@ MESSAGES = (
     "",
     "a character of its string lies outside 48..111",
     "its string ends inside a number",
-    f"a number of its string has more than {strings.MAX_CHARACTERS} characters",
+    f"a number of its string has more than {string_kernels.MAX_CHARACTERS} characters",
     "a run is negative",
     "a run goes beyond the last of {height} x {width} pixels",
     "its runs end before the last of {height} x {width} pixels",
@@ -153,12 +153,12 @@ def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str
 
 def encode(runs: Runs) -> list[bytes]:
     """The compressed string of every mask: the bytes that pycocotools writes for the same runs."""
-    return strings.encode(runs.runs, runs.offsets)
+    return string_kernels.encode(runs.runs, runs.offsets)
 
 
 def encode_joined(runs: Runs) -> tuple[Text, npt.NDArray[np.int64]]:
     """`encode` with all strings joined: uint8 [bytes], and the bytes of each mask's string, int64 [N]."""
-    return strings.encode_joined(runs.runs, runs.offsets)
+    return string_kernels.encode_joined(runs.runs, runs.offsets)
 
 
 def join(strings: Sequence[str | bytes]) -> tuple[Text, npt.NDArray[np.int64], int | None]:
@@ -190,7 +190,7 @@ def parse(
 ) -> tuple[Runs, npt.NDArray[np.uint8]]:
     """Runs of all masks, and the verdict on each; a mask that does not decode has no runs."""
     return _parse(
-        text, np.cumsum(lengths) - lengths, lengths, height, width, most=strings.count_numbers(text)
+        text, np.cumsum(lengths) - lengths, lengths, height, width, most=string_kernels.count_numbers(text)
     )
 
 
@@ -207,7 +207,7 @@ def _parse(
     runs = np.empty(most, np.uint32)
     offsets = np.empty(len(lengths) + 1, np.int64)
     verdicts = np.empty(len(lengths), np.uint8)
-    strings.parse(text, starts, lengths, height * width, runs, offsets, verdicts)
+    string_kernels.parse(text, starts, lengths, height * width, runs, offsets, verdicts)
     return Runs(runs[: offsets[-1]], offsets, height, width), verdicts
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.masks.compiled import enlarge
+from sa1b.masks import pixel_kernels
 from sa1b.masks.runs import Runs, check_size, chosen_indices
 
 Logits = npt.NDArray[np.float32]
@@ -127,11 +127,11 @@ def _enlarge(
     position: tuple[int, int] = (0, 0),
     offset: float = 0.0,
 ) -> None:
-    """See `enlarge.enlarge`; `buffers` are its areas, out and out_offsets."""
+    """See `pixel_kernels.enlarge`; `buffers` are its areas, out and out_offsets."""
     counts, out, offsets = buffers
     of_rows = (rows.reads, rows.weights, rows.starts, rows.stops)
     of_columns = (columns.reads, columns.weights, columns.starts, columns.stops)
-    enlarge.enlarge(
+    pixel_kernels.enlarge(
         np.ascontiguousarray(logits, np.float32),
         chosen,
         *of_rows,

@@ -6,8 +6,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.masks import geometry
-from sa1b.masks.compiled import measures, pairs
+from sa1b.masks import geometry, shape_kernels
 from sa1b.masks.runs import Runs
 
 
@@ -32,7 +31,7 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
     out = np.empty((len(a), len(b)), np.int64)
     ends_a, spans_a, boxes_a = prepare(a)
     ends_b, spans_b, boxes_b = prepare(b)
-    pairs.intersection(ends_a, a.offsets, spans_a, boxes_a, ends_b, b.offsets, spans_b, boxes_b, out)
+    shape_kernels.intersection(ends_a, a.offsets, spans_a, boxes_a, ends_b, b.offsets, spans_b, boxes_b, out)
     return out
 
 
@@ -78,7 +77,7 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
         )
     order = np.argsort(-ranked, kind="stable")
     kept = np.empty(len(order), np.bool_)
-    pairs.suppress(np.ascontiguousarray(corners[order]), float(max_iou), kept)
+    shape_kernels.suppress(np.ascontiguousarray(corners[order]), float(max_iou), kept)
     return order[kept]
 
 
@@ -89,6 +88,6 @@ def prepare(
     ends = np.empty(len(runs.runs), np.int64)
     spans = np.empty((len(runs), 2), np.int64)
     boxes = np.empty((len(runs), 4), np.int64)
-    pairs.cumulate(runs.runs, runs.offsets, ends, spans)
-    measures.bbox(runs.runs, runs.offsets, runs.height, runs.width, boxes)
+    shape_kernels.cumulate(runs.runs, runs.offsets, ends, spans)
+    shape_kernels.bbox(runs.runs, runs.offsets, runs.height, runs.width, boxes)
     return ends, spans, boxes

@@ -171,7 +171,7 @@ def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
     return inside
 
 
-# The rule of sa1b.masks.grid for torch; sa1b.masks.kernels_triton compiles the same three functions. So they
+# The rule of sa1b.masks.grid for torch; sa1b.masks.raster_triton compiles the same three functions. So they
 # contain only arithmetic, and their annotations are quoted, because Triton does not look those up.
 
 

@@ -140,11 +140,11 @@ class Runs:
             For each mask {"size": [height, width], "counts": COCO's compressed string}, in pixels of the
             image the masks belong to.
         """
-        from sa1b.masks.compiled import strings  # numba takes long to import
+        from sa1b.masks import string_kernels  # numba takes long to import
 
         return [
             {"size": [self.height, self.width], "counts": string.decode("ascii") if text else string}
-            for string in strings.encode(self.runs, self.offsets)
+            for string in string_kernels.encode(self.runs, self.offsets)
         ]
 
     def check(self) -> "Runs":

@@ -36,13 +36,11 @@ from sa1b.engine.step.precision import autocast
 from sa1b.errors import Sa1bError, SourceError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
-from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import rasterize
+from sa1b.masks.raster import rasterize, runs_of
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.sam.prediction import framed_image
-from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol
-from sa1b.sam.score import Score
+from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
 from sa1b.sam.targets import Targets
 from sa1b.sources.coco_file import read_document, read_results
 

@@ -16,20 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sa1b.masks import geometry
-from sa1b.masks.dense import runs_of
 from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import rasterize
+from sa1b.masks.raster import rasterize, runs_of
 from sa1b.masks.runs import Runs
-from sa1b.sam import protocol
 from sa1b.sam.prediction import at_source
-from sa1b.sam.protocol import ImageTruth, SamProtocol
-from sa1b.sam.score import PROMPTS, Score
+from sa1b.sam.protocol import PROMPTS, QUICK_PROMPTS, ImageTruth, SamProtocol, Score
 from sa1b.shards.predictions import Predicted
 from sa1b.stream.batch import Batch
 
 
 class ClickScorer:
-    """Mean IoU by prompt and mask size; see sa1b.sam.score.
+    """Mean IoU by prompt and mask size; see sa1b.sam.protocol.
 
     Args:
         published: clicks of the protocol sam, not uniform ones.
@@ -37,7 +34,7 @@ class ClickScorer:
 
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
-        self.score = Score.empty(device, protocol.PROMPTS if published else PROMPTS, by_size=published)
+        self.score = Score.empty(device, PROMPTS if published else QUICK_PROMPTS, by_size=published)
         self.empty = torch.zeros((), dtype=torch.int64, device=device)
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.model import is_grounding
 from sa1b.recipes.weights import find_weights
-from sa1b.sam.embedding_cache import EmbeddingCache
+from sa1b.sam.distillation import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import config_of, weights_digest

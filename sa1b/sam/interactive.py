@@ -8,23 +8,21 @@ The image encoder runs once, the mask decoder once per iteration. All shapes dep
 micro-batch, so that ranks exchange no numbers and the host does not wait for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sa1b.sam import clicks
-from sa1b.sam.early_gradients import EarlyGradients
-from sa1b.sam.flops import is_frozen, step_flops
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Iteration, Outcome, pick, scene_of
-from sa1b.sam.losses import overlaps
 from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches
-from sa1b.sam.recipe import Recipe
-from sa1b.sam.targets import Samples, Targets, inputs_of, with_equal_counts
+from sa1b.sam.recipe import Recipe, is_frozen, step_flops
+from sa1b.sam.targets import Samples, Targets, inputs_of, overlaps, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
@@ -100,7 +98,7 @@ class Interactive(nn.Module):
         return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
 
     def flops(self, images: float, masks: float) -> float:
-        """See `sa1b.sam.flops.step_flops`."""
+        """See `sa1b.sam.recipe.step_flops`."""
         parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
         frozen = [name for name, part in parts.items() if is_frozen(part)]
         return step_flops(self.model.config, self.recipe, images, masks, frozen)
@@ -290,3 +288,56 @@ def _check_sizes(images: Tensor, targets: Targets) -> None:
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """The prompts with one more click."""
     return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)
+
+
+class EarlyGradients:
+    """The gradients of losses with respect to image embeddings and parameters, computed loss by loss.
+
+    No gradient flows between the iterations of interactive training. So only the activations of one iteration
+    are in memory, as with activation checkpointing, but nothing is computed twice.
+
+    The losses are added without a loss scale, so this is not for number formats that underflow (float16).
+    `embeddings` is the input for the losses, detached from the encoder.
+    """
+
+    def __init__(self, embeddings: Tensor, parameters: Iterable[Tensor]) -> None:
+        self.embeddings = embeddings.detach().requires_grad_(embeddings.requires_grad)
+        pairs = [(embeddings, self.embeddings), *((parameter, parameter) for parameter in parameters)]
+        self._sources = [pair for pair in pairs if pair[0].requires_grad]
+        self._sums: list[Tensor] = []
+        self._loss: Tensor | None = None
+
+    def add(self, loss: Tensor) -> None:
+        """Compute and add the gradients of a scalar, and free its graph."""
+        with torch.autocast(loss.device.type, enabled=False):
+            results = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
+        if self._loss is None:
+            pairs = zip(self._sources, results, strict=True)
+            self._sources = [source for source, gradient in pairs if gradient is not None]
+        gradients = [gradient for gradient in results if gradient is not None]
+        if self._loss is None:
+            self._loss, self._sums = loss.detach(), gradients
+        else:
+            self._loss = self._loss + loss.detach()
+            self._sums = list(torch._foreach_add(self._sums, gradients))
+
+    def total(self) -> Tensor:
+        """The sum of the losses; its backward pass returns the stored gradients times the incoming one."""
+        if self._loss is None:
+            raise ValueError("total(): no loss was added; call add() first")
+        total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))
+        return total
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *sources: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *torch._foreach_mul(ctx.gradients, incoming)
+
+
+_total: Any = _Total.apply

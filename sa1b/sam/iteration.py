@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam.clicks import TOP_LEFT
-from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
 from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
-from sa1b.sam.targets import Targets
+from sa1b.sam.targets import Targets, dice_loss, focal_loss, iou, iou_loss, overlaps
 
 
 class Scene(NamedTuple):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import ImageEncoder
-from sa1b.sam.image_tokens import SharedImage
 from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
+from sa1b.sam.transformer import SharedImage
 
 _RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from sa1b.masks import coco, geometry
-from sa1b.masks.points import nth_foreground
+from sa1b.masks.geometry import nth_foreground
 from sa1b.masks.polygons import encode_polygons
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import member_name

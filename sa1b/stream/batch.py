@@ -29,9 +29,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import raster, raster_torch
 from sa1b.masks.runs import Runs, check_size
-from sa1b.stream.buffers import fresh
+from sa1b.stream.buffers import Tensors, fresh
 from sa1b.stream.sample import SampleMasks
-from sa1b.stream.tensors import Tensors
 from sa1b.stream.text import Texts
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others

@@ -6,23 +6,64 @@ Buffers are therefore reused. A buffer belongs to the caller until its last tens
 unreferenced.
 """
 
-import sys
 import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sa1b.stream.batch import Batch
-
 _CPU = torch.device("cpu")
 _CUDA: Any = torch.cuda  # some of its functions are untyped
 _BOX = np.dtype((np.int64, 4))  # edges of a box: top, bottom, left, right
-_OURS = 3  # references to an unused buffer: the list, the loop variable, and the call that counts references
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """A dataclass of tensors that are moved together, also those in nested dataclasses of this kind."""
+
+    def map_tensors(self, function: Callable[[str, Tensor], Tensor]) -> Self:
+        """A copy in which function(name, tensor) replaces each tensor, also in nested dataclasses."""
+        changed: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, Tensor):
+                changed[one.name] = function(one.name, value)
+            elif isinstance(value, Tensors):
+                changed[one.name] = value.map_tensors(function)
+        return replace(self, **changed)
+
+    def pin_memory(self) -> Self:
+        """A copy in pinned memory, from which copies to a GPU need not wait."""
+        return self.map_tensors(lambda name, tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell CUDA's allocator that `stream` uses these tensors too."""
+
+        def record(name: str, tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self.map_tensors(record)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+        """A copy on another device; tensors that are already there are not copied.
+
+        Args:
+            non_blocking: do not wait for copies to a GPU. Copies to the CPU are complete on return: nothing
+                else would keep the caller from reading them too early.
+        """
+        non_blocking &= torch.device(device).type != "cpu"
+        return self.map_tensors(lambda name, tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+AnyTensors = TypeVar("AnyTensors", bound=Tensors)
 
 
 class BufferPool:
@@ -36,25 +77,31 @@ class BufferPool:
     def __init__(self, capacity: int, keep: int) -> None:
         self.capacity = capacity
         self.keep = keep
-        self._buffers: list[npt.NDArray[np.uint8]] = []
-        self._lock = threading.Lock()
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=keep)
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """A uint8 tensor of this shape, of at most `capacity` bytes, not initialised."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
             raise ValueError(f"{size} bytes: must fit the buffer of {self.capacity}")
-        return torch.from_numpy(self._free()[:size]).view(shape)
+        return self._lend(self._buffer(), 0, size).view(shape)
 
-    def _free(self) -> npt.NDArray[np.uint8]:
-        with self._lock:
-            for buffer in self._buffers:
-                if sys.getrefcount(buffer) == _OURS:
-                    return buffer
-            buffer = self._new()
-            if len(self._buffers) < self.keep:
-                self._buffers.append(buffer)
-            return buffer
+    def _buffer(self) -> npt.NDArray[np.uint8]:
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return self._new()
+
+    def _lend(self, buffer: npt.NDArray[np.uint8], start: int, stop: int) -> Tensor:
+        """A part of a buffer, which returns to the pool once no tensor and no array refers to the part."""
+        part = buffer[start:stop]
+        weakref.finalize(part, self._take_back, buffer).atexit = False
+        return torch.from_numpy(part)
+
+    def _take_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        # Without a lock: any thread may run it, also while it holds one.
+        if len(buffer) == self.capacity and len(self._free) < self.keep:
+            self._free.append(buffer)
 
     def _new(self) -> npt.NDArray[np.uint8]:
         return _allocate(self.capacity)
@@ -77,23 +124,25 @@ class MaskBufferPool(BufferPool):
 
     def __init__(self, masks: int, size: int, keep: int) -> None:
         self._most, self._masks, self._size = masks, 0, size
+        self._lock = threading.Lock()
         super().__init__(0, keep)
 
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
 
-        The boxes are valid only if that function alone writes into the pixels, with these boxes.
+        The boxes are valid only if that function alone writes into the pixels, with these boxes, and as long
+        as the pixels are referenced.
         """
         with self._lock:
             if masks > self._masks:
                 self._masks = max(masks, min(self._most, masks * 5 // 4))
                 self.capacity = self._masks * (_BOX.itemsize + self._size**2)
-                self._buffers.clear()
-        buffer = self._free()
+                self._free.clear()
+        buffer = self._buffer()
         head = len(buffer) // (_BOX.itemsize + self._size**2) * _BOX.itemsize
-        pixels = buffer[head : head + masks * self._size**2]
         boxes = buffer[:head].view(np.int64).reshape(-1, 4)[:masks]
-        return torch.from_numpy(pixels).view(masks, self._size, self._size), boxes
+        pixels = self._lend(buffer, head, head + masks * self._size**2)
+        return pixels.view(masks, self._size, self._size), boxes
 
     def _new(self) -> npt.NDArray[np.uint8]:
         return np.zeros(self.capacity, np.uint8)
@@ -129,7 +178,7 @@ class SideStream:
         """New pinned memory, uint8, from which copies need not wait."""
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, batch: "Batch") -> "Batch":
+    def copy(self, batch: AnyTensors) -> AnyTensors:
         """Submit the copies of a batch to the device."""
         return batch.to(self.device)
 
@@ -139,7 +188,7 @@ class SideStream:
         event.record(self._stream)
         return event
 
-    def hand_over(self, batch: "Batch", ready: Any) -> None:
+    def hand_over(self, batch: Tensors, ready: Any) -> None:
         """Make the caller's current stream wait for an event, and the allocator for the caller's stream."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(ready)

@@ -28,19 +28,27 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import number, path, whole_number
+from sa1b.errors import UsageError
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
-from sa1b.stream.decode import decoder
-from sa1b.stream.iterations import Iterations, closed_at_exit
+from sa1b.stream.decoders import decoder
+from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
 from sa1b.stream.order import Order, Sequential
-from sa1b.stream.pending import PendingBatch
-from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position, largest_share, process_rank
-from sa1b.stream.resume import ResumeError, check_state
+from sa1b.stream.pending import PendingBatch, SampleSource
+from sa1b.stream.plan import (
+    MAX_POSITION,
+    MicroBatch,
+    Plan,
+    ResumeError,
+    check_state,
+    checked_position,
+    largest_share,
+    process_rank,
+)
 from sa1b.stream.sample import SampleOptions, check_names
 from sa1b.stream.stats import PipelineStats
-from sa1b.stream.stream_iterator import StreamIterator
 from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import open_view
@@ -255,7 +263,7 @@ class Stream(IterableDataset[Batch]):
         self.position = whole_number("epoch", epoch, most=MAX_POSITION // count) * count
 
     def use_decoder(self, name: str) -> None:
-        """Decode with another decoder of sa1b.stream.decode, which options and state then name."""
+        """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
         if name != self.options.decoder:
             self.decoder, self.options = decoder(name), replace(self.options, decoder=name)
             self._arguments["decoder"] = name
@@ -277,7 +285,12 @@ class Stream(IterableDataset[Batch]):
             self.position = batch.position
 
     def __iter__(self) -> StreamIterator:
-        return StreamIterator(self)
+        if get_worker_info() is not None and self.decoder.device.type != "cpu":
+            raise UsageError(
+                f"decoder={self.options.decoder!r}: decodes on a GPU, which worker processes of a "
+                "DataLoader cannot share; read with sa1b.Loader(stream, device='cuda')"
+            )
+        return StreamIterator(self.plan, self.iterations, self.read, self.begin)
 
     def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         """Read micro-batches, the next one while one is decoded."""
@@ -305,45 +318,28 @@ class Stream(IterableDataset[Batch]):
                 one.cancel()
             ending.close()
 
-    def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
-        """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
-        positions, order = np.arange(piece.start, piece.stop), self.plan.order
-        if isinstance(order, Sequential):
-            indices, valid = order.rows(positions)
-        else:
-            indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
-        return self.view.table_rows(indices).tolist(), valid.tolist()
+    def source(self) -> SampleSource:
+        """Where the samples come from, with the current decoder and options."""
+        return SampleSource(
+            dataset=self.dataset,
+            view=self.view,
+            plan=self.plan,
+            seed=self.seed,
+            options=self.options,
+            decoder=self.decoder,
+            columns=self.columns,
+            text=self.text,
+            damage_log=self.damage_log,
+            stats=self.stats,
+        )
 
-    def submit(self, piece: MicroBatch) -> "PendingBatch":
+    def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch concurrently."""
-        rows, valid = self.rows(piece)
-        return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
+        return self.source().submit(piece)
 
     def close(self) -> None:
         """Close files and connections of this process; the next read opens them again."""
         self.dataset.reader.close()
-
-    def record_damage(self, row: int, position: int, error: Exception) -> None:
-        table = self.dataset.table
-        shard = self.dataset.shards[int(table.shard[row])]
-        self.dataset.check_table()  # if the table is damaged, every sample seems damaged
-        self.dataset.check_shard(shard)  # likewise if the shard was replaced
-        self.damage_log.damaged(
-            shard=shard,
-            offset=int(table.offset[row]),
-            image_id=int(table.image_id[row]),
-            position=position,
-            read=position // self.world_size,
-            reason=str(error),
-            # An evaluation reads the same image each time.
-            once=isinstance(self.plan.order, Sequential),
-        )
-
-    def where(self, row: int) -> str:
-        """Image, shard and offset of a row of the sample table, for messages."""
-        table = self.dataset.table
-        shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
-        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
         """The state to resume from.

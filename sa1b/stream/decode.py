@@ -1,16 +1,15 @@
 """Decoders: JPEG files into images of the padded square, in the memory of a batch.
 
-A decoder is an object with the interface of `Decoder`; `decoder(name)` creates one. Streams and loaders use
-nothing else, so a new back end is a class and an entry in DECODERS:
+A decoder is an object with the interface of `Decoder`. Streams and loaders use nothing else, so a new back
+end is a class and an entry in `sa1b.stream.decoders.DECODERS`:
 
     cpu           simplejpeg (libjpeg-turbo) and OpenCV, one image per thread
-    torchcodec    nvJPEG, a micro-batch at a time, on the GPU; see sa1b.stream.gpu_decoder
+    torchcodec    nvJPEG, a micro-batch at a time, on the GPU; see sa1b.stream.decoders
     nvimgcodec    the same, by another library
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Protocol
 
 import cv2
@@ -100,54 +99,6 @@ class CpuDecoder:
             except BadSample as error:
                 errors.append(error)
         return errors
-
-
-@cache  # one for all streams of a process: its CUDA streams must be few
-def _gpu_decoder(name: str) -> Decoder:
-    from sa1b.stream.gpu_decoder import GpuDecoder  # it decodes on the CPU what a GPU cannot decode
-    from sa1b.stream.jpeg_libraries import LIBRARIES
-
-    return GpuDecoder(name, LIBRARIES[name]())
-
-
-DECODERS: dict[str, Callable[[], Decoder]] = {
-    "cpu": CpuDecoder,
-    "torchcodec": partial(_gpu_decoder, "torchcodec"),
-    "nvimgcodec": partial(_gpu_decoder, "nvimgcodec"),
-}
-DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
-
-
-def decoder(name: str) -> Decoder:
-    """A decoder by its name, one of DECODERS; for a GPU, the same one for all streams of the process.
-
-    Raises:
-        ValueError: no decoder has this name, or the library that it needs is not installed.
-    """
-    if name not in DECODERS:
-        raise ValueError(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
-    return DECODERS[name]()
-
-
-def decoder_for(decode: str, current: Decoder, name: str) -> str:
-    """The name of the decoder of a loader.
-
-    Args:
-        decode: "cpu"; "gpu": the stream's decoder if it decodes on a GPU, else the first library of
-            sa1b.stream.jpeg_libraries that is installed; "auto": the stream's decoder. On a GPU no rate has
-            been measured yet, so "auto" never replaces a decoder.
-        current, name: the stream's decoder.
-
-    Raises:
-        ValueError: `decode` is not one of DECODES, or no library for the GPU is installed.
-    """
-    if decode not in DECODES:
-        raise ValueError(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
-    if decode == "gpu" and current.device.type == "cpu":
-        from sa1b.stream.jpeg_libraries import installed
-
-        return installed()
-    return "cpu" if decode == "cpu" else name
 
 
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:

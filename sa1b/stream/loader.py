@@ -36,7 +36,7 @@ from sa1b.arguments import number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
-from sa1b.stream.decode import decoder_for
+from sa1b.stream.decoders import decoder_for
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.pipeline import Pipeline, PipelineSettings
 from sa1b.stream.stats import Snapshot

@@ -1,30 +1,94 @@
-"""A micro-batch that is being read: its samples are picked and decoded one by one, then collated."""
+"""A micro-batch on its way from storage to the device, and where its samples come from.
 
-from collections.abc import Iterator, Sequence
+pending = source.submit(piece)      the reads of all samples are in flight
+pending.pick(i)                     waits for the bytes of sample i and chooses its masks
+pending.decode(start, stop)         decodes samples into `pending.images`, or substitutes of damaged ones
+pending.collate()                   the batch
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sa1b.errors import BadSample, ShardError
+from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
-from sa1b.stream.buffers import fresh
-from sa1b.stream.decode import EncodedImage
+from sa1b.stream.buffers import PinnedBuffer, fresh
+from sa1b.stream.columns import Column
+from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.order import Sequential
-from sa1b.stream.plan import MicroBatch
-from sa1b.stream.sample import SampleMasks, no_masks, pick_masks
+from sa1b.stream.plan import MicroBatch, Plan
+from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
+from sa1b.stream.stats import PipelineStats
+from sa1b.stream.text import TextColumn
 from sa1b.stream.transform import Frame
-
-if TYPE_CHECKING:
-    from sa1b.stream.dataset import Stream
+from sa1b.views.view import View
 
 MAX_SUBSTITUTES = 100
 _NAMED = 3  # samples that the error of a batched decoder names
 _REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleSource:
+    """Where the samples of a stream come from, and how each is made; the fields are those of `Stream`."""
+
+    dataset: Dataset
+    view: View
+    plan: Plan
+    seed: int
+    options: SampleOptions
+    decoder: Decoder
+    columns: dict[str, Column]
+    text: TextColumn | None
+    damage_log: DamageLog
+    stats: PipelineStats
+
+    def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
+        """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
+        positions, order = np.arange(piece.start, piece.stop), self.plan.order
+        if isinstance(order, Sequential):
+            indices, valid = order.rows(positions)
+        else:
+            indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
+        return self.view.table_rows(indices).tolist(), valid.tolist()
+
+    def submit(self, piece: MicroBatch) -> "PendingBatch":
+        """Start reading all samples of a micro-batch concurrently."""
+        rows, valid = self.rows(piece)
+        return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
+
+    def record_damage(self, row: int, position: int, error: Exception) -> None:
+        table = self.dataset.table
+        shard = self.dataset.shards[int(table.shard[row])]
+        self.dataset.check_table()  # if the table is damaged, every sample seems damaged
+        self.dataset.check_shard(shard)  # likewise if the shard was replaced
+        self.damage_log.damaged(
+            shard=shard,
+            offset=int(table.offset[row]),
+            image_id=int(table.image_id[row]),
+            position=position,
+            read=position // self.plan.world_size,
+            reason=str(error),
+            # An evaluation reads the same image each time.
+            once=isinstance(self.plan.order, Sequential),
+        )
+
+    def where(self, row: int) -> str:
+        """Image, shard and offset of a row of the sample table, for messages."""
+        table = self.dataset.table
+        shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
+        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,65 +111,85 @@ class PickedSample:
     masks: SampleMasks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PendingBatch:
-    """A micro-batch whose samples are being read: call `pick` and `decode` for each, then `collate`.
+    """A micro-batch whose samples are being read, decoded and collated.
 
     A damaged sample is recorded in the damage log. A shuffled stream then takes a substitute. A sequential
     stream returns a black image without masks and sets its `valid` to False: with a substitute, the
     evaluation would not be comparable.
 
     Attributes:
-        stream: the stream of the micro-batch.
+        source: where its samples come from.
         piece: positions of the micro-batch.
         rows: rows of the sample table; of a damaged sample, that of its substitute.
         valid: whether each sample is valid: False for padding and, once decoded, for a damaged sample of a
             sequential stream.
         reads: one pending read for each sample.
+        number: number of the batch, counted from the first one of an iteration.
+        images: uint8 [B, S, S, 3], the decoder's output, on its device; whoever decodes allocates it.
+        pinned: pinned memory of the batch for the copy to a GPU; None on a CPU.
+        picked, samples: results of pick and decode, None for samples that are not done.
+        left: unfinished jobs of the current stage, if the next stage needs all of them.
+        errors: index of a sample -> error. The batch fails with the error of the lowest index.
+        result: the complete batch, and the CUDA event after which it is on its GPU.
     """
 
-    stream: "Stream"
+    source: SampleSource
     piece: MicroBatch
     rows: list[int]
     valid: list[bool]
     reads: list[PendingRead]
+    number: int = 0
+    images: Tensor = field(default_factory=lambda: torch.empty(0))
+    pinned: PinnedBuffer | None = None
+    picked: list[PickedSample | None] = field(init=False)
+    samples: list[SampleMasks | None] = field(init=False)
+    left: int = field(init=False)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.picked, self.samples = [None] * len(self), [None] * len(self)
+        self.left = len(self)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
-        size, count = self.stream.options.image_size, len(self)
-        images = fresh((count, size, size, 3), self.stream.decoder.device)
+        size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
+        self.images = fresh((count, size, size, 3), decoder.device)
         # All picks first: between two decodings, their code and data would leave the processor's caches.
-        picked = [self.pick(i) for i in range(count)]
-        if self.stream.decoder.batched:
-            samples = self.decode(picked, images) if count else []
-        else:
-            samples = [self.decode([one], images[i, None])[0] for i, one in enumerate(picked)]
+        for i in range(count):
+            self.pick(i)
+        together = count if decoder.batched else 1
+        for start in range(0, count, together or 1):
+            self.decode(start, start + together)
         with self.named():
-            return self.collate(images, samples)
+            return self.collate()
 
-    def pick(self, i: int) -> PickedSample:
+    def pick(self, i: int) -> None:
         """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.
 
         Raises:
             DamageLimitError: too many samples are damaged.
             sa1b.storage.errors.StorageError: the storage is not available.
         """
-        return self._pick(i, 0, self.rows[i], self.reads[i])
+        self.picked[i] = self._pick(i, 0, self.rows[i], self.reads[i])
 
-    def decode(self, picked: Sequence[PickedSample], out: torch.Tensor) -> list[SampleMasks]:
-        """Decode the images of picked samples or of their substitutes, and return the masks.
+    def decode(self, start: int, stop: int) -> None:
+        """Decode the images of picked samples or of their substitutes.
 
         Args:
-            picked: one sample, or all samples if the decoder takes a micro-batch at a time.
-            out: uint8 [n, S, S, 3] on the decoder's device.
+            start, stop: one sample, or all samples if the decoder takes a micro-batch at a time.
 
         Raises:
             DamageLimitError, sa1b.storage.errors.StorageError: as in `pick`.
         """
-        samples = list(picked)
+        samples, out = [one for one in self.picked[start:stop] if one is not None], self.images[start:stop]
+        self.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         if all(sample.image is not None for sample in samples):
             errors = self._decode(samples, out)
         else:
@@ -114,17 +198,17 @@ class PendingBatch:
             while (error := errors[n]) is not None:
                 samples[n] = self._substitute(samples[n].index, samples[n].attempt, samples[n].row, error)
                 (errors[n],) = self._decode([samples[n]], out[n, None])
-        return [sample.masks for sample in samples]
+        self.samples[start:stop] = [sample.masks for sample in samples]
 
     def _decode(self, samples: list[PickedSample], out: torch.Tensor) -> list[BadSample | None]:
         images = [sample.image for sample in samples if sample.image is not None]
         if not images:
             out.zero_()
             return [None] * len(samples)
-        stream = self.stream
+        source = self.source
         try:
-            with stream.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
-                return stream.decoder.decode(images, out)
+            with source.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
+                return source.decoder.decode(images, out)
         except Exception as error:
             together = len(samples) > 1
             failing = [one for n, one in enumerate(samples) if not together or self._fails(one, out[n, None])]
@@ -138,19 +222,19 @@ class PendingBatch:
         """Whether the decoder raises an error for this sample alone."""
         try:
             assert sample.image is not None
-            self.stream.decoder.decode([sample.image], out)
+            self.source.decoder.decode([sample.image], out)
         except Exception:
             return True
         return False
 
     def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
-        stream = self.stream
-        options, seed, epoch = stream.options, stream.seed, (self.piece.start + i) // stream.plan.order.count
+        source = self.source
+        options, seed, epoch = source.options, source.seed, (self.piece.start + i) // source.plan.order.count
         try:
-            with stream.stats.busy("read", int(stream.dataset.table.jpg_bytes[row])):
+            with source.stats.busy("read", int(source.dataset.table.jpg_bytes[row])):
                 jpeg, annotations = read.result()
-            with stream.stats.busy("pick"):
-                condition = stream.view.masks_where
+            with source.stats.busy("pick"):
+                condition = source.view.masks_where
                 usable = None if condition is None else condition.masks(annotations)
                 masks = pick_masks(annotations, options, seed, epoch, usable=usable)
             return PickedSample(i, attempt, row, EncodedImage(jpeg, masks.frame), masks)
@@ -163,23 +247,23 @@ class PendingBatch:
 
     def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
         """Log a damaged sample and pick its replacement."""
-        stream, position = self.stream, self.piece.start + i
-        order = stream.plan.order
-        stream.record_damage(row, position, damage)
+        source, position = self.source, self.piece.start + i
+        order = source.plan.order
+        source.record_damage(row, position, damage)
         if isinstance(order, Sequential):
             self.valid[i] = False
-            size = stream.options.image_size
-            masks = no_masks(int(stream.dataset.table.image_id[row]), Frame.whole_image(size, size, size))
+            size = source.options.image_size
+            masks = no_masks(int(source.dataset.table.image_id[row]), Frame.whole_image(size, size, size))
             return PickedSample(i, attempt, row, None, masks)
         if attempt + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
-        self.rows[i] = row = int(stream.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-        (read,) = stream.dataset.submit([row])
+        self.rows[i] = row = int(source.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+        (read,) = source.dataset.submit([row])
         return self._pick(i, attempt + 1, row, read)
 
     def note(self, error: Exception, i: int) -> None:
         """Add position, image and shard of sample i to an error."""
-        error.add_note(f"at position {self.piece.start + i}: {self.stream.where(self.rows[i])}")
+        error.add_note(f"at position {self.piece.start + i}: {self.where(i)}")
         if isinstance(error, MissingError):
             error.add_note(_REPLACED)
 
@@ -195,27 +279,51 @@ class PendingBatch:
     def _span(self) -> str:
         if not self.rows:
             return "an empty batch"
-        first, last = (self.stream.where(self.rows[i]) for i in (0, -1))
+        first, last = self.where(0), self.where(-1)
         return f"the batch of positions {self.piece.start} to {self.piece.stop - 1}: {first}, to {last}"
 
-    def collate(self, images: torch.Tensor, samples: list[SampleMasks]) -> Batch:
-        """The batch of all samples, whose images are decoded into `images`, uint8 [B, S, S, 3]."""
-        piece = self.piece
-        batch = collate(images, samples, range(piece.start, piece.stop), self.valid, piece.position)
+    def where(self, i: int) -> str:
+        """Image, shard and offset of sample i, for messages."""
+        return self.source.where(self.rows[i])
+
+    def collate(self) -> Batch:
+        """The batch of all samples, once they are decoded."""
+        piece, source = self.piece, self.source
+        samples = [sample for sample in self.samples if sample is not None]
+        batch = collate(self.images, samples, range(piece.start, piece.stop), self.valid, piece.position)
         by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
-        columns = self.stream.columns
-        extra = {name: one.lookup(by_key[one.key]) for name, one in columns.items()}
-        if self.stream.text is None:
+        extra = {name: column.lookup(by_key[column.key]) for name, column in source.columns.items()}
+        if (text := source.text) is None:
             return replace(batch, extra=extra)
-        text = self.stream.text
-        epochs = batch.positions.numpy() // self.stream.plan.order.count
+        epochs = batch.positions.numpy() // source.plan.order.count
         of_images, indices = by_key["image_id"], np.zeros(len(batch), np.int64)
         if text.column.key == "mask_id":
             image = batch.masks.image.numpy()
             of_images, epochs, indices = of_images[image], epochs[image], batch.mask_index.numpy()
         ids = by_key[text.column.key]
-        texts, values = text.read(self.stream.seed, ids, of_images, epochs, indices)
+        texts, values = text.read(source.seed, ids, of_images, epochs, indices)
         return replace(batch, extra=extra | {text.column.name: values}, texts=texts)
+
+    def is_last(self) -> bool:
+        """Count a finished job; return True for the last one."""
+        with self._lock:
+            self.left -= 1
+            return self.left == 0
+
+    def unfinished(self) -> list[int]:
+        """The samples that are not decoded, those that are not read first."""
+        left = [i for i, sample in enumerate(self.samples) if sample is None]
+        return sorted(left, key=lambda i: self.picked[i] is not None)
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """End the batch with an error; by default with its first one, once the samples before it are done."""
+        with self._lock:
+            for i, sample in enumerate(self.samples):
+                error = error or self.errors.get(i)
+                if error is not None or sample is None:
+                    break
+            if error is not None and not self.result.done():
+                self.result.set_exception(error)
 
     def cancel(self) -> None:
         """Cancel all pending reads."""

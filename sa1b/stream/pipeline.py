@@ -5,25 +5,23 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from queue import PriorityQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sa1b.errors import Sa1bError
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch, RaggedMasks
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
 from sa1b.stream.dataset import Stream
-from sa1b.stream.pending import PendingBatch, PickedSample
+from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch
-from sa1b.stream.sample import SampleMasks
 
 _PICK, _DECODE, _DEVICE, _RASTER = range(4)  # the kinds of jobs
 _STAGES = ("read", "decode", "collate", "device")  # kind -> stage that counts it, see sa1b.stream.stats
@@ -75,60 +73,12 @@ class Pool:
         job()
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A batch that threads are working on.
-
-    Attributes:
-        number: number of the batch, counted from the first one of the iteration.
-        pending: the samples that are being read.
-        images: uint8 [B, S, S, 3], the decoder's output.
-        pinned: pinned memory of the batch for the copy to a GPU; None on a CPU.
-        picked, samples: results of pick and decode, None for samples that are not done.
-        left: unfinished jobs of the current stage, if the next stage needs all of them.
-        errors: index of a sample -> error. The batch fails with the error of the lowest index.
-        result: the complete batch, and the CUDA event after which it is on its GPU.
-    """
-
-    number: int
-    pending: PendingBatch
-    images: Tensor
-    pinned: PinnedBuffer | None
-    picked: list[PickedSample | None]
-    samples: list[SampleMasks | None]
-    left: int
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def is_last(self) -> bool:
-        """Count a finished job; return True for the last one."""
-        with self._lock:
-            self.left -= 1
-            return self.left == 0
-
-    def unfinished(self) -> list[int]:
-        """The samples that are not decoded, those that are not read first."""
-        left = [i for i, sample in enumerate(self.samples) if sample is None]
-        return sorted(left, key=lambda i: self.picked[i] is not None)
-
-    def fail(self, error: BaseException | None = None) -> None:
-        """End the batch with an error; by default with its first one, once the samples before it are done."""
-        with self._lock:
-            for i, sample in enumerate(self.samples):
-                error = error or self.errors.get(i)
-                if error is not None or sample is None:
-                    break
-            if error is not None and not self.result.done():
-                self.result.set_exception(error)
-
-
 class _Job(NamedTuple):
     """A job in a thread: when it began (time.monotonic), its kind, its batch and sample."""
 
     began: float
     stage: int
-    work: _Work
+    work: PendingBatch
     i: int | None
 
 
@@ -168,7 +118,7 @@ class Pipeline:
             with self.side.current():  # compiles kernels in one thread before other threads need them
                 _one_mask(self.stream.options.image_size).to(self.side.device).dense(settings.dense)
         self.pool = Pool(settings.threads)
-        self.pending: deque[_Work] = deque()
+        self.pending: deque[PendingBatch] = deque()
         self.free: deque[PinnedBuffer] = deque()
         self.numbers = count()
         self._running: dict[int, _Job] = {}  # thread -> its job
@@ -176,25 +126,18 @@ class Pipeline:
 
     def submit(self, piece: MicroBatch) -> None:
         """Start reading and decoding a micro-batch."""
-        pending = self.stream.submit(piece)
-        size, samples = self.stream.options.image_size, len(pending)
-        shape, pinned = (self.stream.plan.micro_batch, size, size, 3), None
+        work = self.stream.submit(piece)
+        work.number = next(self.numbers)
+        size, samples = self.stream.options.image_size, len(work)
+        shape = (self.stream.plan.micro_batch, size, size, 3)
         if self.side is None:
             # The batch is a view of the buffer, which is not reused while the caller references it.
-            images = self.settings.images.take(shape)[:samples]
+            work.images = self.settings.images.take(shape)[:samples]
         else:
             there = self.decoder.device.type != "cpu"
             pinned = self.free.popleft() if self.free else PinnedBuffer(self.side, (0,) if there else shape)
-            images = self.side.empty((samples, *shape[1:])) if there else pinned.images[:samples]
-        work = _Work(
-            number=next(self.numbers),
-            pending=pending,
-            images=images,
-            pinned=pinned,
-            picked=[None] * samples,
-            samples=[None] * samples,
-            left=samples,
-        )
+            work.images = self.side.empty((samples, *shape[1:])) if there else pinned.images[:samples]
+            work.pinned = pinned
         self.pending.append(work)
         for i in range(samples):
             self._start(work, _PICK, partial(self._pick, work, i), i)
@@ -223,28 +166,28 @@ class Pipeline:
     def reading(self) -> str | None:
         """The sample that the oldest incomplete batch waits for, with its shard; None if there is none."""
         for work in tuple(self.pending):
-            if not work.result.done() and len(work.pending):
+            if not work.result.done() and len(work):
                 return self._what(work)
         return None
 
     def close(self) -> None:
         """Cancel the batches in flight and stop the threads."""
         for work in self.pending:
-            work.pending.cancel()
+            work.cancel()
         self.pool.shutdown()
 
-    def _start(self, work: _Work, stage: int, job: Callable[[], object], i: int | None = None) -> None:
+    def _start(self, work: PendingBatch, stage: int, job: Callable[[], object], i: int | None = None) -> None:
         # The oldest batch has priority; within a batch, the latest stage.
         self.pool.submit(partial(self._run, work, stage, i, job), (work.number, -stage))
 
-    def _run(self, work: _Work, stage: int, i: int | None, job: Callable[[], object]) -> None:
+    def _run(self, work: PendingBatch, stage: int, i: int | None, job: Callable[[], object]) -> None:
         if work.result.done():  # the batch has ended with an error
             return
         self._running[threading.get_ident()] = _Job(time.monotonic(), stage, work, i)
         try:
             if self.side is not None:
                 self.side.begin_thread()
-            with work.pending.named() if stage == _DEVICE else nullcontext():
+            with work.named() if stage == _DEVICE else nullcontext():
                 job()
         except BaseException as error:
             if i is None or self.decoder.batched:
@@ -256,13 +199,13 @@ class Pipeline:
         if work.errors:
             work.fail()
 
-    def _pick(self, work: _Work, i: int) -> None:
+    def _pick(self, work: PendingBatch, i: int) -> None:
         if not self.decoder.batched:
-            work.picked[i] = work.pending.pick(i)
+            work.pick(i)
             self._start(work, _DECODE, partial(self._decode, work, i, i + 1), i)
             return
         try:
-            work.picked[i] = work.pending.pick(i)
+            work.pick(i)
         except BaseException as error:
             work.errors[i] = error
         if work.is_last():  # a batched decoder waits for all samples: none is done before
@@ -272,13 +215,11 @@ class Pipeline:
                 work.left = 1
                 self._start(work, _DECODE, partial(self._decode, work, 0, len(work.picked)))
 
-    def _decode(self, work: _Work, start: int, stop: int) -> None:
+    def _decode(self, work: PendingBatch, start: int, stop: int) -> None:
         if work.pinned is not None:
             work.pinned.wait()
-        picked = [one for one in work.picked[start:stop] if one is not None]
-        work.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         with self._submitting():
-            work.samples[start:stop] = work.pending.decode(picked, work.images[start:stop])
+            work.decode(start, stop)
         if work.is_last():
             self._start(work, _DEVICE, partial(self._to_device, work))
 
@@ -286,10 +227,10 @@ class Pipeline:
         """A context in which the calling thread submits to the side stream."""
         return nullcontext() if self.side is None else self.side.current()
 
-    def _to_device(self, work: _Work) -> None:
+    def _to_device(self, work: PendingBatch) -> None:
         dense, device, ready = self.settings.dense, self.settings.device, None
         with self.stats.busy("collate"):
-            batch = work.pending.collate(work.images, [one for one in work.samples if one is not None])
+            batch = work.collate()
         if device.type == "cpu" and dense is not None:
             self._rasterise(work, batch, dense)
             return
@@ -306,7 +247,7 @@ class Pipeline:
                 ready = self.side.event()
         work.result.set_result((batch, ready))
 
-    def _rasterise(self, work: _Work, batch: Batch, size: int) -> None:
+    def _rasterise(self, work: PendingBatch, batch: Batch, size: int) -> None:
         """Rasterise the dense masks of a batch on the CPU with all threads, one job per image."""
         with self.stats.busy("device", batch.images.nbytes):
             out, boxes = self.settings.masks.take_known(len(batch.masks))
@@ -319,17 +260,17 @@ class Pipeline:
         for i, job in zip(with_masks, jobs, strict=True):
             self._start(work, _RASTER, partial(self._rasterise_image, work, batch, i, job), i)
 
-    def _rasterise_image(self, work: _Work, batch: Batch, i: int, job: Callable[[], object]) -> None:
+    def _rasterise_image(self, work: PendingBatch, batch: Batch, i: int, job: Callable[[], object]) -> None:
         try:
             with self.stats.busy("device", items=0):
                 job()
         except Exception as error:
-            work.pending.note(error, i)
+            work.note(error, i)
             raise
         if work.is_last():
             work.result.set_result((batch, None))
 
-    def _wait(self, work: _Work) -> None:
+    def _wait(self, work: PendingBatch) -> None:
         """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`.
 
         Raises:
@@ -350,25 +291,22 @@ class Pipeline:
         """When the caller looks at the threads again: then, or when a job is overdue."""
         return min([then, *(job.began + self._limit for job in list(self._running.values()))])
 
-    def _oldest(self, work: _Work) -> _Job | None:
+    def _oldest(self, work: PendingBatch) -> _Job | None:
         """The job that runs for the longest time, of a batch if a thread works on it, else of another one."""
         jobs = list(self._running.values())
         return min([job for job in jobs if job.work is work] or jobs, key=lambda job: job.began, default=None)
 
-    def _what(self, work: _Work) -> str:
+    def _what(self, work: PendingBatch) -> str:
         """What a batch waits for: a sample, and its stage after it was read."""
         job = self._oldest(work)
         if job is None or (job.stage != _PICK and job.i is None):
             unfinished = work.unfinished()
-            return self._where(work, unfinished[0]) if unfinished else "a batch to reach the device"
-        where = self._where(job.work, job.i or 0)
+            return work.where(unfinished[0]) if unfinished else "a batch to reach the device"
+        where = job.work.where(job.i or 0)
         return where if job.stage == _PICK else f"{where} to be {_DONE[job.stage]}"
 
-    def _where(self, work: _Work, i: int) -> str:
-        return self.stream.where(work.pending.rows[i])
-
     def _overdue(self, job: _Job) -> Sa1bError:
-        where = self._where(job.work, job.i or 0) if len(job.work.pending) else "an empty batch"
+        where = job.work.where(job.i or 0) if len(job.work) else "an empty batch"
         took = f"{time.monotonic() - job.began:.0f} s, and the deadline is {self._limit - _LATE:g} s"
         if job.stage != _PICK:
             return StalledError(

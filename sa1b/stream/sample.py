@@ -25,7 +25,7 @@ import numpy.typing as npt
 from sa1b.arguments import number, whole_number
 from sa1b.hashing import Purpose, as_uniforms, below, permutation, random_word, random_words
 from sa1b.masks import geometry
-from sa1b.masks.points import boxes_and_points
+from sa1b.masks.geometry import boxes_and_points
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
 from sa1b.stream.transform import Frame, Transform, apply, apply_pixels, name_of

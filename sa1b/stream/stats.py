@@ -123,8 +123,13 @@ class PipelineStats:
             seconds = {name: stage.seconds for name, stage in self.stages.items()}
             found["waited_seconds"], found["ready_batches"] = self.waited_seconds, self.ready
         found["cache"] = None if self.cache is None else asdict(self.cache.counts())
-        total = sum(seconds.values())
-        limiting = max(seconds, key=lambda name: seconds[name])
-        found["limiting"] = limiting if total else None
-        found["limiting_share"] = seconds[limiting] / total if total else 0.0
+        found["limiting"], shares = limiting(seconds)
+        found["limiting_share"] = max(shares.values())
         return found
+
+
+def limiting(busy: Mapping[str, float]) -> tuple[str | None, dict[str, float]]:
+    """The stage with the most busy seconds and the share of each, 0 to 1; None and 0 if all have none."""
+    total = sum(busy.values())
+    shares = {name: seconds / total if total > 0 else 0.0 for name, seconds in busy.items()}
+    return max(shares, key=lambda name: shares[name]) if total > 0 else None, shares

@@ -28,8 +28,8 @@ from torch.nn.functional import pad
 from sa1b.arguments import whole_number
 from sa1b.hashing import Purpose, below, random_words
 from sa1b.storage.errors import MissingError
+from sa1b.stream.buffers import Tensors
 from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
-from sa1b.stream.tensors import Tensors
 from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ the time of each stage per image on one core.
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,16 +24,17 @@ from typing import Any, Literal
 import simplejpeg
 import torch
 
-from sa1b.console import command, counted
+from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.progress import bar
 from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
+from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of
 from sa1b.stream.dataset import Stream
 from sa1b.stream.decode import Decoder, EncodedImage
-from sa1b.stream.gpu_decoder import LANES, GpuDecoder
+from sa1b.stream.decoders import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
-from sa1b.stream.stats import STAGES
+from sa1b.stream.stats import STAGES, limiting
 from sa1b.workers import available_cpus
 
 LABELS = {
@@ -45,7 +46,6 @@ LABELS = {
 }
 _SAMPLES = 64  # JPEG files that are kept in memory
 _PORTION = 8  # images that a thread decodes in one job
-_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage is the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,10 @@ def measure(
         after = stream.stats.snapshot()
         batches.close()
     busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}
-    shares = {name: value / sum(busy.values()) for name, value in busy.items()}
-    limit = limiting(storage, rate, shares)
+    _, shares = limiting(busy)
+    limit = limit_of(storage, rate, busy)
+    stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
+    remedy = advice(limit, LoaderSettings.of(loader, stored=stored, trains=False))
     cache = None
     if after["cache"] is not None:
         cache = {name: count - before["cache"][name] for name, count in after["cache"].items()}
@@ -186,14 +188,9 @@ def measure(
         storage_bytes_per_second=storage * mean_bytes,
         shares=shares,
         limit=limit,
-        advice=_advice(limit, threads, dense, stream, images, loader.device),
+        advice=f"{remedy[0].upper()}{remedy[1:]}.",
         cache=cache,
     )
-
-
-def limiting(storage: float, loader: float, shares: Mapping[str, float]) -> str:
-    """The bottleneck of the loader: "storage", or the stage with the largest share of the busy time."""
-    return "storage" if storage < _MARGIN * loader else max(shares, key=lambda name: shares[name])
 
 
 def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
@@ -207,12 +204,12 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
             return len(read.begun.result())
         return 0
 
-    pieces = stream.plan.micro_batches(0)
+    pieces, source = stream.plan.micro_batches(0), stream.source()
     ahead = max(1, 2 * threads // stream.plan.micro_batch)
     while True:
         reads: list[PendingRead] = []
         for piece in itertools.islice(pieces, ahead):
-            rows, _ = stream.rows(piece)
+            rows, _ = source.rows(piece)
             if stream.dataset.reader.is_local:
                 _forget(stream, rows)
             reads += stream.dataset.submit(rows)
@@ -240,8 +237,9 @@ def _images(stream: Stream) -> list[EncodedImage]:
     images: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        picked = [pending.pick(i) for i in range(len(pending))]
-        images += [one.image for one in picked if one.image is not None]
+        for i in range(len(pending)):
+            pending.pick(i)
+        images += [one.image for one in pending.picked if one is not None and one.image is not None]
         if len(images) >= _SAMPLES:
             break
     return images
@@ -276,25 +274,3 @@ def _left_to_the_cpu(decoder: Decoder) -> float | None:
     if not isinstance(decoder, GpuDecoder):
         return None
     return 1 - decoder.counts["gpu"] / max(decoder.counts.total(), 1)
-
-
-def _advice(
-    limit: str,
-    threads: int,
-    dense: int | None,
-    stream: Stream,
-    images: list[EncodedImage],
-    device: torch.device,
-) -> str:
-    size = stream.options.image_size
-    stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
-    smaller = f", or shards with smaller images: `{command('reshard')} ... --image-size {size}`"
-    if stored <= size or limit not in ("storage", "decode"):
-        smaller = ""
-    if limit == "storage":
-        return f"Use faster storage{smaller}."
-    if limit == "device" and dense is not None:
-        return "Use a smaller size of dense masks, or rasterise them on a GPU: --device cuda."
-    if limit == "decode" and device.type != "cpu" and stream.decoder.device.type == "cpu":
-        smaller += ", or decode on the GPU: --decode gpu"
-    return f"Use more {'threads (--threads)' if threads < available_cpus() else 'CPU cores'}{smaller}."

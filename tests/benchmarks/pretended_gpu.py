@@ -27,10 +27,8 @@ from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b import train
 from sa1b.masks import raster_torch
 from sa1b.stream import jpeg_libraries
-from sa1b.stream.decode import DECODERS
-from sa1b.stream.decode_lane import CudaLane
-from sa1b.stream.gpu_decoder import GpuDecoder
-from sa1b.stream.jpeg_libraries import Torchcodec
+from sa1b.stream.decoders import DECODERS, GpuDecoder
+from sa1b.stream.jpeg_libraries import CudaLane, Torchcodec
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, L2_cache_size=50 << 20,

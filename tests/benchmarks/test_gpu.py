@@ -27,8 +27,8 @@ from benchmarks.gpu.part import Part, Record, Setting
 from benchmarks.gpu.stand_in import HostNvjpeg
 from sa1b.engine import config as settings
 from sa1b.recipes.presets import PRESETS
-from sa1b.stream.decode import DECODERS
-from sa1b.stream.decode_lane import POISON
+from sa1b.stream.decoders import DECODERS
+from sa1b.stream.jpeg_libraries import POISON
 from tests import processes
 from tests.benchmarks import pretended_gpu
 from tests.benchmarks.pretended_gpu import SideStream, pretended

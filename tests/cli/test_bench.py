@@ -7,10 +7,10 @@ import pytest
 import sa1b
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import UsageError
-from sa1b.stream.decode import DECODERS
-from sa1b.stream.gpu_decoder import GpuDecoder
+from sa1b.stream.bottleneck import limit_of
+from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.jpeg_libraries import Torchcodec
-from sa1b.stream.throughput import limiting, measure
+from sa1b.stream.throughput import measure
 from tests import processes
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
@@ -82,8 +82,8 @@ def test_a_stream_that_ends_is_refused(root):
 
 def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
     shares = {"read": 0.2, "decode": 0.7, "pick": 0.1}
-    assert limiting(110.0, 100.0, shares) == "storage"
-    assert limiting(1000.0, 100.0, shares) == "decode"
+    assert limit_of(110.0, 100.0, shares) == "storage"
+    assert limit_of(1000.0, 100.0, shares) == "decode"
 
 
 def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 
 import sa1b.train
 from sa1b.engine.watch.control import StepFigures
-from sa1b.engine.watch.data_wait import BUSY, LoaderSettings, LoaderWindow
 from sa1b.engine.watch.metrics import figures_of
 from sa1b.engine.watch.phase import Phases
 from sa1b.engine.watch.rank_time import WORK
@@ -18,6 +17,7 @@ from sa1b.engine.watch.stragglers import PARTS, Stragglers
 from sa1b.engine.watch.utilisation import CPU, GPU
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
+from sa1b.stream.bottleneck import BUSY, LoaderSettings, LoaderWindow
 from sa1b.stream.stats import STAGES
 from tests.docs import generated
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.watch.data_wait import BUSY, LoaderSettings, LoaderWindow, advice
+from sa1b.stream.bottleneck import BUSY, LoaderSettings, LoaderWindow, advice
 from sa1b.stream.stats import STAGES
 from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
 
@@ -84,7 +84,7 @@ def test_the_advice_fits_the_stage_and_the_settings(
 
 def test_settings_are_those_of_the_feed(tmp_path: Path) -> None:
     feed = feed_of(make_root(tmp_path), tmp_path / "run", threads=3)
-    settings = LoaderSettings.of(feed)
+    settings = LoaderSettings.of(feed.loader)
     assert (settings.threads, settings.is_local, settings.cached, settings.stored) == (3, True, False, None)
     assert (settings.image_size, settings.on_gpu) == (IMAGE_SIZE, False)
     assert settings.cpus >= 1

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from sa1b.engine.planner import estimate
 from sa1b.engine.watch import hardware
 from sa1b.recipes.presets import PRESETS
-from sa1b.sam import flops
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import decoder_flops, encoder_flops, step_flops
 from tests.engine.stream_root import place_of
 
 SMALL = ModelConfig(image_size=128, width=64, depth=3, heads=2, global_blocks=(1,), window=3, channels=64)
@@ -37,7 +37,7 @@ def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positi
     images = torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8)
     found = counted(lambda: model.embed(images))
     # torch also counts the relative positions, which are folded into queries and keys.
-    assert 0.8 * found < flops.encoder_flops(config) <= found
+    assert 0.8 * found < encoder_flops(config) <= found
 
 
 @pytest.mark.parametrize("features", [0, 24])
@@ -55,21 +55,21 @@ def test_operations_of_the_decoder_are_what_torch_counts_but_for_those_of_tokens
     found = counted(
         lambda: model.decode(embeddings, image, points, labels, before, counts=(4,), candidates=candidates)
     )
-    expected = flops.decoder_flops(config, 12, len(range(4)[candidates]))
+    expected = decoder_flops(config, 12, len(range(4)[candidates]))
     assert expected == pytest.approx(found / 4, rel=0.05)
 
 
 def test_a_step_is_three_forwards_of_images_and_of_iterations_of_masks() -> None:
     recipe = PRESETS["vit_h"].recipe
     model = MODELS["vit_b"]
-    single = sum(flops.decoder_flops(model, tokens, 1) for tokens in (*range(8, 17), 16))
-    expected = 3 * (2 * flops.encoder_flops(model) + 5 * (flops.decoder_flops(model, 7, 3) + single))
-    assert flops.step_flops(model, recipe, 2, 5) == pytest.approx(expected)
+    single = sum(decoder_flops(model, tokens, 1) for tokens in (*range(8, 17), 16))
+    expected = 3 * (2 * encoder_flops(model) + 5 * (decoder_flops(model, 7, 3) + single))
+    assert step_flops(model, recipe, 2, 5) == pytest.approx(expected)
 
 
 def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
     # Published figures for the ViT-H encoder of Segment Anything are about 2.7 T multiply-adds.
-    assert flops.encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
+    assert encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
 
 
 def test_a_cpu_has_no_known_peak() -> None:
@@ -104,7 +104,7 @@ def test_peaks_are_found_by_the_devices_name(
 
 def test_frozen_parts_are_counted_without_their_backward_pass() -> None:
     module = PRESETS["tiny"].build()
-    encoder, whole = flops.encoder_flops(module.model.config), module.flops(2, 5)
+    encoder, whole = encoder_flops(module.model.config), module.flops(2, 5)
     decoder = whole - 3 * 2 * encoder
     module.model.image_encoder.requires_grad_(False)
     assert module.flops(2, 5) == pytest.approx(2 * encoder + decoder)

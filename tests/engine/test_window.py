@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.data_wait import BUSY, LoaderSettings
 from sa1b.engine.watch.metrics import LoggingConfig, Metrics
 from sa1b.engine.watch.stragglers import Window
+from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from tests.engine.stream_root import place_of
 
 SETTINGS = LoaderSettings(

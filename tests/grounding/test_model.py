@@ -12,8 +12,7 @@ from sa1b.engine.model import Model
 from sa1b.engine.settings import OptimConfig
 from sa1b.engine.step.optim import make_optimizer
 from sa1b.errors import UsageError
-from sa1b.grounding.alignment import contrastive_loss
-from sa1b.grounding.regions import region_features
+from sa1b.grounding.alignment import contrastive_loss, region_features
 from sa1b.sam.model import ModelConfig, Sam
 from tests.engine.launch import launch
 from tests.grounding.small import BATCH, MODEL, build, gradient, gradients_of_cases, samples

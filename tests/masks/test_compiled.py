@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sa1b.kernel import plain
-from sa1b.masks import coco, grid, overlap, raster
-from sa1b.masks.compiled import fill, measures, pairs, places, strings, transforms
+from sa1b.masks import coco, grid, overlap, pixel_kernels, raster, shape_kernels, string_kernels
 from tests.masks.samples import examples, masks_and_runs, to_runs
 
 ROOT = Path(__file__).parents[2]
@@ -40,10 +39,10 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
         damaged[random.integers(len(text))] = random.integers(256)
 
     for source in (text, damaged):
-        both(strings.count_numbers, lambda source=source: (source,))
-        both(strings.judge, lambda source=source: (source, height * width))
+        both(string_kernels.count_numbers, lambda source=source: (source,))
+        both(string_kernels.judge, lambda source=source: (source, height * width))
         both(
-            strings.parse,
+            string_kernels.parse,
             lambda source=source: (
                 source,
                 np.cumsum(lengths) - lengths,
@@ -54,18 +53,18 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
                 np.zeros(count, np.uint8),
             ),
         )
-    both(strings.count_characters, lambda: (*pair, np.zeros(count, np.int64)))
-    both(strings.write, lambda: (*pair, np.zeros(len(text), np.uint8)))
-    both(measures.area, lambda: (*pair, np.zeros(count, np.int64)))
-    boxes = both(measures.bbox, lambda: (*pair, height, width, np.zeros((count, 4), np.int64)))[-1]
+    both(string_kernels.count_characters, lambda: (*pair, np.zeros(count, np.int64)))
+    both(string_kernels.write, lambda: (*pair, np.zeros(len(text), np.uint8)))
+    both(shape_kernels.area, lambda: (*pair, np.zeros(count, np.int64)))
+    boxes = both(shape_kernels.bbox, lambda: (*pair, height, width, np.zeros((count, 4), np.int64)))[-1]
     turned = both(
-        transforms.reverse,
+        shape_kernels.reverse,
         lambda: (*pair, np.zeros(len(runs.runs) + count, np.uint32), np.zeros(count + 1, np.int64)),
     )
     assert turned[-1][-1] >= len(runs.runs)
     rows, columns = grid.framed((height, width), size, size)
     both(
-        transforms.remap,
+        shape_kernels.remap,
         lambda: (
             *pair,
             height,
@@ -81,7 +80,7 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
     masks = np.arange(count)
     drawn = [0, size, 0, size // 2]
     both(
-        fill.rasterize,
+        pixel_kernels.rasterize,
         lambda: (
             *(*pair, masks, rows.firsts(), columns.firsts()),
             np.full((count, size, size), 7, np.uint8),
@@ -89,11 +88,11 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
         ),
     )
     pixel = random.integers(-1, height * width, count)
-    both(places.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))
-    both(places.nth_foreground, lambda: (*pair, pixel, np.zeros(count, np.int64)))
+    both(shape_kernels.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))
+    both(shape_kernels.nth_foreground, lambda: (*pair, pixel, np.zeros(count, np.int64)))
     words = random.integers(0, 2**64, count, np.uint64)
     both(
-        places.boxes_and_points,
+        shape_kernels.boxes_and_points,
         lambda: (
             *(*pair, (height, width), (0.7, 1.3), words),
             *(np.zeros((count, n), np.float32) for n in (4, 2)),
@@ -101,10 +100,11 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
         ),
     )
     ends, spans = both(
-        pairs.cumulate, lambda: (*pair, np.zeros(len(runs.runs), np.int64), np.zeros((count, 2), np.int64))
+        shape_kernels.cumulate,
+        lambda: (*pair, np.zeros(len(runs.runs), np.int64), np.zeros((count, 2), np.int64)),
     )[-2:]
     side = (ends, runs.offsets, spans, boxes)
-    both(pairs.intersection, lambda: (*side, *side, np.zeros((count, count), np.int64)))
+    both(shape_kernels.intersection, lambda: (*side, *side, np.zeros((count, count), np.int64)))
 
 
 def python(code, **environment):
@@ -125,7 +125,7 @@ def test_masks_import_neither_torch_nor_pycocotools():
     python(
         "import sys, sa1b.masks\n"
         "for name in sa1b.masks.__all__: getattr(sa1b.masks, name)\n"
-        "import sa1b.masks.coco, sa1b.masks.geometry, sa1b.masks.raster, sa1b.masks.points, sa1b.masks.overlap\n"
+        "import sa1b.masks.coco, sa1b.masks.geometry, sa1b.masks.raster, sa1b.masks.geometry, sa1b.masks.overlap\n"
         "assert not {'torch', 'pycocotools', 'cv2'} & set(sys.modules)"
     )
 

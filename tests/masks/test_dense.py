@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sa1b.masks import raster
-from sa1b.masks.dense import runs_of
+from sa1b.masks.raster import runs_of
 
 
 @given(st.data())

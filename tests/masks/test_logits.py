@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from sa1b.kernel import plain
-from sa1b.masks import SizeError, overlap, raster
-from sa1b.masks.compiled import enlarge, pairs
+from sa1b.masks import SizeError, overlap, pixel_kernels, raster, shape_kernels
 from sa1b.masks.grid import framed_size
 from sa1b.masks.logits import areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
@@ -84,7 +83,7 @@ def test_kernels_do_the_same_compiled_and_plain():
     logits, rows, columns = logits_of(1, 3, 8), logit_axis(21, 25, 32, 8), logit_axis(27, 32, 32, 8)
     axes = [(axis.reads, axis.weights, axis.starts, axis.stops) for axis in (rows, columns)]
     made = []
-    for kernel in (enlarge.enlarge, plain(enlarge.enlarge)):
+    for kernel in (pixel_kernels.enlarge, plain(pixel_kernels.enlarge)):
         found = [np.zeros((3, 3), np.int64), np.zeros(2000, np.uint32), np.zeros(4, np.int64)]
         kernel(logits, np.arange(3), *axes[0], *axes[1], 2, 1, 25, 30, 0.5, *found)
         made.append(found)
@@ -92,7 +91,7 @@ def test_kernels_do_the_same_compiled_and_plain():
         np.testing.assert_array_equal(one, other)
     boxes = np.random.default_rng(0).integers(0, 9, (40, 4)).astype(np.float64)
     kept = [np.zeros(40, np.bool_), np.zeros(40, np.bool_)]
-    for kernel, out in zip((pairs.suppress, plain(pairs.suppress)), kept, strict=True):
+    for kernel, out in zip((shape_kernels.suppress, plain(shape_kernels.suppress)), kept, strict=True):
         kernel(boxes, 0.4, out)
     np.testing.assert_array_equal(*kept)
 

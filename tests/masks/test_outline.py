@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from pycocotools import mask as pycocotools
 
-from sa1b.masks.dense import runs_of
-from sa1b.masks.outline import polygons
+from sa1b.masks.polygons import polygons
+from sa1b.masks.raster import runs_of
 
 
 @pytest.mark.parametrize("one", [False, True])

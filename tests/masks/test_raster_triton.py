@@ -50,7 +50,7 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sa1b.masks.kernels_triton import fill, measure_masks
+from sa1b.masks.raster_triton import fill, measure_masks
 
 def ptx(kernel, types, constants):
     names = kernel.arg_names

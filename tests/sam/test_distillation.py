@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.model import Divisible
-from sa1b.sam.distillation import Distillation
-from sa1b.sam.embedding_cache import EmbeddingCache
-from sa1b.sam.flops import encoder_flops
+from sa1b.sam.distillation import Distillation, EmbeddingCache
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.recipe import Recipe
+from sa1b.sam.recipe import Recipe, encoder_flops
 from sa1b.sam.targets import Targets
 
 TEACHER = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)

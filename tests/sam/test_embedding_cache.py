@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sa1b.sam.embedding_cache import EmbeddingCache
+from sa1b.sam.distillation import EmbeddingCache
 
 ROOM = 1 << 20  # bytes
 SIZES = torch.tensor([[8, 5], [8, 8], [3, 8]])

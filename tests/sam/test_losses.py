@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sa1b.sam.losses import dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.targets import dice_loss, focal_loss, iou, iou_loss, overlaps
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

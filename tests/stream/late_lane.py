@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
-from sa1b.stream.decode_lane import POISON
+from sa1b.stream.jpeg_libraries import POISON
 
 
 class LateLane(HostLane):

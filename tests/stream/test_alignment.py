@@ -12,7 +12,7 @@ from PIL import Image
 
 from sa1b.shards.jpeg import Edges, scaled_size
 from sa1b.stream.decode import decode
-from sa1b.stream.gpu_decoder import paint
+from sa1b.stream.decoders import paint
 from sa1b.stream.transform import Frame
 
 SIZES = (256, 512, 768, 1024)

@@ -17,7 +17,7 @@ from sa1b.programs.synthetic import source_tars
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.errors import StorageError
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.plan import ResumeError
 from sa1b.stream.transform import RandomCrop, ScaleJitter, TransformError
 from tests.shards import tiny
 

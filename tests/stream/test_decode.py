@@ -19,8 +19,8 @@ from sa1b.errors import BadSample
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream import decode
-from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decoder
+from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage
+from sa1b.stream.decoders import DECODERS, decoder
 from sa1b.stream.transform import Frame
 from tests.shards import tiny
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -84,7 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Decoder], Decoder]:
     def add(name: str, made: Decoder) -> Decoder:
-        monkeypatch.setitem(decode.DECODERS, name, lambda: made)
+        monkeypatch.setitem(DECODERS, name, lambda: made)
         return made
 
     return add

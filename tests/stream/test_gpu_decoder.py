@@ -19,11 +19,10 @@ from torch import Tensor
 import sa1b
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import BadSample, UsageError
-from sa1b.stream import decode, jpeg_libraries
+from sa1b.stream import decode, decoders, jpeg_libraries
 from sa1b.stream.decode import CpuDecoder, EncodedImage
-from sa1b.stream.decode_lane import POISON
-from sa1b.stream.gpu_decoder import LANES, DecoderError, GpuDecoder, paint, written
-from sa1b.stream.jpeg_libraries import Nvimgcodec, Torchcodec, installed, without_exif
+from sa1b.stream.decoders import LANES, DecoderError, GpuDecoder, paint, written
+from sa1b.stream.jpeg_libraries import POISON, Nvimgcodec, Torchcodec, installed, without_exif
 from sa1b.stream.transform import Frame
 from tests.stream.late_lane import EarlyNvjpeg, LateLane
 from tests.stream.recorded import make_root
@@ -431,20 +430,20 @@ def test_without_a_library_the_message_says_what_to_install(monkeypatch: pytest.
     )
     monkeypatch.setitem(__import__("sys").modules, "torchcodec.decoders", None)
     with pytest.raises(ValueError, match=r"decoder='torchcodec': torchcodec.decoders cannot be imported \("):
-        decode.decoder("torchcodec")
+        decoders.decoder("torchcodec")
 
 
 def test_all_streams_of_a_process_share_a_decoder_and_so_its_cuda_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(jpeg_libraries.LIBRARIES, "torchcodec", lambda: lambda _: None)
-    decode._gpu_decoder.cache_clear()
-    made = decode.decoder("torchcodec")
-    decode._gpu_decoder.cache_clear()
+    decoders._gpu_decoder.cache_clear()
+    made = decoders.decoder("torchcodec")
+    decoders._gpu_decoder.cache_clear()
     assert isinstance(made, GpuDecoder)
     assert (made.name, made.batched, made.device.type) == ("torchcodec", True, "cuda")
-    assert decode.decoder("torchcodec") is decode.decoder("torchcodec") is not made
-    decode._gpu_decoder.cache_clear()
+    assert decoders.decoder("torchcodec") is decoders.decoder("torchcodec") is not made
+    decoders._gpu_decoder.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -466,7 +465,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, late: Any) -> list[Made]:  # noqa: F811
         return torch.full(shape, 0xEE, dtype=torch.uint8)
 
     monkeypatch.setattr(LateStream, "empty", empty, raising=False)
-    monkeypatch.setitem(decode.DECODERS, "torchcodec", make)
+    monkeypatch.setitem(decoders.DECODERS, "torchcodec", make)
     monkeypatch.setattr(jpeg_libraries, "_version", {"torchcodec": "0.17.0"}.get)
     return mades
 
@@ -542,7 +541,7 @@ def test_what_cannot_be_decoded_is_logged_and_replaced(
         decode.decode(file, *arguments)
 
     monkeypatch.setattr(HostNvjpeg, "image", refusing)
-    monkeypatch.setattr("sa1b.stream.gpu_decoder.decode", decode_all_but_one)
+    monkeypatch.setattr("sa1b.stream.decoders.decode", decode_all_but_one)
     batches = iter(sa1b.Loader(own, threads=3, device="cuda", decode="gpu", quiet=True))
     found = [next(batches) for _ in range(6)]
     batches.close()
@@ -567,7 +566,7 @@ def test_worker_processes_cannot_decode_on_a_gpu(root: Path, gpu: list[Made]) ->
     own = stream(root, decoder="torchcodec")
     with pytest.MonkeyPatch.context() as patch:
         info: Callable[[], Any] = lambda: SimpleNamespace(id=0, num_workers=2)  # noqa: E731
-        patch.setattr("sa1b.stream.stream_iterator.get_worker_info", info)
+        patch.setattr("sa1b.stream.dataset.get_worker_info", info)
         with pytest.raises(
             UsageError, match=r"decoder='torchcodec': decodes on a GPU, which worker processes"
         ):
@@ -578,7 +577,7 @@ def test_worker_processes_cannot_decode_on_a_gpu(root: Path, gpu: list[Made]) ->
 @pytest.mark.parametrize("name", ["torchcodec", "nvimgcodec"])
 def test_a_gpu_decodes_the_images_of_the_cpu(root: Path, name: str) -> None:
     try:
-        decode.decoder(name)
+        decoders.decoder(name)
     except ValueError as error:
         pytest.skip(str(error))
     own = stream(root, decoder=name)

@@ -24,9 +24,9 @@ from sa1b.shards.manifest import read_tasks
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream import decode, pending, stats
-from sa1b.stream.pending import PendingBatch, PickedSample
+from sa1b.stream.pending import PendingBatch, SampleSource
 from sa1b.stream.pipeline import StalledError
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.plan import ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
 from tests.shards import tiny
@@ -138,22 +138,22 @@ def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     streamed, whole, named = stream(root), PendingBatch.pick, threading.Event()
-    rows, _ = streamed.rows(next(streamed.plan.micro_batches(0)))
-    where = streamed.where
+    rows, _ = streamed.source().rows(next(streamed.plan.micro_batches(0)))
+    where = SampleSource.where
 
-    def noted(row: int) -> str:
+    def noted(self: SampleSource, row: int) -> str:
         if row == rows[1]:
             named.set()
-        return where(row)
+        return where(self, row)
 
-    def slow(self: PendingBatch, i: int) -> PickedSample:
+    def slow(self: PendingBatch, i: int) -> None:
         assert self.piece.start + i != 1 or named.wait(600)
-        return whole(self, i)
+        whole(self, i)
 
-    monkeypatch.setattr(streamed, "where", noted)
+    monkeypatch.setattr(SampleSource, "where", noted)
     monkeypatch.setattr(PendingBatch, "pick", slow)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
-    assert f"waiting for {where(rows[1])} for over 0.1 s" in capsys.readouterr().err
+    assert f"waiting for {where(streamed.source(), rows[1])} for over 0.1 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stage", ["read", "decode"])
@@ -178,7 +178,8 @@ def test_a_thread_that_hangs_ends_the_iteration_after_the_deadline(
     readings: list[str | None] = []
     observer = threading.Thread(target=lambda: (hangs.wait(), readings.append(loader.reading())))
     observer.start()
-    where = streamed.where(streamed.rows(next(streamed.plan.micro_batches(0)))[0][0])
+    source = streamed.source()
+    where = source.where(source.rows(next(streamed.plan.micro_batches(0)))[0][0])
     with pytest.raises(expected, match=rf"{where}: is not {stage}d? after \d+ s, and the deadline is 0.1 s:"):
         next(iter(loader))
     observer.join()
@@ -244,8 +245,8 @@ def test_memory_is_said_at_the_start(root: Path, capsys: pytest.CaptureFixture[s
         next(batches)
         settle(loader)
     batches.close()
-    assert len(loader._settings.images._buffers) <= 4
-    assert len(loader._settings.masks._buffers) <= 4
+    assert len(loader._settings.images._free) <= 4
+    assert len(loader._settings.masks._free) <= 4
 
 
 def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
@@ -312,12 +313,12 @@ def test_an_error_is_raised_at_the_batch_that_it_belongs_to(
     whole = PendingBatch.decode
     failed = threading.Event()
 
-    def broken(self: PendingBatch, picked: Any, out: torch.Tensor) -> list[SampleMasks]:
+    def broken(self: PendingBatch, start: int, stop: int) -> None:
         if self.piece.start >= 6:
             failed.set()
             raise RuntimeError(f"position {self.piece.start}")
         assert self.piece.start == 0 or failed.wait(30)  # a later batch fails earlier
-        return whole(self, picked, out)
+        whole(self, start, stop)
 
     expected = take(stream(root), 2)
     monkeypatch.setattr(PendingBatch, "decode", broken)
@@ -386,7 +387,7 @@ def test_an_error_of_any_stage_is_delivered_with_its_sample(
 ) -> None:
     """Also with a batched decoder, which waits for all samples of a batch."""
     own = stream(root, epochs=1)
-    rows, _ = own.rows(next(own.plan.micro_batches(0)))
+    rows, _ = own.source().rows(next(own.plan.micro_batches(0)))
     sample = own.dataset[rows[at]]
 
     def raised(*_: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import sa1b
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.plan import ResumeError
 from tests.stream.recorded import RECIPE, make_root
 
 stateful = pytest.importorskip(

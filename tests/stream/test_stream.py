@@ -20,7 +20,7 @@ from sa1b.shards.manifest import read_tasks, table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.stream.dataset import Stream
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.plan import ResumeError
 from tests.shards import tiny
 
 IMAGES = 23

@@ -56,7 +56,7 @@ from sa1b.engine.watch.health import Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
 from sa1b.sam.interactive import Interactive
-from sa1b.sam.score import Score
+from sa1b.sam.protocol import Score
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.local import LocalRead
 from sa1b.stream import decode, pipeline, stats

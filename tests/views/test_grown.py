@@ -12,7 +12,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.atomic import lock
 from sa1b.stream.dataset import Stream
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.plan import ResumeError
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
 from tests.shards.tiny_source import make_root, pairs, write_source

@@ -162,7 +162,7 @@ class Feed:
         return self.loader.state_dict() if self._peeked is None else self._peeked[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state. Raises sa1b.stream.resume.ResumeError."""
+        """Resume from a state. Raises sa1b.stream.plan.ResumeError."""
         self.close()
         self.loader.load_state_dict(state)
 

@@ -30,7 +30,6 @@ from sa1b.engine.step.precision import grad_scaler
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import deadline, metrics
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.data_wait import BUSY, LoaderSettings
 from sa1b.engine.watch.hardware import peak_seconds
 from sa1b.engine.watch.health import Health
 from sa1b.engine.watch.phase import Phases
@@ -38,7 +37,8 @@ from sa1b.engine.watch.rank_time import RankTime
 from sa1b.engine.watch.utilisation import Sampler
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
-from sa1b.stream.resume import ResumeError
+from sa1b.stream.bottleneck import BUSY, LoaderSettings
+from sa1b.stream.plan import ResumeError
 
 Watching = AbstractContextManager[object]
 
@@ -126,7 +126,7 @@ class Run:
                 machines,
                 config.logging.window,
                 self.metrics,
-                LoaderSettings.of(self.feed),
+                LoaderSettings.of(self.feed.loader),
                 separable=self.times.separable,
                 shares=shares,
                 divided=divided,

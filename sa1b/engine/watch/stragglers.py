@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.engine.watch.data_wait import LoaderSettings, LoaderWindow
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.rank_time import WORK
+from sa1b.stream.bottleneck import LoaderSettings, LoaderWindow
 
 PARTS = ("data", "compute", "sync", "update")
 LIMIT = 1.3  # times the median of the other ranks

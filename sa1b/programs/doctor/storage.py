@@ -17,7 +17,7 @@ from sa1b.programs.doctor.check import RankProcess
 from sa1b.programs.doctor.report import Finding, State
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.report import memory_text
-from sa1b.sam.flops import step_flops
+from sa1b.sam.recipe import step_flops
 from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.manifest import DATASET
 from sa1b.storage.errors import UnavailableError

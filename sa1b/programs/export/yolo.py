@@ -6,7 +6,7 @@
     data.yaml                   names these files and the class
 
 A line has one polygon, so that the parts of a mask and its holes are joined by lines that are followed in
-both directions, see sa1b.masks.outline. The polygon has exactly the pixels of the mask. Ultralytics itself
+both directions, see sa1b.masks.polygons. The polygon has exactly the pixels of the mask. Ultralytics itself
 loses some of them: it resamples polygons to 1,000 points, scales them to the size of training, paints their
 borders, so that joined parts get a line of one pixel between them, and keeps one of several equal boxes.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sa1b.masks import outline
+from sa1b.masks import polygons
 from sa1b.names import image_name, member_name
 from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows, blocks
 from sa1b.shards.dataset import Dataset
@@ -80,7 +80,7 @@ def label_text(sample: Sample) -> bytes:
     """
     size = np.array([sample.annotations.width, sample.annotations.height])
     lines = []
-    for (polygon,) in filter(None, outline.polygons(sample.runs, single=True)):
+    for (polygon,) in filter(None, polygons.polygons(sample.runs, single=True)):
         numbers = (polygon / size).reshape(-1).tolist()
         lines.append("0 " + " ".join(f"{number:.6f}" for number in numbers) + "\n")
     return "".join(lines).encode()

@@ -37,7 +37,7 @@ from sa1b.engine.step.gradients import clear, finish, forward_backward, loss_div
 from sa1b.engine.step.optim import freeze, make_optimizer, of_rank, set_lr
 from sa1b.engine.step.precision import grad_scaler
 from sa1b.masks import geometry
-from sa1b.masks.dense import runs_of
+from sa1b.masks.raster import runs_of
 from sa1b.programs.scaling.cases import Case, Device, bind
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.sample import SampleMasks

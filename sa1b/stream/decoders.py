@@ -1,11 +1,11 @@
-"""A decoder for a GPU: a micro-batch of JPEG files to images of the padded square, in the batch's memory.
+"""The decoders by name: that of the CPU, and one for a GPU that decodes a micro-batch in the batch's memory.
 
     decoder = GpuDecoder("torchcodec", LIBRARIES["torchcodec"]())
     errors = decoder.decode(images, out)    # out: uint8 [n, S, S, 3] on the GPU
 
 Faults of decoders that give no error, and how each is found:
 
-    output over memory in use      memory and stream are those of a lane, see sa1b.stream.decode_lane
+    output over memory in use      memory and stream are those of a lane, see sa1b.stream.jpeg_libraries
     success for a skipped image    memory is filled beforehand; corners and centre are checked afterwards
     no image, or another size      compared with the header of the file
 
@@ -23,6 +23,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from math import ceil
 
 import numpy as np
@@ -34,9 +35,8 @@ from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.jpeg import Edges
-from sa1b.stream.decode import EncodedImage, decode, window_edges
-from sa1b.stream.decode_lane import POISON, CudaLane, Lane
-from sa1b.stream.jpeg_libraries import JpegLibrary, Size
+from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decode, window_edges
+from sa1b.stream.jpeg_libraries import LIBRARIES, POISON, CudaLane, JpegLibrary, Lane, Size, installed
 from sa1b.stream.transform import Frame
 
 LANES = 2  # micro-batches at a time: one is resized while the next one is decoded
@@ -265,3 +265,46 @@ def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
     grid = torch.stack((x.expand(len(y), len(x)), y[:, None].expand(len(y), len(x))), -1)
     values = grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)
     return avg_pool2d(values, (n, m))
+
+
+@cache  # one for all streams of a process: its CUDA streams must be few
+def _gpu_decoder(name: str) -> Decoder:
+    return GpuDecoder(name, LIBRARIES[name]())
+
+
+DECODERS: dict[str, Callable[[], Decoder]] = {
+    "cpu": CpuDecoder,
+    "torchcodec": partial(_gpu_decoder, "torchcodec"),
+    "nvimgcodec": partial(_gpu_decoder, "nvimgcodec"),
+}
+DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
+
+
+def decoder(name: str) -> Decoder:
+    """A decoder by its name, one of DECODERS; for a GPU, the same one for all streams of the process.
+
+    Raises:
+        ValueError: no decoder has this name, or the library that it needs is not installed.
+    """
+    if name not in DECODERS:
+        raise ValueError(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
+    return DECODERS[name]()
+
+
+def decoder_for(decode: str, current: Decoder, name: str) -> str:
+    """The name of the decoder of a loader.
+
+    Args:
+        decode: "cpu"; "gpu": the stream's decoder if it decodes on a GPU, else the first library of
+            sa1b.stream.jpeg_libraries that is installed; "auto": the stream's decoder. On a GPU no rate has
+            been measured yet, so "auto" never replaces a decoder.
+        current, name: the stream's decoder.
+
+    Raises:
+        ValueError: `decode` is not one of DECODES, or no library for the GPU is installed.
+    """
+    if decode not in DECODES:
+        raise ValueError(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
+    if decode == "gpu" and current.device.type == "cpu":
+        return installed()
+    return "cpu" if decode == "cpu" else name

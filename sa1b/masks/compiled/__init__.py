@@ -1,1 +1,0 @@
-"""Loops over runs, compiled by numba: see sa1b.kernel."""

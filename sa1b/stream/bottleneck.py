@@ -1,0 +1,299 @@
+"""What limits a loader or a training step, and what to change: one table of thresholds, one of remedies.
+
+`sa1b bench` names the limit of a loader, the windows of a training run that of the rank that waits longest
+for data, and `sa1b bench scaling` the parts of a step that cost its efficiency.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sa1b.console import command, counted
+from sa1b.stream.loader import Loader
+from sa1b.stream.stats import STAGES, limiting
+from sa1b.workers import available_cpus
+
+STORAGE_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage limits the loader
+DATA_WAIT = 0.05  # share of the time spent waiting for data, above which data limit a run
+GOOD_EFFICIENCY = 0.8  # of a series; at this one or above, nothing has to be explained
+NAMED_PART = 0.03  # a smaller part of a step is not named as a cause
+BUSY_MACHINE = 0.05  # share of the time in which a rank waits for a CPU
+UNEVEN = 1.1  # computation of the slowest rank relative to the median rank
+
+BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ranks exchange
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """The settings of a loader that its remedies depend on.
+
+    Attributes:
+        threads, cpus: threads of the loader, and processors that the rank may use.
+        is_local: whether the dataset directory is a local folder.
+        cached: whether reads from a URL are kept on a local disk.
+        stored: longer side of the stored images in pixels; None: original size.
+        image_size: longer side of the loaded images, pixels.
+        on_gpu: whether masks are rasterised on a GPU.
+        decodes_on_gpu: whether JPEG files are decoded there.
+        trains: whether the loader feeds a training run. Its flags then begin with `--data.`.
+    """
+
+    threads: int
+    cpus: int
+    is_local: bool
+    cached: bool
+    stored: int | None
+    image_size: int
+    on_gpu: bool
+    decodes_on_gpu: bool = False
+    trains: bool = True
+
+    @classmethod
+    def of(cls, loader: Loader, **changes: Any) -> Self:
+        """The settings of a loader; `changes` replace some of them."""
+        stream = loader.stream
+        settings = {
+            "threads": loader.threads,
+            "cpus": available_cpus(),
+            "is_local": stream.dataset.reader.is_local,
+            "cached": stream.stats.cache is not None,
+            "stored": stream.dataset.manifest["options"].get("image_size"),
+            "image_size": stream.options.image_size,
+            "on_gpu": loader.device.type == "cuda",
+            "decodes_on_gpu": stream.decoder.device.type != "cpu",
+        }
+        return cls(**settings | changes)
+
+    @property
+    def flags(self) -> str:
+        """The beginning of the flags of `sa1b train` or `sa1b bench`."""
+        return "--data." if self.trains else "--"
+
+    @property
+    def has_idle_cpus(self) -> bool:
+        return self.threads < self.cpus
+
+    @property
+    def is_larger(self) -> bool:
+        """Whether the stored images are larger than the loaded ones."""
+        return self.stored is None or self.stored > self.image_size
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """The settings of cases of `sa1b bench scaling` that the remedies of their steps depend on.
+
+    Attributes:
+        modes: mode and precision of each case, such as ("fsdp-full", "fp32").
+        root: dataset directory.
+        shared_cores: whether ranks share cores.
+        imbalance: computation of the slowest rank relative to the median rank, at most.
+        on_gpu: whether the model runs on a GPU.
+    """
+
+    modes: tuple[tuple[str, str], ...]
+    root: str
+    shared_cores: bool
+    imbalance: float
+    on_gpu: bool
+
+    def has(self, mode: str, precision: str = "") -> bool:
+        """Whether a case has a mode and a precision that begin like this."""
+        return any(one.startswith(mode) and other.startswith(precision) for one, other in self.modes)
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What to change if one of `limits` limits.
+
+    Attributes:
+        limits: stages of a loader, or parts of a step.
+        text: the remedy; {s.NAME} is a value of the settings, and `remedies` has the other words.
+        applies: whether it fits the settings.
+    """
+
+    limits: tuple[str, ...]
+    text: str
+    applies: Callable[[Any], bool] = lambda settings: True
+
+
+_READ, _DEVICE = ("read", "storage"), ("collate", "device")
+_CPU = ("pick", "decode")
+REMEDIES = (
+    # A loader; of several that apply, the cheapest comes first.
+    Remedy(_READ, "raise --data.prefetch", lambda s: s.trains),
+    Remedy(
+        _READ,
+        "pass --data.block-size 16 to a new run if the disk is slow at random reads",
+        lambda s: s.trains and s.is_local,
+    ),
+    Remedy(
+        _READ,
+        "raise {s.flags}cache-bytes if the cache does not hold all shards",
+        lambda s: not s.is_local and s.cached,
+    ),
+    Remedy(
+        _READ,
+        "cache the data on a local disk with {s.flags}cache",
+        lambda s: not s.is_local and not s.cached,
+    ),
+    Remedy(_READ, "use faster storage", lambda s: s.is_local or not s.trains),
+    Remedy(
+        _CPU,
+        "add threads ({s.flags}threads, now {s.threads} for {cpus})",
+        lambda s: s.has_idle_cpus,
+    ),
+    Remedy(
+        _DEVICE,
+        "add threads ({s.flags}threads, now {s.threads} for {cpus})",
+        lambda s: s.has_idle_cpus and not s.on_gpu,
+    ),
+    Remedy(_CPU, "give {whom} more than {cpus}", lambda s: not s.has_idle_cpus),
+    Remedy(_DEVICE, "give {whom} more than {cpus}", lambda s: not s.has_idle_cpus and not s.on_gpu),
+    Remedy(("pick",), "lower {s.flags}masks"),
+    Remedy(
+        ("decode", "storage"),
+        "reshard to {s.image_size} px: {reshard} ... --image-size {s.image_size}",
+        lambda s: s.is_larger,
+    ),
+    Remedy(
+        ("decode",),
+        "decode on the GPU: {s.flags}decode gpu",
+        lambda s: s.on_gpu and not s.decodes_on_gpu,
+    ),
+    Remedy(_DEVICE, "lower {dense} or {s.flags}masks"),
+    Remedy(
+        _DEVICE,
+        "lower --data.prefetch, because the GPU is busy with the model",
+        lambda s: s.on_gpu and s.trains,
+    ),
+    Remedy(("device",), "rasterise masks on a GPU: --device cuda", lambda s: not s.on_gpu and not s.trains),
+    # A step of `sa1b bench scaling`; all that apply are printed.
+    Remedy(
+        ("communication",),
+        "communication: compute more for each exchange: a larger --data.micro-batch, or a larger "
+        "--data.global-batch with the same one",
+    ),
+    Remedy(
+        ("communication",),
+        "communication: --parallel.shard grad_op gathers parameters once a micro-batch, full twice",
+        lambda s: s.has("fsdp-full"),
+    ),
+    Remedy(
+        ("communication",),
+        "communication: with FSDP, --parallel.precision bf16 halves the bytes of gathered parameters",
+        lambda s: s.has("fsdp", "fp32"),
+    ),
+    Remedy(("communication",), "communication: `{doctor}` measures the bandwidth between the ranks"),
+    Remedy(
+        ("data",),
+        "data: `{bench} {s.root}` names the stage of the loader that limits; more --data.threads, or shards "
+        "of a smaller --image-size",
+    ),
+    Remedy(
+        ("compute",),
+        "pipeline: stages wait for each other; a larger --data.global-batch with the same "
+        "--data.micro-batch has more micro-batches, and the last stage also has the decoder",
+        lambda s: s.has("pipeline"),
+    ),
+    Remedy(
+        ("compute",),
+        "computation: ranks share cores; pass fewer --ranks or --threads",
+        lambda s: s.shared_cores,
+    ),
+    Remedy(
+        ("compute",),
+        "computation: the slowest rank takes up to {s.imbalance:.2f} times as long as the median, and the "
+        "others wait for it; look for another load, power or cooling on its device",
+        lambda s: s.imbalance >= UNEVEN,
+    ),
+    Remedy(
+        ("compute",),
+        "computation: ranks share caches and memory bandwidth; fewer ranks with more --threads each may be "
+        "faster",
+        lambda s: not s.on_gpu,
+    ),
+    Remedy(
+        ("compute",),
+        "computation: small batches do not fill a GPU; a larger --data.micro-batch",
+        lambda s: s.on_gpu,
+    ),
+)
+
+
+def remedies(limit: str, settings: LoaderSettings | StepSettings) -> list[str]:
+    """What to change if a stage of a loader ("storage" for measured storage) or a part of a step limits."""
+    words = {name: command(name) for name in ("reshard", "doctor", "bench")}
+    if isinstance(settings, LoaderSettings):
+        words["cpus"] = counted(settings.cpus, "processor")
+        words["dense"] = "--data.target-size" if settings.trains else "--dense"
+        words["whom"] = "each rank" if settings.trains else "the loader"
+    return [
+        remedy.text.format(s=settings, **words)
+        for remedy in REMEDIES
+        if limit in remedy.limits and remedy.applies(settings)
+    ]
+
+
+def advice(limit: str, settings: LoaderSettings) -> str:
+    """The remedies of a loader in one line."""
+    *others, last = remedies(limit, settings)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def limit_of(storage: float, loader: float, busy: Mapping[str, float]) -> str:
+    """What limits a loader: "storage", or the stage with the most busy seconds.
+
+    Args:
+        storage, loader: measured rates, images per second.
+        busy: busy seconds of each stage, or shares of them.
+    """
+    return "storage" if storage < STORAGE_MARGIN * loader else limiting(busy)[0] or "storage"
+
+
+class LoaderWindow:
+    """The loaders' statistics over windows of steps.
+
+    Each rank sends the busy seconds of its loader's stages with the figures of each step. At the end of a
+    window, the rank with the largest wait is examined.
+
+    Args:
+        settings: settings of rank 0's loader; those of the other ranks are the same.
+    """
+
+    def __init__(self, settings: LoaderSettings) -> None:
+        self._settings = settings
+        self._before: dict[str, list[float]] | None = None
+        self._reported: str | None = None
+
+    def start(self, ranks: Mapping[str, Sequence[float]]) -> None:
+        """Begin a window with the busy seconds so far, one of each rank for each name in `BUSY`."""
+        self._before = {name: list(ranks[name]) for name in BUSY}
+
+    def end(
+        self, ranks: Mapping[str, Sequence[float]], waits: Sequence[float]
+    ) -> tuple[dict[str, Any], str | None]:
+        """End a window: its line of metrics.jsonl, and a message if data limit the run, once per incident.
+
+        Args:
+            waits: share of each rank's time in which it waited for data.
+        """
+        rank = max(range(len(waits)), key=lambda number: waits[number])
+        before = self._before or {name: [0.0] * len(waits) for name in BUSY}
+        busy = {
+            stage: ranks[name][rank] - before[name][rank] for stage, name in zip(STAGES, BUSY, strict=True)
+        }
+        self.start(ranks)
+        limit, shares = limiting(busy)
+        rounded = {stage: round(share, 3) for stage, share in shares.items()}
+        line = {"rank": rank, "data_wait": round(waits[rank], 4), "limiting": limit, "busy": rounded}
+        if waits[rank] <= DATA_WAIT or limit is None:
+            self._reported = None
+            return line, None
+        if limit == self._reported:
+            return line, None
+        self._reported = limit
+        where = f" on rank {rank}" if len(waits) > 1 else ""
+        return line, (
+            f"data wait {waits[rank] * 100:.0f} %{where}: {limit} limits; {advice(limit, self._settings)}"
+        )
