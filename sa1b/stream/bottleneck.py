@@ -161,7 +161,8 @@ REMEDIES = (
         "decode on the GPU: {s.flags}decode gpu",
         lambda s: s.on_gpu and not s.decodes_on_gpu,
     ),
-    Remedy(_DEVICE, "lower {dense} or {s.flags}masks"),
+    Remedy(_DEVICE, "lower {dense}"),
+    Remedy(_DEVICE, "lower {s.flags}masks"),
     Remedy(
         _DEVICE,
         "lower --data.prefetch, because the GPU is busy with the model",

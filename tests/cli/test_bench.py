@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 
 import fsspec
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import sa1b
 from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
 from sa1b.errors import UsageError
-from sa1b.stream.bottleneck import limit_of
+from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of
 from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.jpeg_libraries import Torchcodec
 from sa1b.stream.throughput import measure
@@ -84,6 +85,28 @@ def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
     shares = {"read": 0.2, "decode": 0.7, "pick": 0.1}
     assert limit_of(110.0, 100.0, shares) == "storage"
     assert limit_of(1000.0, 100.0, shares) == "decode"
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "text"),
+    [
+        ("storage", {}, "use faster storage or reshard to 64 px: "),
+        ("storage", {"is_local": False, "stored": 64}, "cache the data on a local disk with --cache or use"),
+        ("decode", {"stored": 64}, "add threads (--threads, now 2 for 8 processors)"),
+        ("pick", {"threads": 8}, "give the loader more than 8 processors or lower --masks"),
+        (
+            "decode",
+            {"stored": 64, "threads": 8, "on_gpu": True},
+            "processors or decode on the GPU: --decode gpu",
+        ),
+        ("device", {"threads": 8}, "lower --dense, lower --masks or rasterise masks on a GPU: --device cuda"),
+    ],
+)
+def test_the_remedies_have_the_flags_of_this_command(limit, changes, text):
+    settings = LoaderSettings(2, 8, True, False, None, 64, False, trains=False)
+    remedy = advice(limit, replace(settings, **changes))
+    assert text in remedy
+    assert "--data." not in remedy
 
 
 def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):
