@@ -5,6 +5,9 @@
 
 What follows -- are flags of `sa1b train`. The same command resumes a run, with any number of workers. On
 several machines, all of them must reach the data and --out under the same paths or URLs.
+
+If a worker dies, Ray ends the others, or, with --max-failures, starts all of them again, and they
+resume from the newest checkpoint.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from typing import Any
 from sa1b import train
 from sa1b.console import reported
 from sa1b.engine import config
+from sa1b.errors import Sa1bError
 from sa1b.recipes.presets import PRESETS
 
 with reported("ray"):
@@ -33,6 +37,7 @@ def main() -> None:
     parser.add_argument("root", help="dataset directory: a folder or a URL that all machines reach")
     parser.add_argument("--out", required=True, help="folder or URL of the run")
     parser.add_argument("--workers", type=int, default=2, help="ranks")
+    parser.add_argument("--max-failures", type=int, default=0, help="how often failed workers start again")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each rank; otherwise a CPU")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
@@ -48,8 +53,15 @@ def main() -> None:
         train_rank,
         train_loop_config={"flags": flags},
         scaling_config=ray.train.ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
+        run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(args.max_failures)),
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError:
+        raise Sa1bError(
+            "a worker failed or was killed, see the output above; the same command resumes from the newest "
+            "checkpoint"
+        ) from None
     print(f"the run is in {args.out}; sa1b convert {args.out} --out sam.safetensors writes its weights")
 
 

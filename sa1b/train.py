@@ -163,7 +163,8 @@ def begin(config: Config, rank_info: RankInfo, phases: Phases) -> Run:
     """A run in the state of its newest checkpoint; if it cannot start, its URL is free at once."""
     if not config.is_remote:
         return Run(config, rank_info, phases)
-    remote = RemoteRun(open_store(config.out, scratch=config.scratch), config.folder)
+    store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first
+    remote = RemoteRun(store, config.folder, limit)
     try:
         return Run(config, rank_info, phases, remote)
     except BaseException:
@@ -175,8 +176,8 @@ def train_and_close(run: Run) -> int:
     """Train until the end or until a stop is requested, then finish all writes; return the exit code."""
     config, rank_info, control = run.config, run.rank_info, run.control
     if rank_info.rank == 0:
-        with control.writing():
-            write_whole(config.folder / "config.json", json_bytes(config.document()))
+        path = config.folder / "config.json"
+        control.write(path, lambda: write_whole(path, json_bytes(config.document())))
     control.install()
     gc.collect()
     gc.freeze()  # what exists now is not searched again, which makes a collection short

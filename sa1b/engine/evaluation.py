@@ -127,6 +127,6 @@ def evaluate(
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
     if config.show and rank_info.rank == 0:
-        with control.writing():
-            write_whole(out / "predictions.jsonl", "".join(line for _, line in sorted(shown)).encode())
+        path, lines = out / "predictions.jsonl", "".join(line for _, line in sorted(shown))
+        control.write(path, lambda: write_whole(path, lines.encode()))
     return scorer.result() | {"damaged": int(damaged)}

@@ -75,7 +75,7 @@ class ParallelConfig:
         broadcast_buffers: For ddp and zero1: after each step, all ranks take the buffers of rank 0, such as
             the statistics of BatchNorm layers. Each rank normalises with its own images.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
-            reading, compiling and connecting.
+            reading, compiling and connecting; also the limit of the write of a checkpoint.
         timeout: Seconds that a rank waits for the others after the first step. It must
             exceed --data.deadline: while the storage of one rank is down, that rank retries and the others
             wait for it.

@@ -6,7 +6,6 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -80,10 +79,11 @@ def test_a_write_that_does_not_end_is_an_error_that_names_the_folder(
         ends.wait(60)
 
     monkeypatch.setattr("sa1b.engine.checkpoint.folder.flush", hang)
-    monkeypatch.setattr(module, "TIMEOUT", timedelta(seconds=0.05))
     small = SmallRun()
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous))
-    message = f"{tmp_path}/checkpoints: the write of a checkpoint has not ended within 0.05 s; check the disk"
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous), 0.05)
+    message = (
+        r"/checkpoints: the write of a checkpoint has not ended within 0.05 s \(--parallel.timeout-first\)"
+    )
     if asynchronous:
         checkpoints.save(1, small.model, small.optimizer, {})
         assert begun.wait(60)

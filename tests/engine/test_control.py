@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.control import Control, StepFigures, WriteError
 from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL, Stop
+from sa1b.storage.atomic import append_line
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 
@@ -25,6 +27,10 @@ PARTS = [  # six parts of a step: the sums over their masks, the masks, the imag
     ([0.5, 0.0, 0.25], 2, 1),
     ([4.0, 3.0, 2.0], 6, 2),
 ]
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "here/metrics.jsonl")
 
 
 def exchanged(control: Control, rank: int, world_size: int) -> StepFigures:
@@ -44,8 +50,7 @@ def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
         control.asked = Stop.ASKED if rank_info.rank == world_size - 1 else Stop.NONE
         seen += [control.stopping, control.poll(), control.failed]
         if rank_info.rank == 0:
-            with control.writing():
-                raise OSError(errno.ENOSPC, "No space left on device", "here/metrics.jsonl")
+            control.write(Path("here/metrics.jsonl"), no_space)
         seen += [control.failed, control.poll(), control.failed]
         seen += [control.any_rank(rank_info.rank == 0), control.any_rank(False)]
         control.table_asked = rank_info.rank == world_size - 1
@@ -219,10 +224,9 @@ def test_the_first_failed_write_is_named_with_the_remedy(
     control = Control(place_of())
     control.check()
     for name in ("first", "second"):
-        with control.writing():
-            (tmp_path / name / "file").write_text("")
-    with control.writing():
-        pass
+        path = tmp_path / name / "file"
+        control.write(path, partial(path.write_text, ""))
+    control.write(tmp_path, lambda: None)
     assert not control.stopping
     assert control.poll()
     with pytest.raises(WriteError) as raised:
@@ -236,9 +240,21 @@ def test_the_first_failed_write_is_named_with_the_remedy(
 
 def test_other_errors_pass(tmp_path: Path) -> None:
     control = Control(place_of())
-    with pytest.raises(KeyError), control.writing():
-        raise KeyError("a mistake")
+    with pytest.raises(KeyError):
+        control.write(tmp_path, lambda: {}["a mistake"])
     control.check()
+
+
+def test_a_file_that_is_not_written_within_the_limit_ends_this_rank_and_is_named(tmp_path: Path) -> None:
+    control, path = Control(place_of(), limit=0.05), tmp_path / "metrics.jsonl"
+    os.mkfifo(path)  # to open it waits for a reader, as a dead disk waits
+    with pytest.raises(WriteError) as raised:
+        control.write(path, lambda: append_line(path, "{}"))
+    assert str(raised.value) == (
+        f"{path}: no answer within 0.05 s (--data.deadline); check the disk or the server of its mount, then "
+        "start the same command again: it resumes from the newest checkpoint"
+    )
+    path.open("rb").close()  # the thread ends
 
 
 def nccl_exchange() -> StepFigures:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -264,6 +266,35 @@ def test_ray_train_trains_and_resumes(folder: Path, trained: dict[int, float]) -
             starts_others=True,
         )
     assert losses_of(folder / "runs" / "ray") == pytest.approx(trained, rel=1e-5)
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """(pid, name) of the processes that a process has started, directly or not."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    named = [(int(child), Path(f"/proc/{child}/cmdline").read_text()) for child in children]
+    return named + [one for child, _ in named for one in descendants(child)]
+
+
+@pytest.mark.slow
+@needs("ray")
+def test_a_killed_worker_of_ray_train_costs_no_step(folder: Path, trained: dict[int, float]) -> None:
+    more = (*SETTINGS.split(), "--optim.steps", 40, "--checkpoint.every", 2)
+    words = [sys.executable, EXAMPLES / "ray_train.py", "shards", "--max-failures", 1, *RAY, *more]
+    out, log = folder / "runs" / "ray", folder / "log"
+    with (
+        log.open("w") as file,
+        processes.Process(words, cwd=folder, env=environment(), stdout=file, stderr=file) as process,
+    ):
+        while not (out / "metrics.jsonl").exists() or max(losses_of(out), default=0) < 3:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        workers = [pid for pid, name in descendants(process.pid) if name.startswith("ray::RayTrainWorker")]
+        os.kill(workers[-1], signal.SIGKILL)
+        assert process.wait(300) == 0, log.read_text()
+    assert re.search(r"resuming after step \d+", log.read_text())
+    losses = losses_of(out)
+    assert list(losses) == list(range(1, 41))
+    assert {step: losses[step] for step in trained} == pytest.approx(trained, rel=1e-5)
 
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0")

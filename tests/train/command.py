@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,6 +70,7 @@ FLAGS_OF_MODELS = {
     "distill": DISTILL_FLAGS,
 }
 PATIENCE = 600  # seconds until a command counts as hanging
+AFTER_FAILURE = 120  # seconds until it does after one of its ranks has failed
 
 
 def make_root(folder: Path, images: int = 23) -> Path:
@@ -145,12 +145,16 @@ def start(
         if stuck is not None:
             others = [process for rank, process in enumerate(processes) if rank != stuck]
             until = until or (lambda: any(process.poll() is not None for process in others))
-            while not until() and time.monotonic() < end:
+            while not until() and processes[stuck].poll() is None and time.monotonic() < end:
+                if others and all(process.poll() is not None for process in others):
+                    break
                 time.sleep(0.05)
             processes[stuck].kill()
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+        failed = False
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            if not failed and any(process.returncode for process in processes):
+                failed, end = True, min(end, time.monotonic() + AFTER_FAILURE)
+            time.sleep(0.02)
         hanging = [process for process in processes if process.poll() is None]
         for process in hanging:
             process.kill()

@@ -19,7 +19,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
             "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to)
     record  nothing happens
 
-With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" that is named.
+With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" that is named; "never": it waits.
 
 With "all", it happens on every rank. The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
@@ -84,7 +84,12 @@ PLACES = {
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train.Run, "close", 1),
 }
-ERRORS = {"OSError": OSError, "RuntimeError": RuntimeError, "KeyError": KeyError}
+ERRORS: dict[str, Callable[[str], Exception]] = {
+    "OSError": OSError,
+    "RuntimeError": RuntimeError,
+    "KeyError": KeyError,
+    "never": lambda _: threading.Event().wait(),
+}
 
 
 def arrange(mishap: dict[str, Any]) -> None:
@@ -116,7 +121,7 @@ def arrange(mishap: dict[str, Any]) -> None:
         _signal(mishap)
 
 
-def _raise_at(owner: Any, name: str, first: int, error: type[Exception]) -> None:
+def _raise_at(owner: Any, name: str, first: int, error: Callable[[str], Exception]) -> None:
     at_rate, function, current = train.lr_at, getattr(owner, name), [-1]
 
     def lr_at(config: Any, batch: int, step: int) -> float:

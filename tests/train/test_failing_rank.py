@@ -111,3 +111,9 @@ def test_a_single_process_finishes_its_checkpoint_before_it_ends(root: Path, tmp
     assert ended.codes == [1]
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]
     assert names == ["step-00000002"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_test_notices_ranks_that_end_before_they_hang(root: Path, tmp_path: Path, ranks: int) -> None:
+    ended = start(root, tmp_path / "run", "--no-such-flag", ranks=ranks, stuck=0, until=lambda: False)
+    assert 2 in ended.codes

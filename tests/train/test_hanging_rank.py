@@ -127,3 +127,31 @@ def test_a_single_process_reports_its_blocked_read(root: Path, tmp_path: Path) -
     assert ended.codes == [-signal.SIGKILL]
     assert blocked.search(ended.outputs[0])
     assert "the others" not in ended.outputs[0]
+
+
+@pytest.mark.slow  # tests/engine/test_control.py has a quick one
+def test_a_metrics_file_that_does_not_answer_ends_the_run_and_is_named(root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    mishap = {"what": "command", "command": ["sh", "-c", f"rm {path} && mkfifo {path}"], "step": 1}
+    given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
+    ended = start(root, tmp_path / "run", "--data.deadline", "3", **given)
+    assert ended.codes == [1, 1], ended.outputs
+    assert (
+        f"error on rank 0: {path}: no answer within 3 s (--data.deadline); check the disk" in ended.outputs[0]
+    )
+    assert "rank 1 ends because another rank ended" in ended.outputs[1]
+
+
+@pytest.mark.slow  # tests/engine/test_checkpoint.py has a quick one
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_that_one_rank_does_not_write_ends_all_ranks(
+    root: Path, tmp_path: Path, rank: int
+) -> None:
+    mishap = {"what": "raise", "at": "write", "error": "never", "rank": rank}
+    given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
+    flags = ("--parallel.timeout-first", "30", "--parallel.timeout", "30", "--data.deadline", "20")
+    ended = start(root, tmp_path / "run", *flags, **given)
+    assert ended.codes == [1, 1], ended.outputs
+    assert "(--parallel.timeout-first); check the disk" in ended.outputs[rank]
+    assert f"rank {1 - rank} ends because another rank ended or does not answer" in ended.outputs[1 - rank]
+    assert "Traceback" not in "".join(ended.outputs)

@@ -45,7 +45,7 @@ from sa1b.engine.checkpoint.sealed_folder import SealedFile, measure
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
 from sa1b.engine.model import Wrapper
-from sa1b.engine.ranks.rank_info import TIMEOUT, ranks
+from sa1b.engine.ranks.rank_info import ranks
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.engine.step.optim import of_rank
 from sa1b.engine.technique import Place
@@ -79,18 +79,19 @@ class Checkpoints:
     Args:
         run: folder of the run, or the run in a bucket, which `close` closes too; checkpoints are in its
             folder `checkpoints`.
+        limit: see `sa1b.engine.ranks.rank_info.Ranks`; a run in a bucket has its own.
 
     Raises:
         CheckpointError: the folder cannot be written, or another run uses it.
     """
 
-    def __init__(self, run: Path | RemoteRun, config: CheckpointConfig) -> None:
+    def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
         self.config = config
         self.seconds = 0.0
         self._began = 0.0  # when the newest save began
         self._location: Location
         if isinstance(run, Path):
-            self._location = FolderLocation(run / "checkpoints", ranks())
+            self._location = FolderLocation(run / "checkpoints", ranks(limit))
         else:
             self._location = BUCKET.load()(run)
         self._ranks = self._location.ranks
@@ -104,8 +105,8 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
-        This method waits for the previous write, at most an hour. A failed write is logged as an error that
-        names the path, and the run continues; the older checkpoint is kept.
+        This method waits for the previous write, for a limited time. A failed write is logged as an error
+        that names the path, and the run continues; the older checkpoint is kept.
 
         Args:
             model: see `sa1b.engine.checkpoint.tensors.gather`.
@@ -284,12 +285,13 @@ class Checkpoints:
             return
         writing, self._writing = self._writing, None
         try:
-            step = writing.result(TIMEOUT.total_seconds())
+            # Ranks that wait for the thread of another one end before that rank, which has the reason.
+            step = writing.result(1.1 * self._ranks.limit)
         except TimeoutError:
             raise CheckpointError(
                 f"{self._location.root}: the write of a checkpoint has not ended within "
-                f"{TIMEOUT.total_seconds():g} s; check the disk or the server of its mount, then start the "
-                "same command again: it resumes from the newest checkpoint"
+                f"{self._ranks.limit:g} s (--parallel.timeout-first); check the disk or the server of its "
+                "mount, then start the same command again: it resumes from the newest checkpoint"
             ) from None
         except CheckpointError as error:
             self._failures.append(str(error))

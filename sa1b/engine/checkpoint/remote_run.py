@@ -69,6 +69,7 @@ class RemoteRun:
     Args:
         store: the run's URL.
         folder: see `local_folder`; created.
+        limit: see `sa1b.engine.ranks.rank_info.Ranks`.
 
     Attributes:
         ranks: the ranks of the run.
@@ -79,9 +80,9 @@ class RemoteRun:
         CheckpointError: another run uses the store; the store cannot be reached, or the folder not written.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
         self.store, self.folder = store, folder
-        self.ranks = ranks()
+        self.ranks = ranks(limit)
         self._claim: Claim | None = None
         self._sent: dict[str, tuple[int, int, str | None]] = {}  # see _SENT
         refused = self.ranks.on_first(self._begin)

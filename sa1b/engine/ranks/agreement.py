@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from sa1b.engine.checkpoint.resume import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.limit import Limited, OverdueError
 from sa1b.storage.folder import FolderStore
 
 _ELSEWHERE = -1  # in place of the digest of a tensor that another rank has; a crc32 is never negative
@@ -29,11 +30,14 @@ _ELSEWHERE = -1  # in place of the digest of a tensor that another rank has; a c
 _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another host has created
 
 
-def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
+def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None:
     """Create a folder and check that all ranks see the same folder; collective.
 
     Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
     may show new files late.
+
+    Args:
+        limit: seconds within which the disk must answer.
 
     Raises:
         UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks
@@ -41,19 +45,11 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
             Or the folder has files that no run wrote, see `check_files`.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        Limited().call(lambda: _check_files(folder), limit)
+    except OverdueError as error:
         raise UsageError(
-            f"--out {folder}: cannot be created ({error.strerror}); pass a folder that this user can write"
+            f"--out {folder}: {error} (--data.deadline); check the disk or the server of its mount"
         ) from None
-    try:
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"--out {folder}: cannot be written ({error.strerror}); pass a folder that this user can write"
-        ) from None
-    check_files(FolderStore(folder), str(folder))
     if rank_info.world_size == 1:
         return
     names: list[str] = [f".shared-{secrets.token_hex(8)}"]
@@ -76,6 +72,20 @@ def check_shared_folder(folder: Path, rank_info: RankInfo) -> None:
             f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}; pass an absolute path on a file "
             "system that all ranks share, since they write one checkpoint together"
         )
+
+
+def _check_files(folder: Path) -> None:
+    what = "created"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        what = "written"
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--out {folder}: cannot be {what} ({error.strerror}); pass a folder that this user can write"
+        ) from None
+    check_files(FolderStore(folder), str(folder))
 
 
 def hosts(rank_info: RankInfo) -> list[str]:

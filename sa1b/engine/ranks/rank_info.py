@@ -41,9 +41,6 @@ class RankInfo:
 
 
 T = TypeVar("T")
-# Timeout of collectives outside of training and of the write of a checkpoint. It is long because a slow disk
-# must not end a run; a lost rank is detected at once.
-TIMEOUT = datetime.timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +55,14 @@ class Ranks:
 
     Attributes:
         group: the gloo group; None for a single process.
+        limit: seconds that a rank waits for the others, and for the write of a checkpoint; a lost rank is
+            detected at once.
     """
 
     rank: int
     world_size: int
     group: dist.ProcessGroup | None
+    limit: float = 1800.0
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all ranks, in the order of ranks.
@@ -88,11 +88,12 @@ class Ranks:
         return _values([cast(_Outcome[T], outcomes[0])])[0]
 
 
-def ranks() -> Ranks:
+def ranks(limit: float = 1800.0) -> Ranks:
     """Rank and device of this process in the default process group; collective if a group exists."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Ranks(0, 1, None)
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=TIMEOUT))
+        return Ranks(0, 1, None, limit)
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit))
+    return Ranks(dist.get_rank(), dist.get_world_size(), group, limit)
 
 
 def _attempt(work: Callable[[], T]) -> _Outcome[T]:

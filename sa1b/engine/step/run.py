@@ -78,7 +78,7 @@ class Run:
     ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
-        self.control = Control(rank_info, *deadline.of(config.deadline))
+        self.control = Control(rank_info, *deadline.of(config.deadline), limit=config.data.deadline)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         mode = mode_of(config.parallel)
@@ -92,7 +92,7 @@ class Run:
         module = build(config, initial_weights(config))
         freeze(module, config.optim)
         if remote is None:
-            check_shared_folder(config.folder, rank_info)
+            check_shared_folder(config.folder, rank_info, config.data.deadline)
         elif rank_info.rank == 0:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         self.module: nn.Module = wrap(module, config.parallel, rank_info)
@@ -103,7 +103,9 @@ class Run:
         self.sampler = Sampler(rank_info.device)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
-        self.checkpoints = Checkpoints(remote or config.folder, config.checkpoint)
+        self.checkpoints = Checkpoints(
+            remote or config.folder, config.checkpoint, config.parallel.timeout_first
+        )
         with phases.part("resume"):
             last = self._resume()
         self.health = Health(config.health, config.folder, rank_info, self.control)

@@ -5,8 +5,7 @@
     while step < steps and not control.stopping:
         ...
         figures = control.exchange(totals, norm, images, numbers)  # one collective, one copy to the host
-        with control.writing():
-            metrics.step(...)
+        control.write(path, lambda: append_line(path, ...))
     control.check()
 
 A signal may reach only one rank, and a full disk may affect only one rank. If that rank left the loop alone,
@@ -17,9 +16,10 @@ The clocks of machines may differ: all ranks stop when the first one reaches the
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,11 @@ from torch import Tensor
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.signals import Requests, Stop
 from sa1b.errors import Sa1bError
+from sa1b.limit import Limited, OverdueError
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
+_AGAIN = "then start the same command again: it resumes from the newest checkpoint"
 
 
 class WriteError(Sa1bError):
@@ -60,15 +63,23 @@ class StepFigures:
 class Control(Requests):
     """Stop requests and failures of all ranks, exchanged together with the figures of each step.
 
+    Args:
+        limit: seconds that the write of a file may take.
+
     Attributes:
         failure: this rank's first failed write.
         stop, failed: why the run stops, and whether a write has failed; the same on all ranks.
     """
 
     def __init__(
-        self, rank_info: RankInfo, deadline: float | None = None, clock: Callable[[], float] = time.time
+        self,
+        rank_info: RankInfo,
+        deadline: float | None = None,
+        clock: Callable[[], float] = time.time,
+        limit: float = 300.0,
     ) -> None:
         super().__init__(rank_info, deadline, clock)
+        self._limit, self._limited = limit, Limited()
         self.failure: WriteError | None = None
         self._table = False
 
@@ -121,22 +132,36 @@ class Control(Requests):
         asked, self._table = self._table, False
         return asked
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Context for writing a file: if the write fails, log the error and stop all ranks.
+    def write(self, path: Path, work: Callable[[], object]) -> None:
+        """Write a file; if that fails, log the error and stop all ranks.
 
         The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
+
+        Raises:
+            WriteError: see `within`.
         """
         try:
-            yield
+            self.within(path, work)
         except OSError as error:
             if self.failure is None:
                 self.failure = WriteError(
-                    f"{error.filename or 'a file of --out'}: cannot be written ({error.strerror or error}); "
-                    "free space or repair the disk, then start the same command again: it resumes from the "
-                    "newest checkpoint"
+                    f"{error.filename or path}: cannot be written ({error.strerror or error}); "
+                    f"free space or repair the disk, {_AGAIN}"
                 )
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
+
+    def within(self, path: Path, work: Callable[[], T]) -> T:
+        """The result of work on a file; a disk that does not answer ends this rank.
+
+        Raises:
+            WriteError: the work has not ended within the limit.
+        """
+        try:
+            return self._limited.call(work, self._limit)
+        except OverdueError as error:
+            raise WriteError(
+                f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
+            ) from None
 
     def check(self) -> None:
         """At the end of a run, raise the error that stopped it.

@@ -18,7 +18,10 @@ from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.signals import Stop
 from sa1b.errors import Sa1bError, UsageError
 
-PEER_LOST = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+PEER_LOST = (
+    *("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    "Application timeout caused pair closure",  # of gloo, where the operation has a thread of its own
+)
 
 
 def lost_peer(error: Exception) -> bool:

@@ -84,8 +84,7 @@ class Health:
                 "loss": str(own_loss),
                 "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
             }
-            with self._control.writing():
-                append_line(self.path, json.dumps(line))
+            self._control.write(self.path, lambda: append_line(self.path, json.dumps(line)))
         if self._in_row > self._config.patience:
             raise self._error(self._in_row, step, f"loss {loss}, gradient norm {norm}")
         return False

@@ -134,10 +134,9 @@ class Metrics:
         self.path = run / "metrics.jsonl"
         if not self._first:
             return
-        steps_there = self._drop_after(done)
+        steps_there = control.within(self.path, lambda: self._drop_after(done))
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
-            with self._control.writing():
-                self._curves = Curves(run / "tensorboard", done + 1)
+            self._control.write(run / "tensorboard", lambda: self._start_curves(run, done + 1))
         if done and last is not None and done not in steps_there and done % config.every == 0:
             self._write(last)
         self._write({"run": {"step": done, **(about or {})}})
@@ -176,8 +175,7 @@ class Metrics:
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
         """Record a summary of the last steps."""
         if self._first:
-            with self._control.writing():
-                append_line(self.path, json.dumps({"step": step, kind: summary}, allow_nan=False))
+            self._append(json.dumps({"step": step, kind: summary}, allow_nan=False))
 
     def lacks_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
@@ -194,12 +192,17 @@ class Metrics:
             self._bar.close()
 
     def _write(self, figures: Mapping[str, Any]) -> None:
-        with self._control.writing():
-            append_line(self.path, json.dumps(json_figures(figures)))
-        if self._curves is not None and "step" in figures:
+        self._append(json.dumps(json_figures(figures)))
+        curves = self._curves
+        if curves is not None and "step" in figures:
             flat = {**figures, **figures.get("evaluation", {})}
-            with self._control.writing():
-                self._curves.add(int(figures["step"]), flat)
+            self._control.write(curves.path, lambda: curves.add(int(figures["step"]), flat))
+
+    def _append(self, line: str) -> None:
+        self._control.write(self.path, lambda: append_line(self.path, line))
+
+    def _start_curves(self, run: Path, first: int) -> None:
+        self._curves = Curves(run / "tensorboard", first)
 
     def _drop_after(self, done: int) -> set[int]:
         """Remove the lines of steps after `done`; return the steps whose lines remain."""

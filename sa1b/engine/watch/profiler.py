@@ -91,7 +91,8 @@ class StepProfiler:
     def _write(self, recorded: profile) -> None:
         if not self._recorded:  # the run was stopped after the warm-up
             return
-        with self._control.writing():
+
+        def files() -> None:
             try:
                 recorded.export_chrome_trace(str(self.trace))
             except RuntimeError as error:
@@ -101,6 +102,8 @@ class StepProfiler:
             write_whole(self.table, self._table(recorded).encode())
             others = "; each rank has its own" if self._rank_info.world_size > 1 else ""
             self._say(f"profile: costliest operations in {self.table}, trace in {self.trace}{others}")
+
+        self._control.write(self.trace, files)
 
     def _table(self, recorded: profile) -> str:
         """The operations with the largest own time, which excludes the operations that they call."""
