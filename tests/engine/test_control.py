@@ -12,8 +12,8 @@ import torch
 
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.control import Control, StepFigures, WriteError
-from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL, Stop
+from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL, Stop, WriteError
 from sa1b.storage.atomic import append_line
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of

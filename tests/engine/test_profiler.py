@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.watch.control import Control, WriteError
+from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.profiler import StepProfiler
+from sa1b.engine.watch.signals import WriteError
 from tests.engine.stream_root import place_of
 
 

@@ -14,29 +14,14 @@ the others would wait for it. So each rank sets its own `asked` and `failure` at
 The clocks of machines may differ: all ranks stop when the first one reaches the deadline on its own clock.
 """
 
-import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.signals import Requests, Stop
-from sa1b.errors import Sa1bError
-from sa1b.limit import Limited, OverdueError
-
-T = TypeVar("T")
-_LOG = logging.getLogger(__name__)
-_AGAIN = "then start the same command again: it resumes from the newest checkpoint"
-
-
-class WriteError(Sa1bError):
-    """A file of the run cannot be written; the message names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +48,11 @@ class StepFigures:
 class Control(Requests):
     """Stop requests and failures of all ranks, exchanged together with the figures of each step.
 
-    Args:
-        limit: seconds that the write of a file may take.
-
     Attributes:
-        failure: this rank's first failed write.
         stop, failed: why the run stops, and whether a write has failed; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        deadline: float | None = None,
-        clock: Callable[[], float] = time.time,
-        limit: float = 300.0,
-    ) -> None:
-        super().__init__(rank_info, deadline, clock)
-        self._limit, self._limited = limit, Limited()
-        self.failure: WriteError | None = None
-        self._table = False
+    _table = False
 
     @property
     def stopping(self) -> bool:
@@ -131,48 +102,6 @@ class Control(Requests):
         """Whether the table was requested on any rank since the last call; the same on all ranks."""
         asked, self._table = self._table, False
         return asked
-
-    def write(self, path: Path, work: Callable[[], object]) -> None:
-        """Write a file; if that fails, log the error and stop all ranks.
-
-        The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
-
-        Raises:
-            WriteError: see `within`.
-        """
-        try:
-            self.within(path, work)
-        except OSError as error:
-            if self.failure is None:
-                self.failure = WriteError(
-                    f"{error.filename or path}: cannot be written ({error.strerror or error}); "
-                    f"free space or repair the disk, {_AGAIN}"
-                )
-                _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
-
-    def within(self, path: Path, work: Callable[[], T]) -> T:
-        """The result of work on a file; a disk that does not answer ends this rank.
-
-        Raises:
-            WriteError: the work has not ended within the limit.
-        """
-        try:
-            return self._limited.call(work, self._limit)
-        except OverdueError as error:
-            raise WriteError(
-                f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
-            ) from None
-
-    def check(self) -> None:
-        """At the end of a run, raise the error that stopped it.
-
-        Raises:
-            WriteError: a rank could not write a file; on other ranks, the message refers to that rank.
-        """
-        if self.failure is not None:
-            raise self.failure
-        if self.failed:
-            raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _gather(self, own: Tensor, numbers: list[float]) -> list[list[float]]:
         """Gather the values and numbers of each rank, together with requests and failures."""

@@ -1,5 +1,6 @@
-"""Requests to this rank: signals, and the time before which the run stops."""
+"""State of this rank for the others: signals, the time before which the run stops, and failed writes."""
 
+import logging
 import os
 import signal
 import threading
@@ -8,9 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
+from typing import TypeVar
 
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.errors import Sa1bError
+from sa1b.limit import Limited, OverdueError
 
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_AGAIN = "then start the same command again: it resumes from the newest checkpoint"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is often sent by SLURM's --signal
 
 TABLE_SIGNAL = signal.SIGUSR2
@@ -24,6 +32,10 @@ def handle(number: signal.Signals, handler: Callable[[int, object], None] | sign
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
+
+
+class WriteError(Sa1bError):
+    """A file of the run cannot be written; the message names it and the remedy."""
 
 
 class Stop(IntEnum):
@@ -41,19 +53,29 @@ _STEPS = 16  # number of last steps of which the longest counts
 
 
 class Requests:
-    """What this rank is asked to do after its current step.
+    """What this rank is asked to do after its current step, and its first failed write.
 
     Args:
         deadline: time before which the run stops, in seconds of `clock`; None: no deadline.
         clock: this rank's clock.
+        limit: seconds that the write of a file may take.
 
     Attributes:
+        failure: this rank's first failed write.
         asked: why this rank was asked to stop.
         table_asked: whether a signal to this rank requested the table of the ranks.
         stop, failed: what all ranks were asked; see `sa1b.engine.watch.control.Control`.
     """
 
-    def __init__(self, rank_info: RankInfo, deadline: float | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        deadline: float | None = None,
+        clock: Callable[[], float] = time.time,
+        limit: float = 300.0,
+    ) -> None:
+        self._limit, self._limited = limit, Limited()
+        self.failure: WriteError | None = None
         self.asked = Stop.NONE
         self.table_asked = False
         self.stop = Stop.NONE
@@ -97,6 +119,48 @@ class Requests:
         """Why this rank asks to stop; the deadline is due if another step and a checkpoint may not fit."""
         due = self._deadline is not None and self._clock() + self._needed() >= self._deadline
         return Stop.DEADLINE if due else self.asked
+
+    def write(self, path: Path, work: Callable[[], object]) -> None:
+        """Write a file; if that fails, log the error and stop all ranks.
+
+        The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
+
+        Raises:
+            WriteError: see `within`.
+        """
+        try:
+            self.within(path, work)
+        except OSError as error:
+            if self.failure is None:
+                self.failure = WriteError(
+                    f"{error.filename or path}: cannot be written ({error.strerror or error}); "
+                    f"free space or repair the disk, {_AGAIN}"
+                )
+                _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
+
+    def within(self, path: Path, work: Callable[[], T]) -> T:
+        """The result of work on a file; a disk that does not answer ends this rank.
+
+        Raises:
+            WriteError: the work has not ended within the limit.
+        """
+        try:
+            return self._limited.call(work, self._limit)
+        except OverdueError as error:
+            raise WriteError(
+                f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
+            ) from None
+
+    def check(self) -> None:
+        """At the end of a run, raise the error that stopped it.
+
+        Raises:
+            WriteError: a rank could not write a file; on other ranks, the message refers to that rank.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.failed:
+            raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _needed(self) -> float:
         """Seconds of a step and a checkpoint."""
