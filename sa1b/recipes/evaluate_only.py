@@ -1,8 +1,7 @@
 """Evaluation without training: --evaluate-only."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -12,9 +11,10 @@ from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.watch.control import Control, WriteError
+from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.metrics import score_line
 from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.signals import WriteError
 from sa1b.errors import UsageError
 from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.storage.folder import FolderStore
@@ -37,7 +37,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     if config.evaluation.show:
         check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
     module = wrap(build(), config.parallel, rank_info)
-    control, scorer = _Writing(rank_info), config.scorer(rank_info.device)
+    control, scorer = _Writing(rank_info, limit=config.data.deadline), config.scorer(rank_info.device)
     assert scorer is not None  # refused by Config.check
     scores = evaluate(
         module,
@@ -58,14 +58,13 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
 class _Writing(Control):
     """A control whose failed write does not end the evaluation: `check` reports it after the scores."""
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def write(self, path: Path, work: Callable[[], object]) -> None:
         """See `Control`."""
         try:
-            yield
+            self.within(path, work)
         except OSError as error:
             self.failure = WriteError(
-                f"{error.filename or 'predictions.jsonl'}: cannot be written ({error.strerror or error}); "
+                f"{error.filename or path}: cannot be written ({error.strerror or error}); "
                 "the scores are complete, the predicted masks are missing: pass --evaluation.show 0 to go "
                 "without them, or an --out that this user can write"
             )
