@@ -106,7 +106,7 @@ def train(run: Run) -> None:
             wrapper.check(run.step + 1, figures.ranks, config.folder)
         with phases.part("update"):
             loss = figures.means["loss"]
-            if run.health.is_good(run.step, loss, figures.norm, figures.own_loss, ids):
+            if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
                 scaler.step(optimizer)
                 update_ema(optimizer, config.optim, run.step)
                 buffers.share()

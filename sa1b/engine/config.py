@@ -27,7 +27,7 @@ from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.model import Scorer, declared
+from sa1b.engine.model import Scorer, checked, declared
 from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -149,7 +149,7 @@ def build(config: Config, weights: str | None) -> nn.Module:
         UsageError: the weights cannot be read, or do not fit the model.
     """
     torch.manual_seed(config.seed)  # so that every rank has the same weights
-    module = config.build()
+    module = checked(config.build())
     if weights is not None:
         line = load_weights(declared(module), weights, config.scratch)
         if int(os.environ.get("RANK", "0")) == 0:

@@ -1,13 +1,18 @@
 """The settings of dataset, choice of samples and batch sizes."""
 
+import contextlib
+import math
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal
 
+from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.stream.sample import Strategy
 from sa1b.stream.text import Key, Text
 from sa1b.stream.tokenizer import BYTES
+from sa1b.workers import memory_limit
 
 
 def with_flags(error: ValueError) -> UsageError:
@@ -15,6 +20,15 @@ def with_flags(error: ValueError) -> UsageError:
     names = "|".join(one.name for one in fields(DataConfig))
     message = re.sub(rf"\b({names})=", lambda found: f"--data.{found[1].replace('_', '-')} ", str(error))
     return UsageError(message if message.startswith("--data.") else f"--data: {message}")
+
+
+def available_memory() -> float:
+    """Bytes that this process can still use, by the machine and its cgroups; infinite: not known."""
+    free = math.inf
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(free, memory_limit())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,31 @@ class DataConfig:
                 f"--data.text {self.text}: the model of {settings} reads no text; drop it, or pass "
                 "--preset grounding"
             )
+
+    def check_memory(self, images: int, image_size: int) -> None:
+        """Refuse micro-batches that do not fit this machine: their pixels and one mask for each image.
+
+        Args:
+            images: images of the largest micro-batch of a rank.
+            image_size: image size of the model, pixels.
+
+        Raises:
+            UsageError: the message names the flag, the needed and the available bytes.
+        """
+        target, available = self.target_size or image_size // 4, available_memory()
+        masks = target**2 if self.masks else 0
+        needed = images * (3 * image_size**2 + masks)
+        if needed <= available:
+            return
+        flag = "global_batch" if self.micro_batch is None else "micro_batch"
+        if self.target_size is not None and masks > 3 * image_size**2:
+            flag = "target_size"
+        name = f"--data.{flag.replace('_', '-')}"
+        raise UsageError(
+            f"{name} {getattr(self, flag)}: a micro-batch of {counted(images, 'image')} takes {needed:,} "
+            f"bytes ({image_size} pixels, masks of {target} pixels), and {available:,.0f} are available; "
+            f"pass a smaller {'--data.micro-batch' if flag == 'global_batch' else name} or image size"
+        )
 
     def texts(self) -> Text | None:
         """The table of texts; None without one."""

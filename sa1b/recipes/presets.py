@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b.engine.config import Config
-from sa1b.engine.data_config import DataConfig
+from sa1b.engine.data_config import DataConfig, available_memory
 from sa1b.engine.settings import CheckpointConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe
@@ -63,6 +63,7 @@ class SamConfig(Config):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
+        _check_memory(self.model)
         return Interactive(Sam(self.model), self.recipe)
 
     def scorer(self, device: torch.device) -> ClickScorer:
@@ -99,6 +100,7 @@ class DistillConfig(Config):
 
     def build(self) -> Distillation:
         """Student and teacher."""
+        _check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
         cache = None if self.evaluate_only else open_cache(self.distill)
@@ -148,6 +150,7 @@ class GroundingConfig(Config):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
+        _check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
         return Grounding(
@@ -205,6 +208,30 @@ def _vocabulary(tokenizer: str) -> int:
             f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass --text.vocabulary"
         )
     return vocabulary
+
+
+_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
+
+
+def _check_memory(model: ModelConfig) -> None:
+    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
+    if torch.get_default_device().type == "meta":
+        return
+    sizes = []
+    for depth in (1, 2):
+        smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False, compile_decoder=False)
+        try:
+            with torch.device("meta"):
+                sizes.append(4 * sum(one.numel() for one in Sam(smaller).parameters()))
+        except RuntimeError:  # torch's bytes of a tensor overflow
+            sizes.append(1 << 63)
+    needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()
+    if needed > available:
+        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
+        raise UsageError(
+            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
+            "available; pass smaller sizes"
+        )
 
 
 def _check_targets(config: SamConfig | GroundingConfig) -> None:

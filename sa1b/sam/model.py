@@ -86,7 +86,7 @@ class ModelConfig:
                 f"--model.pixel-features {self.pixel_features}: --model.patch-size {self.patch_size} must be "
                 "a multiple of 4, the pixels of the masks for each token"
             )
-        if not set(self.global_blocks) <= set(range(self.depth)):
+        if not all(0 <= block < self.depth for block in self.global_blocks):
             blocks = " ".join(map(str, self.global_blocks))
             raise ValueError(
                 f"--model.global-blocks {blocks}: must be from 0 to {self.depth - 1} "

@@ -58,3 +58,23 @@ def test_the_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch
         assert ("is an address of another machine, and rank 0" in reason) == named
         assert ("set MASTER_ADDR to a name or address of" in remedy) == named
         assert "another machine" not in rank_store.fault(RuntimeError("timed out"), serves=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "said"),
+    [
+        ({}, "MASTER_ADDR and MASTER_PORT not set; start the ranks with torchrun"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT not set; start"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "port x is not a number; start"),
+    ],
+)
+def test_a_missing_address_is_named(
+    set_to: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) as refused:
+        fresh_store(0, 2, WAIT)
+    assert str(refused.value).startswith(f"MASTER_ADDR and MASTER_PORT (rank 0): {said}")

@@ -262,7 +262,7 @@ def _signal(mishap: dict[str, Any]) -> None:
 
     def is_good(self: Health, step: int, *arguments: Any) -> bool:
         if moment == "judged":  # after the collective that asked all ranks whether to stop
-            strike(step)
+            strike(step - 1)
         return judge(self, step, *arguments)
 
     def metrics_step(self: Any, step: int, figures: dict[str, float]) -> None:
@@ -348,7 +348,7 @@ def _record(folder: Path, rank: int, pace: float) -> None:
         ids = torch.cat(arguments[-1]).tolist()
         with (folder / f"{rank}.jsonl").open("a", encoding="utf-8") as file:
             graphs = counters["stats"]["unique_graphs"]
-            of_step = {"step": step, "ids": ids, "graphs": graphs, "pid": os.getpid()}
+            of_step = {"step": step - 1, "ids": ids, "graphs": graphs, "pid": os.getpid()}
             of_step["world_size"] = int(os.environ.get("WORLD_SIZE", "1"))
             file.write(json.dumps(of_step) + "\n")
         time.sleep(pace)

@@ -240,6 +240,22 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
         (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
         (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),
         (("--evaluate-only", "--evaluation.view", "nosuch"), "--evaluation.view: "),
+        (
+            ("--data.global-batch", "100000000000", "--data.micro-batch", "100000000000"),
+            "--data.micro-batch 100000000000: a micro-batch of 100,000,000,000 images takes 1,254,400,000,",
+        ),
+        (
+            ("--data.target-size", "1000000"),
+            "--data.target-size 1000000: a micro-batch of 2 images takes 2,000,000,024,576 bytes (64 pixels, ",
+        ),
+        (
+            ("--model.width", "1000000000"),
+            "--model.width 1000000000, --model.depth 2, --model.channels 32, --model.image-size 64: the weights",
+        ),
+        (
+            ("--model.depth", "1000000000"),
+            "--model.width 32, --model.depth 1000000000, --model.channels 32, --model.image-size 64: the we",
+        ),
     ],
 )
 def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(
@@ -248,6 +264,7 @@ def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(
     ended = start(root, tmp_path / "run", *flags)
     assert ended.codes == [2]
     assert f"error: {message}" in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
 
 
 def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
 
     Raises:
         DistStoreError: a rank did not answer in time.
-        UsageError: MASTER_ADDR or MASTER_PORT is that of something else; the message has the remedy.
+        UsageError: MASTER_ADDR or MASTER_PORT is missing, or that of something else; the message has the
+            remedy.
     """
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)
-    except (OverdueError, dist.DistNetworkError) as error:
+    except (OverdueError, dist.DistNetworkError, ValueError) as error:
         reason, remedy = fault(error, serves=rank == 0)
         raise UsageError(f"MASTER_ADDR and MASTER_PORT (rank {rank}): {reason}; {remedy}") from None
 
@@ -52,6 +53,13 @@ def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
         serves: this rank is the first one. It then has the store, unless torchrun has it.
     """
     host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if isinstance(error, ValueError):  # of torch, which reads the variables
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        return (
+            f"{' and '.join(missing)} not set" if missing else f"port {port} is not a number",
+            "start the ranks with torchrun, which sets both, or set them on every rank to the machine of "
+            "rank 0 and a free port there; unset RANK and WORLD_SIZE to train in one process",
+        )
     here, serves = socket.gethostname(), serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves and "EADDRINUSE" in str(error):
         return (

@@ -17,7 +17,7 @@ from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.model import Wrapper, declared
+from sa1b.engine.model import Wrapper, declared, inputs_of
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.ranks.network import Connection
 from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
@@ -234,7 +234,7 @@ class Run:
             number: number of the micro-batch in its step.
         """
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
-        inputs = self.model.inputs(batch, self.config.seed)
+        inputs = inputs_of(self.model, batch, self.config.seed)
         precision, backward = self.config.parallel.precision, self.times.backward
         sums = forward_backward(
             self.module, inputs, self.divisor, precision, self.rank_info, self.scaler, backward
@@ -318,8 +318,8 @@ def fitted(config: Config, world_size: int) -> Config:
     check_ranks(config.parallel, world_size)
     mode = mode_of(config.parallel)
     config = replace(config, data=mode.fitted(config.data, config.parallel, world_size))
-    if not config.evaluate_only:
-        config.micro_batches(world_size)
+    images = 1 if config.evaluate_only else config.micro_batches(world_size)[0]
+    config.data.check_memory(images, config.image_size)
     if mode.checks_model:
         with torch.device("meta"):
             module = build(config, None)

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from sa1b.console import broken_pipe
@@ -39,6 +40,10 @@ def explain(error: Exception, rank: int, world_size: int) -> str:
     if isinstance(error, Sa1bError | OSError):
         return "\n".join([*lines, f"{where}: {error}\n"])
     text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        reason = (text.splitlines() or ["no memory is left"])[0]
+        advice = "pass a smaller --data.micro-batch, --data.masks or --data.prefetch, or a smaller model"
+        return "\n".join([*lines, f"{where}: out of memory ({reason}); {advice}\n"])
     if lost_peer(error):
         reason = (text.splitlines() or [type(error).__name__])[0]
         lines.insert(0, f"rank {rank} ends because another rank ended or does not answer ({reason})")

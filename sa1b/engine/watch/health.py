@@ -63,7 +63,7 @@ class Health:
         """Decide whether the optimizer may take the step.
 
         Args:
-            step: number of the step.
+            step: number of the step, counted from 1 as in metrics.jsonl.
             loss, norm: loss and gradient norm over all ranks.
             own_loss: loss of this rank; if it is not finite, the rank logs its image ids.
             ids: ids of this rank's images, int64 [B] for each micro-batch.
@@ -90,7 +90,7 @@ class Health:
         return False
 
     def end(self, step: int) -> None:
-        """Check the last steps at the end of a run, or of a part of it.
+        """Check the last steps at the end of a run, or of a part of it, after so many steps.
 
         Raises:
             HealthError: the last steps had no finite loss, so no checkpoint contains them.
