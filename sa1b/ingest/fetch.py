@@ -168,8 +168,7 @@ def fetch(
     """
     began = time.monotonic()
     store = open_store(root)
-    if store.is_local:
-        check_out(paths, store.scratch)
+    check_out(paths, store)
     own = [path for path in (store.scratch, store.scratch / PARTIAL, policy.spill) if path is not None]
     found = admitted(paths, {}, own, run.ignore)
     local, remote = by_name(found, run.links)
@@ -178,10 +177,7 @@ def fetch(
     if index is not None:
         rows = read_rows(index)
         homes = homes_of(names, rows.image_id, np.array(rows.sources, object)[rows.shard])
-    if store.is_local:
-        if store.scratch.exists() and not store.scratch.is_dir():
-            raise UsageError(f"--out {root}: is a file; pass a folder")
-        store.scratch.mkdir(parents=True, exist_ok=True)
+    store.create("--out")
     remove_leftovers(store, policy.spill)
     if strangers := set(run.redo) - set(names):
         raise UsageError(

@@ -78,8 +78,7 @@ def reshard(
     store = open_store(root)
     folders = (store.scratch, store.scratch / PARTIAL, run.checklist, policy.spill)
     own = [path for path in folders if path is not None]
-    if store.is_local:
-        check_out([*paths, *(run.rename or {})], store.scratch)
+    check_out([*paths, *(run.rename or {})], store)
     discovered = admitted(paths, run.rename or {}, own, run.ignore, run.formats)
     local, remote = by_name(discovered, run.links)
     named = sorted(local.keys() | remote.keys())
@@ -91,10 +90,7 @@ def reshard(
         )
     digests = {} if run.checklist is None else read_checklist(run.checklist)
     own_names = named if run.task is None else named[run.task[0] :: run.task[1]]
-    if store.is_local:
-        if store.scratch.exists() and not store.scratch.is_dir():
-            raise UsageError(f"--out {root}: is a file; pass a folder")
-        store.scratch.mkdir(parents=True, exist_ok=True)
+    store.create("--out")
     remove_leftovers(store, policy.spill)
     tasks = known_tasks(store, without=run.redo)
     check_not_foreign(store)

@@ -26,7 +26,7 @@ from sa1b.sources.tar_reader import is_tar_name
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.claim import ENDING
 from sa1b.storage.open import open_store
-from sa1b.storage.store import Root
+from sa1b.storage.store import Root, Store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
@@ -88,16 +88,19 @@ def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, So
     return local, remote
 
 
-def check_out(paths: Sequence[Path], root: Path) -> None:
-    """Refuse a dataset directory that would mix shards and sources, or whose content would be left out.
+def check_out(paths: Sequence[Path], store: Store) -> None:
+    """Refuse a folder that would mix shards and sources, or whose content would be left out.
 
     A dataset directory inside a SOURCE folder is not searched for sources, see `discover`. It may be there if
     it contains none.
 
     Raises:
-        UsageError: `root` is one of the paths, contains a source of one of them, writes to its folder,
+        UsageError: the folder is one of the paths, contains a source of one of them, writes to its folder,
             or is in a folder of another dataset directory.
     """
+    if not store.is_local:
+        return
+    root = store.scratch
     check_outside(root)
     out = root.resolve()
     for path in paths:

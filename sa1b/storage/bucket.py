@@ -87,6 +87,9 @@ class BucketStore(Store):
         sizes = functools.cache(self.sizes)
         return lambda name: sizes().get(name)
 
+    def create(self, flag: str) -> None:
+        """A bucket has no folders."""
+
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
         count = max(1, workers)
         need = sum(sorted(sizes, reverse=True)[:count])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from sa1b.errors import UsageError
 from sa1b.storage.atomic import commit, flush, naming_final, temporary_path, write_whole
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Store
@@ -29,6 +30,11 @@ class FolderStore(Store):
     @property
     def reader(self) -> Reader:
         return Reader(self.folder)  # a new one, because a reader keeps files open that may be replaced
+
+    def create(self, flag: str) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"{flag} {self.root}: is a file; pass a folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
         """A folder needs no copies of its objects."""

@@ -59,6 +59,14 @@ class Store(ABC):
         return self.size
 
     @abstractmethod
+    def create(self, flag: str) -> None:
+        """Create the folder if it is missing; a bucket has no folders.
+
+        Raises:
+            UsageError: it is a file; the message names the flag.
+        """
+
+    @abstractmethod
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
         """Check that the scratch folder of a bucket has space for the largest objects of `workers` processes.
 

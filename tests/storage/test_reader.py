@@ -463,3 +463,13 @@ def test_local_reads_import_no_file_system_of_fsspec(store: Store) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
     assert not set(done.stdout.split()) & {"fsspec", "s3fs", "botocore", "aiohttp", "torch", "numpy"}
+
+
+def test_a_folder_that_may_not_be_listed_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "views").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with Reader(tmp_path) as reader, pytest.raises(DeniedError, match=r"views: .*change its permissions"):
+        reader.names("views")
