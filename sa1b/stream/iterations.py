@@ -67,8 +67,8 @@ class Iterations:
     """
 
     def __init__(self, position: int = 0) -> None:
-        self._file = _closed_with(self, _anonymous_file())
-        self._lock = threading.Lock()
+        self._file, self._lock = _anonymous_file(), threading.Lock()
+        weakref.finalize(self, _collected, self._file, os.getpid()).atexit = False  # _close_all writes to it
         self._write({"position": position, "unknown": False, "joined": [], "failed": None, "closed": False})
         _MADE.add(self)
 
@@ -119,11 +119,12 @@ class Iterations:
         return int(one["position"])
 
     def ignore_signals(self) -> None:
-        """Ignore SIGTERM and SIGUSR1 in a worker until the main process exits or the iteration fails.
+        """Ignore SIGTERM and SIGUSR1 in a worker until its main process or iteration ends.
 
         Schedulers and torchrun send these signals to the whole process group, and the main process needs its
         workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker again, as
-        multiprocessing expects; and after an error in a worker, as a DataLoader that is deleted expects.
+        multiprocessing expects; and after an error in a worker, or when the main process has collected the
+        stream, as a DataLoader that is deleted expects.
         """
         seed = self._seed()
 
@@ -304,15 +305,20 @@ class StreamIterator(Iterator[Batch]):
 
 def _inherited(descriptor: Any) -> Iterations:
     iterations = Iterations.__new__(Iterations)
-    iterations._file = _closed_with(iterations, os.fdopen(descriptor.detach(), "r+b", buffering=0))
+    iterations._file = os.fdopen(descriptor.detach(), "r+b", buffering=0)
     iterations._lock = threading.Lock()
+    weakref.finalize(iterations, iterations._file.close).atexit = False
     _INHERITED.add(iterations)
     return iterations
 
 
-def _closed_with(iterations: Iterations, file: BinaryIO) -> BinaryIO:
-    weakref.finalize(iterations, file.close).atexit = False  # _close_all still writes to it
-    return file
+def _collected(file: BinaryIO, process: int) -> None:
+    """A DataLoader in a cycle of references may lose its message to its workers, and sends them SIGTERM."""
+    if os.getpid() == process:
+        last = Iterations.__new__(Iterations)
+        last._file, last._lock = file, threading.Lock()
+        last.close()
+    file.close()
 
 
 def _anonymous_file() -> BinaryIO:

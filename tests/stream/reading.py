@@ -3,6 +3,7 @@
     KIND ROOT endings       leaves its loop in three ways; prints the resources that remain after each
     KIND ROOT endless       prints a line for each batch until it is interrupted, then the remaining resources
     METHOD ROOT signalled   receives SIGTERM, continues, and exits while the iterator exists
+    METHOD ROOT forgotten   leaves an iterator and its stream to the garbage collector, and exits
     workers ROOT murders    kills one of its workers and continues with new ones, four times; prints the batches
 
 KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. Every line is JSON.
@@ -160,6 +161,22 @@ def signalled(method: str, root: Path) -> None:
     say(rest=rest, alive=[worker.is_alive() for worker in reading._workers])
 
 
+def forgotten(method: str, root: Path) -> None:
+    """Leave an iterator in a cycle of references, as the traceback of an error does, and exit."""
+    # Seconds that a DataLoader waits for each worker, which did not receive its message, before SIGTERM.
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
+    reading: Any = iter(
+        DataLoader(stream_of(root), batch_size=None, num_workers=2, multiprocessing_context=method)
+    )
+    next(reading)
+    workers, reading.cycle = reading._workers, reading
+    del reading
+    gc.collect()
+    for worker in workers:
+        worker.join(60)
+    say(alive=[worker.is_alive() for worker in workers])
+
+
 def murders(root: Path) -> None:
     """Kill one of two workers at four moments, each time resuming after the last batch that was taken."""
     stream = stream_of(root)
@@ -224,6 +241,8 @@ if __name__ == "__main__":
     kind, folder, what = sys.argv[1:]
     if what == "signalled":
         signalled(kind, Path(folder))
+    elif what == "forgotten":
+        forgotten(kind, Path(folder))
     elif what == "murders":
         murders(Path(folder))
     else:

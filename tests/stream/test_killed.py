@@ -70,6 +70,19 @@ def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
     wait_for_end(process.pid, 300)
 
 
+def test_workers_of_an_iterator_that_is_collected_as_garbage_end_and_the_process_exits(
+    root: Path, short_path: Path
+) -> None:
+    process = start("fork", root, "forgotten", short_path / "tmp")
+    try:
+        out, errors = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, errors.decode()) == (0, "")
+    assert json.loads(out) == {"alive": [False, False]}
+
+
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(
     root: Path, short_path: Path
 ) -> None:
