@@ -92,6 +92,8 @@ def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
     [
         ("storage", {}, "use faster storage or reshard to 64 px: "),
         ("storage", {"is_local": False, "stored": 64}, "cache the data on a local disk with --cache or use"),
+        ("read", {}, "add threads (--threads, now 2 for 8 processors)"),
+        ("read", {"threads": 8}, "give the loader more than 8 processors"),
         ("decode", {"stored": 64}, "add threads (--threads, now 2 for 8 processors)"),
         ("pick", {"threads": 8}, "give the loader more than 8 processors or lower --masks"),
         (
