@@ -132,7 +132,7 @@ for child_reads in (False, True):
 assert reader.counters().attempts == reader.counters().reads == 150, reader.counters()
 """
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", script],
         capture_output=True,
         text=True,
         timeout=300,
