@@ -445,8 +445,10 @@ if __name__ == "__main__":
     requests.listen(64)  # clients wait while this process imports
     # Before the imports, which may set variables.
     about = json.dumps({"pid": os.getpid(), "read_at_start": _read_at_start(os.environ)}).encode()
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a child's collections do not copy the memory of these modules
+    gc.enable()
     _end(*_serve(requests, about))

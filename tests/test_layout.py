@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,17 +79,23 @@ def test_the_core_asks_for_no_class_of_an_optional_technique() -> None:
                 assert not names & classes, f"{path.name}, line {node.lineno}"
 
 
+@cache
+def imports_of(path: Path) -> set[str]:
+    """The modules and names that a file imports, each followed by a dot."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {f"{one.name}." for one in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.", *(f"{node.module}.{one.name}." for one in node.names)}
+    return found
+
+
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_no_module_imports_an_optional_technique(technique: str) -> None:
     module = f"sa1b.engine.{technique}"
-    importing = set()
-    for path in set(MODULES) - set(files_of(technique)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [one.name for one in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
-            if any(f"{name}.".startswith(f"{module}.") for name in names):
-                importing.add(path.name)
+    others = set(MODULES) - set(files_of(technique))
+    importing = {path.name for path in others if any(n.startswith(f"{module}.") for n in imports_of(path))}
     assert importing == (
         {"verb_plan_train.py"} if technique == "planner" else set()
     )  # the command of the planner

@@ -94,7 +94,7 @@ def a_byte(file: Path, seed: int, first: int = 0) -> tuple[int, int]:
 # Any byte
 
 
-@settings(examples, max_examples=60)
+@settings(examples, max_examples=25)
 @given(shard=st.integers(0, 2), seed=st.integers(0, 2**64))
 def test_a_changed_byte_of_a_shard_is_in_the_damage_log_or_in_no_sample(
     root: Path, healthy: list[str], tmp_path_factory: pytest.TempPathFactory, shard: int, seed: int
@@ -114,7 +114,7 @@ def test_a_changed_byte_of_a_shard_is_in_the_damage_log_or_in_no_sample(
     assert [i for i in range(len(healthy)) if found[i] != healthy[i]] == sorted(replaced)
 
 
-@settings(examples, max_examples=100)
+@settings(examples, max_examples=40)
 @given(file=st.sampled_from(["samples", "dataset.json"]), seed=st.integers(0, 2**64))
 def test_a_changed_byte_of_the_manifest_or_of_the_table_gives_no_other_batch(
     root: Path, healthy: list[str], tmp_path_factory: pytest.TempPathFactory, file: str, seed: int

@@ -128,6 +128,7 @@ def test_the_student_is_a_sam_with_the_decoder_of_its_teacher(
     assert begun["evaluation"]["miou_5_clicks"] == scores["miou_5_clicks"]
 
 
+@pytest.mark.slow  # quick: sam/test_embedding_cache.py, and the resumed run above
 @pytest.mark.parametrize(("mode", "ranks"), [("none", 1), *SLOW])
 def test_a_run_has_the_same_bits_with_any_files_of_a_cache(
     root: Path, teacher: Path, tmp_path: Path, mode: str, ranks: int
