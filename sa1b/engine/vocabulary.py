@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from sa1b.console import counted
 from sa1b.engine.settings import OptimConfig
 from sa1b.errors import UsageError
+from sa1b.stream.plan import process_rank
 
 _BATCH = (
     "pass --data.global-batch, the images of a step over all ranks, and --data.micro-batch, the images that "
@@ -79,6 +81,14 @@ def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> N
     Raises:
         UsageError: the message names the flag and its counterpart.
     """
+    if passed(arguments).get("parallel.shard") == "hybrid":
+        ranks = process_rank()[1]
+        fit = [str(number) for number in range(2, ranks // 2 + 1) if ranks % number == 0]
+        raise UsageError(
+            "--parallel.shard hybrid: pass --parallel.replicas N, the number of copies of the model; with "
+            f"{counted(ranks, 'rank')}, "
+            + (f"N is {' or '.join(fit)}" if fit else "none fits: N and the ranks of a copy are at least 2")
+        )
     for word in arguments:
         found = re.fullmatch(r"--?([A-Za-z][\w-]*)(=.*)?", word)
         if found is None:

@@ -172,6 +172,23 @@ def test_a_message_about_a_size_of_the_model_begins_with_its_flag() -> None:
         settings.parse(["--data.root", "r", "--model.checkpoint-blocks", "some"], None, PRESETS)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "answer"),
+    [("8", "with 8 ranks, N is 2 or 4"), ("2", "with 2 ranks, none fits: N and the ranks of a copy are at")],
+)
+def test_hybrid_sharding_is_answered_with_the_numbers_that_fit(
+    ranks: str, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    message = (
+        f"--parallel.shard hybrid: pass --parallel.replicas N, the number of copies of the model; {answer}"
+    )
+    for words in (["--parallel.shard", "hybrid"], ["--parallel.shard=hybrid"]):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            settings.parse(["--data.root", "x", "--out", "y", *words], None, PRESETS)
+
+
 def test_epochs_must_be_positive() -> None:
     with pytest.raises(UsageError, match=r"--optim.epochs 0.0: must be more than 0"):
         settings.parse(["--data.root", "shards", "--optim.epochs", "0"], None, PRESETS)
