@@ -6,6 +6,7 @@ Integers of numpy are accepted as integers; True and 1.0 are not.
 import os
 import re
 import reprlib
+from collections.abc import Iterable
 from numbers import Real
 from operator import index
 from pathlib import Path
@@ -120,3 +121,23 @@ def was_url(value: Path | str) -> bool:
 def is_url(text: str) -> bool:
     """Whether a text is a URL and not a path."""
     return re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
+
+
+def plain_words(words: Iterable[str]) -> list[str]:
+    """The words of a command line, with URLs in them as `plain_root` returns them.
+
+    Raises:
+        UsageError: --out is empty, as after an unset variable, or a path begins with a `~` that no shell has
+            replaced.
+    """
+    plain: list[str] = []
+    for word in words:
+        flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if not value and (flag if mark else plain[-1:] == ["--out"] and "--out") == "--out":
+            raise UsageError("--out: is empty; name a folder, or a URL (is a variable of the shell not set?)")
+        if value == "~" or value.startswith("~/"):
+            raise UsageError(
+                f"{word}: the shell replaces ~ at the start of an unquoted word only; write $HOME{value[1:]}"
+            )
+        plain.append(f"{flag}{mark}{plain_root(value)}")
+    return plain

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
-from sa1b.arguments import plain_root
+from sa1b.arguments import plain_words
 from sa1b.errors import Sa1bError, UsageError, printable
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -92,7 +92,7 @@ def parse(
     parsed.__doc__ = _unbroken(main.__doc__ or "")
     parsed.__annotations__ = get_type_hints(main, include_extras=True)
     vars(parsed)["__signature__"] = signature(main)
-    words = [plain_word(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    words = plain_words(sys.argv[1:] if arguments is None else arguments)
     only = (tyro.conf.FlagCreatePairsOff,)
     try:
         with usage_errors(prog):
@@ -107,12 +107,6 @@ def parse(
         if not forwards:
             _check_flags(main, words, prog)
         raise
-
-
-def plain_word(word: str) -> str:
-    """A word of the command line, with a URL in it as `plain_root` returns it."""
-    flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    return f"{flag}{mark}{plain_root(value)}"
 
 
 def _unbroken(docstring: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sa1b.arguments import number, path, plain_root, whole_number
+from sa1b.arguments import number, path, plain_root, plain_words, whole_number
 from sa1b.cli import main
 from sa1b.errors import UsageError
 
@@ -76,3 +76,23 @@ def test_a_url_without_a_place_is_refused(given: str, words: str, capsys: pytest
     with pytest.raises(SystemExit):
         main(["locate", given, "5"])
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reshard", "--out", ""], "--out: is empty"),
+        (["--out="], "--out: is empty"),
+        (["--out=~/x"], r"write \$HOME/x"),
+        (["--out", "~"], r"write \$HOME$"),
+        (["~/downloads"], r"write \$HOME/downloads"),
+    ],
+)
+def test_a_folder_that_the_shell_did_not_name_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plain_words(words)
+
+
+def test_other_words_are_kept() -> None:
+    words = ["--filter", "", "--note=", "a~b", "--out", "S3://b/x"]
+    assert plain_words(words) == [*words[:-1], "s3://b/x"]

@@ -54,6 +54,7 @@ REASONS = {
     "engine/checkpoint/files.py clear": CHECKPOINT,
     "engine/checkpoint/folder.py commit": CHECKPOINT,
     "engine/checkpoint/folder.py remove": CHECKPOINT,
+    "engine/model.py check_sums": "removes a hook, not a file",
     "engine/weights.py _fetched_weights": TEMPORARY,
     "engine/ranks/agreement.py check_shared_folder": TEMPORARY,
     "engine/checkpoint/remote_run.py _fetch": "files of a run in the scratch folder of its URL, which the bucket has too",

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import plain_root, was_url
-from sa1b.console import command, plain_word, usage_errors
+from sa1b.arguments import plain_root, plain_words, was_url
+from sa1b.console import command, usage_errors
 from sa1b.engine import vocabulary
 from sa1b.engine.checkpoint import files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
@@ -197,7 +197,7 @@ def parse(
         UsageError: a flag cannot be read, or flags do not fit together; the message names them.
         SystemExit: --help was passed; only rank 0 prints it.
     """
-    arguments, notes = [plain_word(word) for word in arguments], list[str]()
+    arguments, notes = plain_words(arguments), list[str]()
     passed = vocabulary.passed(arguments)
     preset = passed.get("preset") or next(iter(presets))
     if on_cpu and "preset" not in passed and not passed.keys() & {"help", "init", "evaluate-only"}:

@@ -8,6 +8,7 @@ archives, and writes a digest into each `.safetensors`.
 
 import hashlib
 import json
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -112,8 +113,18 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     Windows may be larger than the image, which is padded to one window.
 
     Raises:
-        KeyError, ValueError, IndexError: the names or shapes are not a SAM's.
+        ValueError, IndexError: the names or shapes are not a SAM's.
     """
+    try:
+        return _config_of(weights)
+    except KeyError as error:
+        name = str(error.args[0])
+        prefix = next((one.removesuffix(name) for one in weights if one.endswith(f".{name}")), None)
+        advice = "" if prefix is None else f", but there is {prefix}{name}: remove the prefix {prefix!r}"
+        raise ValueError(f"{name} is missing{advice}") from None
+
+
+def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     _, side, _, width = weights["image_encoder.pos_embed"].shape
     patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
     blocks = {int(name.split(".")[2]) for name in weights if name.startswith("image_encoder.blocks.")}
@@ -207,7 +218,9 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise WeightsError(f"{path}: damaged, its part {damaged} has a wrong checksum; {_AGAIN}")
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a pickle with code, which is refused below
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (WeightsError, OSError):
         raise
     except Exception as error:

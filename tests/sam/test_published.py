@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,11 @@ def test_a_file_that_would_run_code_does_not(
 ) -> None:
     canary = tmp_path / "canary"
     write({**model.state_dict(), "extra": Hostile(canary)}, tmp_path / "hostile.pth")
-    with pytest.raises(WeightsError, match="hostile.pth: damaged, or holds objects other than tensors"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(WeightsError, match="hostile.pth: damaged, or holds objects"),
+    ):
+        warnings.simplefilter("error")
         read_weights(tmp_path / "hostile.pth")
     assert not canary.exists()
     pickle.loads(pickle.dumps(Hostile(canary)))
@@ -156,6 +161,17 @@ def test_a_weight_too_many_or_too_few_or_of_another_shape_is_named(tmp_path: Pat
         save_file(changed, path)
         with pytest.raises(WeightsError, match=complaint):
             read_weights(path)
+
+
+def test_a_missing_first_tensor_and_a_prefix_are_named(tmp_path: Path, model: Sam) -> None:
+    first, path = "image_encoder.pos_embed", tmp_path / "weights.pth"
+    weights = model.state_dict()
+    torch.save({key: value for key, value in weights.items() if key != first}, path)
+    with pytest.raises(WeightsError, match=rf"not a SAM \({first} is missing\)"):
+        read_weights(path)
+    torch.save({f"module.{key}": value for key, value in weights.items()}, path)
+    with pytest.raises(WeightsError, match=rf"there is module.{first}: remove the prefix 'module.'"):
+        read_weights(path)
 
 
 def test_half_precision_becomes_float32(tmp_path: Path, model: Sam) -> None:

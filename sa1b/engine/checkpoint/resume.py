@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from sa1b.console import counted
-from sa1b.errors import UsageError
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.storage.store import Store
 
 Settings = Mapping[str, Any]  # result of `Config.document`
@@ -54,21 +54,28 @@ def check_files(store: Store, out: str, *only: str) -> None:
             )
 
 
-def check_sequence(saved: Settings, own: Settings, out: str) -> None:
-    """Refuse settings that change the order of images.
+def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) -> NoReturn:
+    """Refuse another order of images, which `error` describes.
 
     Raises:
         UsageError: the message names the flags with the values that `out` was trained with.
     """
     _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
+    raise UsageError(
+        f"--out {out}: {error}. The flag of the view is --data.view. To train on the images that are there "
+        f"now, pass another --out with --init {out}"
+    )
 
 
 def check_model(saved: Settings, own: Settings, out: str) -> None:
     """Refuse sizes of the model, or frozen parts, that differ from the checkpoint's; the message names flags.
 
     Raises:
-        UsageError: as for `check_sequence`.
+        UsageError: as for `refuse_sequence`.
     """
+    presets = saved.get("preset"), own.get("preset")
+    if presets[0] != presets[1]:
+        _refuse([("preset", *presets)], out)
     parts = ("model.", "optim.freeze")
     _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
 
@@ -77,7 +84,7 @@ def check_trained(saved: Settings, own: Settings, out: str) -> None:
     """Refuse other frozen parts, and to resume without a running mean if the checkpoint has one.
 
     Raises:
-        UsageError: as for `check_sequence`.
+        UsageError: as for `refuse_sequence`.
     """
     frozen = [one for one in _differences(saved, own) if one[0] == "optim.freeze"]
     _refuse([one for one in frozen if sorted(one[1]) != sorted(one[2])], out)

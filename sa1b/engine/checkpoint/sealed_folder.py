@@ -64,7 +64,8 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
         )
     if foreign := sorted(found - set(files)):
         raise CheckpointError(
-            f"{folder / foreign[0]}: not written by this run; start one run at a time with this --out"
+            f"{folder / foreign[0]}: not written by this run; start one run at a time with this --out; a "
+            "file of yours must be moved away"
         )
     write_whole(folder / MANIFEST, encode(step, files))
 

@@ -154,9 +154,8 @@ class Run:
                 with catch_warnings(record=True) as noted:
                     simplefilter("always")
                     self.feed.load_state_dict(state["stream"])
-            except ResumeError:
-                resume.check_sequence(saved, own, out)
-                raise
+            except ResumeError as error:
+                resume.refuse_sequence(saved, own, out, error)
             if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
                 self.scaler.load_state_dict(state["scaler"])
             reduction, of_reduction = reduction_of(self.module), state.get("compression")
