@@ -1,7 +1,9 @@
 """Conditions on masks and images, such as `stability_score >= 0.96 and area_fraction < 0.9`.
 
-The text is parsed, never run. Values are float64, exact for integers up to 2**53. All comparisons with a
-missing score (NaN) are false, also `!=`, and `not` inverts them. Division by zero gives infinity or NaN.
+The text is parsed, never run. Values are float64, exact for integers up to 2**53. The rules are those of SQL,
+and a condition without a chained comparison has the same meaning in `sa1b query`: a missing value (NaN) and
+the result of a division by zero are NULL; a comparison with NULL is neither true nor false, nor is its `not`;
+a mask passes if its condition is true.
 """
 
 import ast
@@ -9,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -83,7 +86,7 @@ class Predicate:
             name: np.asarray(values[name], np.str_ if name in _TEXTS else np.float64) for name in self.fields
         }
         with np.errstate(all="ignore"):
-            return np.asarray(_evaluate(self.tree, numbers), np.bool_)
+            return np.asarray(_holds(self.tree, numbers), np.bool_)
 
     def masks(self, annotations: Annotations) -> npt.NDArray[np.bool_]:
         """Whether each of an image's N masks passes a condition on masks, bool [N].
@@ -127,19 +130,28 @@ def image_predicate(text: str) -> Predicate:
     return _parse(text, IMAGE_FIELDS, "image")
 
 
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Lt: np.less,
-    ast.LtE: np.less_equal,
-    ast.Gt: np.greater,
-    ast.GtE: np.greater_equal,
-    ast.Eq: np.equal,
-    ast.NotEq: lambda a, b: (a < b) | (a > b),  # false for NaN; numpy's != would be true
+def _unequal(one: Any, other: Any) -> Any:
+    return (one < other) | (one > other)  # false for NaN; numpy's != would be true
+
+
+def _divide(one: Any, other: Any) -> Any:
+    return np.where(other == 0, np.nan, np.true_divide(one, other))
+
+
+# Comparison -> its function and that of its negation, both false for NaN.
+_COMPARISONS: dict[type[ast.cmpop], tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    ast.Lt: (np.less, np.greater_equal),
+    ast.LtE: (np.less_equal, np.greater),
+    ast.Gt: (np.greater, np.less_equal),
+    ast.GtE: (np.greater_equal, np.less),
+    ast.Eq: (np.equal, _unequal),
+    ast.NotEq: (_unequal, np.equal),
 }
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: np.add,
     ast.Sub: np.subtract,
     ast.Mult: np.multiply,
-    ast.Div: np.true_divide,
+    ast.Div: _divide,
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: np.negative, ast.UAdd: np.positive}
 _INSTEAD = {"BitAnd": "write `and`", "BitOr": "write `or`"}
@@ -148,25 +160,30 @@ _EQUALS = re.compile(f"{_TEXT.pattern}|[<>!:]?=+")
 _SUPPORTED = "use comparisons, `and`, `or`, `not`, `+ - * /`, numbers and fields"
 
 
-def _evaluate(node: ast.expr, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
+def _holds(node: ast.expr, columns: Mapping[str, npt.NDArray[Any]], *, negated: bool = False) -> Any:
+    """Where a condition is true or, with `negated`, where it is false; neither where a NULL decides."""
     match node:
+        case ast.UnaryOp(ast.Not(), operand):
+            return _holds(operand, columns, negated=not negated)
         case ast.BoolOp(op, parts):
-            join = np.logical_and if isinstance(op, ast.And) else np.logical_or
-            result = _evaluate(parts[0], columns)
-            for part in parts[1:]:
-                result = join(result, _evaluate(part, columns))
-            return result
+            results = [_holds(part, columns, negated=negated) for part in parts]
+            return reduce(np.logical_and if isinstance(op, ast.And) != negated else np.logical_or, results)
         case ast.Compare(left, operators, others):
-            values = [_evaluate(part, columns) for part in (left, *others)]
-            result = True
-            for operator, first, second in zip(operators, values[:-1], values[1:], strict=True):
-                result = np.logical_and(result, _COMPARISONS[type(operator)](first, second))
-            return result
+            values = [_value(part, columns) for part in (left, *others)]
+            results = [
+                _COMPARISONS[type(operator)][negated](first, second)
+                for operator, first, second in zip(operators, values[:-1], values[1:], strict=True)
+            ]
+            return reduce(np.logical_or if negated else np.logical_and, results)
+    raise AssertionError(ast.dump(node))
+
+
+def _value(node: ast.expr, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
+    match node:
         case ast.BinOp(left, operation, right):
-            return _ARITHMETIC[type(operation)](_evaluate(left, columns), _evaluate(right, columns))
+            return _ARITHMETIC[type(operation)](_value(left, columns), _value(right, columns))
         case ast.UnaryOp(sign, operand):
-            value = _evaluate(operand, columns)
-            return np.logical_not(value) if isinstance(sign, ast.Not) else _SIGNS[type(sign)](value)
+            return _SIGNS[type(sign)](_value(operand, columns))
         case ast.Name(name):
             return columns[name]
         case ast.Constant(int() | float() as number):

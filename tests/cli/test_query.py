@@ -19,11 +19,15 @@ import pytest
 
 import sa1b
 from sa1b.errors import Sa1bError, ShardError, UsageError
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.reshard import reshard
+from sa1b.ingest.worker import Run
 from sa1b.programs.query import sql
 from sa1b.programs.query.verb_query import main
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
-from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_values
+from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_predicate, mask_values
 from tests.shards import tiny
 from tests.storage.service import Service
 
@@ -81,6 +85,35 @@ def test_every_number_of_every_mask_and_image_is_that_of_the_annotations(
         assert (row["masks"], row["jpg_bytes"]) == (str(len(sample.annotations)), str(len(sample.jpeg)))
         assert (row["shard"], row["jpg_offset"]) == (sample.shard, str(sample.offset))
         assert row["source"] == ("sa_000020" if sample.image_id < 230000 else "sa_000021")
+
+
+def test_a_condition_of_a_view_has_the_same_meaning_after_where(query: Query, tmp_path: Path) -> None:
+    texts = {image_id: tiny.document(image_id, masks=6) for image_id in (3, 4)}
+    for number, mask in enumerate(texts[4]["annotations"]):
+        mask.update({} if number % 2 else {"stability_score": None, "bbox": "lost"})
+    members = [(f"sa_{i}.jpg", tiny.pair(i)[0]) for i in texts]
+    members += [(f"sa_{i}.json", tiny.encode(text)) for i, text in texts.items()]
+    reshard(
+        [tiny.write_tar(tmp_path / "sa_000001.tar", members)],
+        tmp_path / "root",
+        Options(),
+        Policy(),
+        Run(quiet=True),
+    )
+    samples = [sample.annotations for sample in sa1b.open(tmp_path / "root")]
+    assert [int(np.isnan(found.stability_score).sum()) for found in samples] == [0, 3]
+    for condition in (
+        "stability_score >= 0.5", "not stability_score >= 0.5", "stability_score != 2", "bbox_x >= 0",
+        "stability_score > 2 or area > 0", "not (stability_score > 2 and area < 0)", "area / 0 > 1",
+        "not bbox_width / (area - area) = 0", "predicted_iou > 0 and not bbox_y < -1",
+    ):  # fmt: skip
+        expected = [int(mask_predicate(condition).masks(found).sum()) for found in samples]
+        counts = query(
+            f"SELECT count(*) FILTER (WHERE {condition}) AS n FROM masks GROUP BY image_id ORDER BY image_id",
+            at=tmp_path / "root",
+            csv_output=True,
+        )
+        assert list(map(int, counts.split()[1:])) == expected, condition
 
 
 def test_the_forms_of_a_result(query: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,6 +34,15 @@ def connected() -> Iterator[Any]:
                 if "busy" not in str(error):
                     raise
                 time.sleep(_RETRY_SECONDS)
+
+
+def divide_to_null(connection: Any) -> None:
+    """Make NULL the result of a division by zero, as in the conditions of views."""
+    import duckdb
+
+    for name in ("ieee_floating_point_ops", "error_on_division_by_zero"):  # depends on DuckDB's version
+        with suppress(duckdb.CatalogException):
+            connection.execute(f"SET {name} = false")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
-from sa1b.programs.query.connection import SCHEME, IndexFiles, connected, interrupts
+from sa1b.programs.query.connection import SCHEME, IndexFiles, connected, divide_to_null, interrupts
 from sa1b.progress import bar
 from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files
@@ -230,6 +230,7 @@ def open_query(
                 raise UsageError(
                     f"--memory {memory}: {_reason(error)[:200]}; write a size such as 2GB"
                 ) from None
+        divide_to_null(connection)
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
         query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
         try:
@@ -333,8 +334,11 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
         f"CREATE VIEW images AS SELECT {per_image}, len(runs_count) AS masks, shard, source "
         "FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
     )
+    # NaN in an index stands for a missing value, which is NULL in SQL.
     per_mask = ", ".join(
-        f"{column}[i] AS {name}" if part is None else f"{column}[i][{part + 1}] AS {name}"
+        f"{column}[i] AS {name}"
+        if column in ("area", "runs_count")
+        else f"nullif({column}[i]{'' if part is None else f'[{part + 1}]'}, 'nan'::DOUBLE) AS {name}"
         for name, (column, part) in MASK_FIELDS.items()
         if name not in ("mask_id", "area_fraction", "width", "height")
     )

@@ -57,7 +57,7 @@ def main(
 
     The table `masks` has a row for each mask: image_id, mask_id, width and height of the image; area
     (pixels), area_fraction (of the image); bbox_x, bbox_y, bbox_width, bbox_height (pixels);
-    predicted_iou and stability_score (NaN: missing); point_x, point_y (pixels); crop_x, crop_y, crop_width,
+    predicted_iou and stability_score (NULL: missing); point_x, point_y (pixels); crop_x, crop_y, crop_width,
     crop_height (pixels); runs_count (number of run lengths). If a source is a file in COCO's format also:
     category (name), category_id, iscrowd, and fields (all fields of the annotation, as JSON).
 
