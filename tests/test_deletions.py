@@ -128,8 +128,8 @@ REASONS = {
     "verify/rebuild.py _rebuild": TEMPORARY,
     "verify/recover.py restore_names": TEMPORARY,
     "verify/rebuild.py rebuild_root": "the record that this run wrote",
-    "verify/resume.py add": "its own record, whose first line was checked",
-    "verify/resume.py remove": "its own record, whose first line was checked",
+    "storage/resume_record.py add_all": "its own record, whose first line was checked",
+    "storage/resume_record.py remove": "its own record, whose first line was checked",
     "verify/verify.py verify": "its own record, whose first line was checked",
 }
 

@@ -15,31 +15,25 @@ from typing import Any
 import numpy as np
 
 from sa1b.console import counted
-from sa1b.errors import UsageError
 from sa1b.ingest.finish import finish, record_failure
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import work_through
 from sa1b.ingest.search import Search, Searched, homes_of, known_ids, read_searched, stored_ids
 from sa1b.ingest.start_checks import (
-    admitted,
-    by_name,
-    check_listed,
     check_names,
-    check_not_foreign,
-    check_options,
-    check_out,
     check_reading,
     check_space,
     fix_options,
     release_options,
+    start,
 )
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Run, is_partial, missing_file
+from sa1b.ingest.worker import is_partial, missing_file
 from sa1b.report import failed_lines
 from sa1b.shards.documents import Options
 from sa1b.shards.image_ids import listing
 from sa1b.shards.locate import read_rows
-from sa1b.shards.manifest import DATASET, PARTIAL, known_tasks
+from sa1b.shards.manifest import DATASET, known_tasks
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.shards.stored import Ids, no_ids
 from sa1b.sources.pairing import IDS_PER_TAR, WantedPairs, tar_number
@@ -168,25 +162,12 @@ def fetch(
     """
     began = time.monotonic()
     store = open_store(root)
-    check_out(paths, store)
-    own = [path for path in (store.scratch, store.scratch / PARTIAL, policy.spill) if path is not None]
-    found = admitted(paths, {}, own, run.ignore)
-    local, remote = by_name(found, run.links)
-    names = sorted(local.keys() | remote.keys())
+    rows = None if index is None else read_rows(index)
+    begun = start(paths, store, options, policy, run)
+    local, remote, names, tasks = begun.local, begun.remote, begun.names, begun.tasks
     homes = None
-    if index is not None:
-        rows = read_rows(index)
+    if rows is not None:
         homes = homes_of(names, rows.image_id, np.array(rows.sources, object)[rows.shard])
-    store.create("--out")
-    remove_leftovers(store, policy.spill)
-    if strangers := set(run.redo) - set(names):
-        raise UsageError(
-            f"--redo {min(strangers)}: no SOURCE has this name; choose one of {', '.join(names[:10])}"
-        )
-    tasks = known_tasks(store, without=run.redo)
-    check_not_foreign(store)
-    check_options(store, tasks, options)
-    check_listed(store, tasks, names)
     summary = FetchSummary(store.root, len(ids), len(names))
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
     search = Search(names, homes, everywhere=everywhere)

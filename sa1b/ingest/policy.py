@@ -1,8 +1,9 @@
-"""The check of a pair and the handling of bad input.
+"""The settings of a run, the check of a pair, and the handling of bad input.
 
 Bad pairs are refused. If many pairs of a source have the same problem, the run stops.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from sa1b.shards import MAX_IMAGE_PIXELS, annotation, jpeg
 from sa1b.shards.documents import Options
 from sa1b.shards.quarantine import Quarantine
 from sa1b.shards.shard import Pair
+from sa1b.sources.discovery import FORMATS
 from sa1b.sources.pairing import MemberPair
-from sa1b.sources.source import Source
+from sa1b.sources.source import Source, SourceFormat
+from sa1b.sources.stored_file import Link
+from sa1b.storage.claim import TIMEOUT
 
 # A reason is systematic if it applies to more pairs than both limits.
 MIN_SYSTEMATIC = 20  # pairs
@@ -47,6 +51,46 @@ class Policy:
         if self.max_pixels == MAX_IMAGE_PIXELS:
             return source.reading
         return {"kind": source.kind, **source.reading, "max_pixels": self.max_pixels}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Settings of a run; the flags of `sa1b reshard`.
+
+    Attributes:
+        workers: number of worker processes.
+        checklist: file with the md5 of sources.
+        recheck: recognise finished sources by digest instead of size and time.
+        replace: replace a finished source by a source with the same name and other content.
+        redo: names of finished sources to convert again; their task files are not read.
+        rename: path -> name of the source.
+        ignore: patterns of files and folders that are left out and not listed.
+        formats: how sources of each kind are read, see sa1b.sources.discovery.formats_with.
+        links: links to further sources.
+        task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
+            finish the dataset unless `finish` is set.
+        finish: with `task`: finish the dataset if no other task has sources left.
+        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this run.
+        stall_timeout: seconds without progress after which a worker is killed; its source is retried once.
+        space_check: refuse to start if the disk is too small.
+        quiet: print no progress and no notes.
+    """
+
+    workers: int = 1
+    checklist: Path | None = None
+    recheck: bool = False
+    replace: bool = False
+    redo: tuple[str, ...] = ()
+    rename: Mapping[Path, str] | None = None
+    ignore: tuple[str, ...] = ()
+    formats: Sequence[SourceFormat] = FORMATS
+    links: tuple[Link, ...] = ()
+    task: tuple[int, int] | None = None
+    finish: bool = False
+    claim_timeout: float = TIMEOUT
+    stall_timeout: float = 600.0
+    space_check: bool = True
+    quiet: bool = False
 
 
 def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:

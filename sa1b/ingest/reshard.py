@@ -13,29 +13,23 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 from sa1b.console import show
-from sa1b.errors import UsageError
 from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.source_pass import Counts
 from sa1b.ingest.start_checks import (
-    admitted,
-    by_name,
-    check_listed,
     check_names,
-    check_not_foreign,
-    check_options,
-    check_out,
     check_reading,
     check_space,
     fix_options,
     release_options,
+    start,
 )
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Outcome, Run, is_unchanged, other_md5, work_on
+from sa1b.ingest.worker import Outcome, is_unchanged, other_md5, work_on
 from sa1b.progress import bar
 from sa1b.shards.commit import abort_abandoned_uploads
 from sa1b.shards.documents import Options, Task
-from sa1b.shards.manifest import PARTIAL, known_tasks, task_name
+from sa1b.shards.manifest import known_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
 from sa1b.sources.source import Source, read_checklist
@@ -76,41 +70,24 @@ def reshard(
     run = run or Run()
     began = time.monotonic()
     store = open_store(root)
-    folders = (store.scratch, store.scratch / PARTIAL, run.checklist, policy.spill)
-    own = [path for path in folders if path is not None]
-    check_out([*paths, *(run.rename or {})], store)
-    discovered = admitted(paths, run.rename or {}, own, run.ignore, run.formats)
-    local, remote = by_name(discovered, run.links)
-    named = sorted(local.keys() | remote.keys())
-    if strangers := set(run.redo) - set(named):
-        listed = ", ".join(named[:10])
-        raise UsageError(
-            f"--redo {min(strangers)}: no SOURCE has this name; choose one of {listed}, or name the "
-            f"source so with --rename PATH={min(strangers)}"
-        )
     digests = {} if run.checklist is None else read_checklist(run.checklist)
-    own_names = named if run.task is None else named[run.task[0] :: run.task[1]]
-    store.create("--out")
-    remove_leftovers(store, policy.spill)
-    tasks = known_tasks(store, without=run.redo)
-    check_not_foreign(store)
-    check_options(store, tasks, options)
-    check_listed(store, tasks, own_names)
+    begun = start(paths, store, options, policy, run)
+    tasks, own_names = begun.tasks, begun.own_names
     # A task file that `sa1b index` rebuilt from the shards has no size.
     known = {name: task for name, task in tasks.items() if task.source["size"] is not None}
     finished = {} if run.recheck else {name: _size_and_time(task) for name, task in known.items()}
-    links = {name: remote[name] for name in own_names if name in remote}
+    links = {name: begun.remote[name] for name in own_names if name in begun.remote}
     linked, broken = remote_sources(links, finished)
     of_links = {source.name: source for source in linked}
-    sources = [local.get(name) or of_links[name] for name in own_names if name not in broken]
+    sources = [begun.local.get(name) or of_links[name] for name in own_names if name not in broken]
     md5 = _expected_md5(sources, digests, run)
     check_names(store, tasks, sources)
-    summary = ReshardSummary(own_names, run.task, discovered.not_taken, finishes=run.finish)
+    summary = ReshardSummary(own_names, run.task, begun.discovered.not_taken, finishes=run.finish)
     for name, why in broken.items():
         summary.failed[name] = why
         record_failure(store, name, "SourceError", why)
     if run.task is not None:
-        record_expected(store, named)
+        record_expected(store, begun.names)
     sizes = store.listed_size()
     waiting = []
     for source in sources:
@@ -132,8 +109,8 @@ def reshard(
     summary.tasks = tasks
     try:
         work_through(waiting, store, options, policy, md5, run, summary, supervise)
-        if not summary.disk_full and not summary.store_error and _finishes(run, store, named):
-            summary.end(finish(store, named))
+        if not summary.disk_full and not summary.store_error and _finishes(run, store, begun.names):
+            summary.end(finish(store, begun.names))
     except KeyboardInterrupt:
         summary.interrupted = True
     except StorageError as error:

@@ -26,19 +26,17 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.parquet as pq
 
 from sa1b.console import command, counted
 from sa1b.errors import NoPairError, SourceError, TableError
 from sa1b.ingest.ingest import ingest
 from sa1b.ingest.policy import Policy
 from sa1b.ingest.source_pass import Counts
-from sa1b.shards.commit import shard_files, task_rows
+from sa1b.shards.commit import task_rows
 from sa1b.shards.documents import Options, Task
-from sa1b.shards.index import UNREADABLE
 from sa1b.shards.manifest import TASKS, task_name
 from sa1b.shards.sample_table import open_table
-from sa1b.shards.stored import Ids, no_ids, stored_shards
+from sa1b.shards.stored import Ids, images_of, no_ids, stored_shards
 from sa1b.sources.pairing import IDS_PER_TAR, WantedPairs, estimated_numbers, tar_number
 from sa1b.sources.source import Source
 from sa1b.storage.atomic import json_bytes
@@ -275,15 +273,10 @@ def stored_ids(root: Store, task: Task | None) -> Ids:
 
 
 def known_ids(root: Store, name: str) -> Ids:
-    """The image ids of a source whose task file is not used: from its rows or else from its indexes."""
+    """The image ids of a source whose task file is not used: from its rows or else from its shards."""
     with contextlib.suppress(OSError, TableError), root.files(task_name(name, "samples")) as (path,):
         return open_table(path, check=True).image_id.copy()
-    read = [no_ids()]
-    for shard in sorted(stored_shards(root, name)):
-        with contextlib.suppress(*UNREADABLE), root.files(shard_files(shard)[1]) as (path,):
-            ids = pq.read_table(path.absolute(), columns=["image_id"])["image_id"]
-            read.append(ids.to_numpy().astype(np.uint64))
-    return np.unique(np.concatenate(read))
+    return np.unique(np.concatenate([no_ids(), *(images_of(root, one) for one in stored_shards(root, name))]))
 
 
 def state_of(source: Source) -> dict[str, object]:

@@ -11,11 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.shards.documents import Options, Task
-from sa1b.shards.manifest import DATASET, FORMAT, PARTIAL, QUARANTINE, READING, TASKS, read_dataset, read_task
+from sa1b.shards.manifest import (
+    DATASET,
+    FORMAT,
+    PARTIAL,
+    QUARANTINE,
+    READING,
+    TASKS,
+    known_tasks,
+    read_dataset,
+    read_task,
+)
+from sa1b.shards.staging import remove_leftovers
 from sa1b.shards.stored import check_outside
 from sa1b.sources.discovery import FORMATS, Discovered, discover
 from sa1b.sources.folder import is_pair_name
@@ -41,6 +52,53 @@ _ANNOTATIONS = 0.1  # upper limit of size of annotations / size of source; --ima
 # With synthetic images of full size and 98 masks each, 0.043 and 0.063 were measured.
 _ANNOTATIONS_ONLY = 0.06
 _TEXTS = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        discovered: the local sources, and the files that are not taken.
+        local, remote: sources, and links to sources, by name.
+        names: of all sources, in order.
+        own_names: those that this run may process.
+        tasks: finished sources of the dataset directory.
+    """
+
+    discovered: Discovered
+    local: dict[str, Source]
+    remote: dict[str, Link]
+    names: list[str]
+    own_names: list[str]
+    tasks: dict[str, Task]
+
+
+def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy, run: Run) -> Start:
+    """Find the sources, create the dataset directory and remove what ended processes left in it.
+
+    Raises:
+        SourceError, UsageError: an argument or a source is not valid, or the directory has other options.
+    """
+    rename = run.rename or {}
+    check_out([*paths, *rename], store)
+    folders = (store.scratch, store.scratch / PARTIAL, run.checklist, policy.spill)
+    own = [path for path in folders if path is not None]
+    discovered = admitted(paths, rename, own, run.ignore, run.formats)
+    local, remote = by_name(discovered, run.links)
+    names = sorted(local.keys() | remote.keys())
+    if strangers := set(run.redo) - set(names):
+        listed, name = ", ".join(names[:10]), min(strangers)
+        other = "" if run.rename is None else f", or name the source so with --rename PATH={name}"
+        raise UsageError(f"--redo {name}: no SOURCE has this name; choose one of {listed}{other}")
+    own_names = names if run.task is None else names[run.task[0] :: run.task[1]]
+    store.create("--out")
+    remove_leftovers(store, policy.spill)
+    tasks = known_tasks(store, without=run.redo)
+    check_not_foreign(store)
+    check_options(store, tasks, options)
+    check_listed(store, tasks, own_names)
+    return Start(discovered, local, remote, names, own_names, tasks)
 
 
 def admitted(

@@ -175,9 +175,8 @@ def main(
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
     with loading():
-        from sa1b.ingest.policy import Policy
+        from sa1b.ingest.policy import Policy, Run
         from sa1b.ingest.reshard import reshard
-        from sa1b.ingest.worker import Run
         from sa1b.shards.documents import Options
         from sa1b.sources.coco import CocoFormat
         from sa1b.sources.discovery import formats_with

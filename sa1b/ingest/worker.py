@@ -3,15 +3,14 @@
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import ingest, limit_threads
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.search import Searched, ingest_wanted, known_ids, stored_ids
 from sa1b.ingest.source_pass import Counts
 from sa1b.progress import bar
@@ -19,55 +18,13 @@ from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import read_task, task_name, write_task
 from sa1b.shards.staging import remove_staging_of
-from sa1b.sources.discovery import FORMATS
-from sa1b.sources.source import Source, SourceFormat, digest_of_source
-from sa1b.sources.stored_file import Link
-from sa1b.storage.claim import TIMEOUT, Claim, holder
+from sa1b.sources.source import Source, digest_of_source
+from sa1b.storage.claim import Claim, holder
 from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 
 _REPORT_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Settings of a run; the flags of `sa1b reshard`.
-
-    Attributes:
-        workers: number of worker processes.
-        checklist: file with the md5 of sources.
-        recheck: recognise finished sources by digest instead of size and time.
-        replace: replace a finished source by a source with the same name and other content.
-        redo: names of finished sources to convert again; their task files are not read.
-        rename: path -> name of the source.
-        ignore: patterns of files and folders that are left out and not listed.
-        formats: how sources of each kind are read, see sa1b.sources.discovery.formats_with.
-        links: links to further sources.
-        task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
-            finish the dataset unless `finish` is set.
-        finish: with `task`: finish the dataset if no other task has sources left.
-        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this run.
-        stall_timeout: seconds without progress after which a worker is killed; its source is retried once.
-        space_check: refuse to start if the disk is too small.
-        quiet: print no progress and no notes.
-    """
-
-    workers: int = 1
-    checklist: Path | None = None
-    recheck: bool = False
-    replace: bool = False
-    redo: tuple[str, ...] = ()
-    rename: Mapping[Path, str] | None = None
-    ignore: tuple[str, ...] = ()
-    formats: Sequence[SourceFormat] = FORMATS
-    links: tuple[Link, ...] = ()
-    task: tuple[int, int] | None = None
-    finish: bool = False
-    claim_timeout: float = TIMEOUT
-    stall_timeout: float = 600.0
-    space_check: bool = True
-    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)

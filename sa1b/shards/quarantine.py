@@ -21,7 +21,7 @@ from sa1b.names import image_name
 from sa1b.shards.annotation_columns import ImageWarning
 from sa1b.shards.manifest import QUARANTINE
 from sa1b.sources.tar_stream import Damage, Member
-from sa1b.storage.atomic import flush
+from sa1b.storage.atomic import flush, sha256_of
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root
 
@@ -111,7 +111,7 @@ class Quarantine:
 
     def digests(self) -> dict[str, str] | None:
         """sha256 of the two lists by name; None: there are none."""
-        found = {path.name: _sha256(path) for path in sorted(self._folder.glob("*.jsonl"))}
+        found = {path.name: sha256_of(path) for path in sorted(self._folder.glob("*.jsonl"))}
         return found or None
 
     def exists(self) -> bool:
@@ -141,11 +141,6 @@ class Quarantine:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / report).open("a", encoding="utf-8") as out:
             out.write(json.dumps({"reason": reason, "message": _printable(message), **fields}) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _printable(message: str) -> str:

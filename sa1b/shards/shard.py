@@ -33,7 +33,7 @@ from sa1b.shards.index import IndexWriter, Row
 from sa1b.shards.manifest import LARGEST
 from sa1b.shards.record import RecordError
 from sa1b.sources.tar_stream import BLOCK, parse_header
-from sa1b.storage.atomic import flush
+from sa1b.storage.atomic import flush, sha256_of
 
 # Columns of the index that describe the members of an image.
 _COLUMNS = frozenset(
@@ -330,8 +330,6 @@ def seal(shard: Path) -> ShardInfo:
         ) from None
     for path in (shard, index):
         flush(path)
-    with index.open("rb") as stored:
-        index_sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
     return ShardInfo(
         name=shard.name,
         images=images,
@@ -339,7 +337,7 @@ def seal(shard: Path) -> ShardInfo:
         bytes=shard.stat().st_size,
         sha256=digest.hexdigest(),
         index_bytes=index.stat().st_size,
-        index_sha256=index_sha256,
+        index_sha256=sha256_of(index),
     )
 
 

@@ -210,8 +210,10 @@ def _block(store: Store, name: str, start: int) -> bytes:
             return file.read(BLOCK)
         return b""
     length = min(BLOCK, (store.size(name) or 0) - start)
+    if length <= 0:
+        return b""
     try:
-        return store.reader.read_range(name, start, max(0, length))
+        return store.reader.read_range(name, start, length)
     finally:
         store.reader.forget(name)  # the object may be replaced now
 

@@ -35,7 +35,7 @@ _SYSTEM = (
     ".DS_Store",
     "annotate.json",  # settings and list of images of `sa1b annotate`, beside its folders of pairs
     "annotate.jsonl",
-    ".export.json",  # the record of `sa1b export` beside its tars
+    ".export.jsonl",  # the record of `sa1b export` beside its tars
     "._*",
     ".Spotlight-V100",
     ".Trashes",

@@ -99,6 +99,12 @@ def append(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal; FileNotFoundError: it is missing."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def json_bytes(document: Mapping[str, Any]) -> bytes:
     """The bytes of a JSON file. The same document gives the same bytes, so that digests are reproducible."""
     return (json.dumps(document, indent=1) + "\n").encode()

@@ -15,7 +15,7 @@ from sa1b.shards.annotation import PROVENANCE, Annotations
 from sa1b.shards.documents import ShardInfo
 from sa1b.shards.index import IndexWriter
 from sa1b.shards.shard import Largest, index_row, walk_shard
-from sa1b.storage.atomic import flush
+from sa1b.storage.atomic import flush, sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,7 @@ def rebuild_index(
                 scaled.add(max(row.image_height, row.image_width))
         writer.close()
         flush(temporary)
-        with temporary.open("rb") as file:
-            index_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        index_sha256 = sha256_of(temporary)
         info = ShardInfo(
             name=name,
             images=images,

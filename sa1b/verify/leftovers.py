@@ -13,8 +13,9 @@ from sa1b.shards.sample_table import is_table_name
 from sa1b.shards.staging import temporary_files
 from sa1b.shards.stored import Ids, images_of, is_own, no_ids, shard_of
 from sa1b.storage.store import Store
-from sa1b.verify.resume import INDEX_RECORD
 from sa1b.verify.task_check import TaskCheck
+
+INDEX_RECORD = ".index-progress.jsonl"  # `sa1b index` writes it to the dataset directory
 
 
 def leftover_notes(

@@ -1,8 +1,6 @@
 """Checks of the members of a shard: locations by the index and by the sample table, and contents."""
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from sa1b.shards.index import UNREADABLE, IndexReader, MemberLocation
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import Largest
+from sa1b.storage.atomic import sha256_of
 from sa1b.verify.report import Find, Finding, Findings, short
 
 _ODD_KEPT = 20  # images of each reason in ShardResult.odd_images
@@ -119,9 +118,7 @@ class Locations:
     def _open_index(self, path: Path, expected: ExpectedShard, result: ShardResult, find: Find) -> None:
         info = expected.info
         try:
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                size = os.fstat(file.fileno()).st_size
+            sha256, size = sha256_of(path), path.stat().st_size
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 find("index_missing", "not there")

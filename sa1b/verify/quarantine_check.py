@@ -1,6 +1,5 @@
 """Checks of quarantine/ against the task files, and the images that ingest kept with a warning."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +9,11 @@ import numpy as np
 
 from sa1b.console import counted
 from sa1b.shards.documents import Task
+from sa1b.shards.image_ids import missing_ids
 from sa1b.shards.manifest import QUARANTINE
 from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines, read_warnings
 from sa1b.shards.sample_table import SampleTable
+from sa1b.storage.atomic import sha256_of
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 from sa1b.verify.report import Finding, Findings, Remedy
@@ -96,8 +97,8 @@ class QuarantineCheck:
         name = f"{QUARANTINE}/{source}/{file}"
         if name in self.findings.counts or file not in {REFUSED, WARNINGS} or not self.store.exists(name):
             return  # there is another finding
-        with self.store.files(name) as (path,), path.open("rb") as lines:
-            sha256 = hashlib.file_digest(lines, "sha256").hexdigest()
+        with self.store.files(name) as (path,):
+            sha256 = sha256_of(path)
         if sha256 != recorded:
             self._find("quarantine_digest", source, file, f"sha256 {sha256}, {recorded} in the task file")
 
@@ -112,8 +113,8 @@ class QuarantineCheck:
         elif size != stated:
             self._find("quarantine_file_bytes", source, file, f"{size:,} bytes, {stated} stated in {REFUSED}")
         else:
-            with self.store.files(name) as (path,), path.open("rb") as kept:
-                sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
+            with self.store.files(name) as (path,):
+                sha256 = sha256_of(path)
             if sha256 != (stated := entry.get("sha256")):
                 message = f"sha256 {sha256}, {stated} stated in {REFUSED}"
                 self._find("quarantine_file_digest", source, file, message)
@@ -133,8 +134,7 @@ class QuarantineCheck:
             return False
         if self.table is None or not len(self.table):
             return True
-        ids = self.table.image_id
-        return int(ids[min(int(np.searchsorted(ids, np.uint64(image_id))), len(ids) - 1)]) == image_id
+        return not len(missing_ids(np.array([image_id], np.uint64), self.table.image_id))
 
     def _find(self, kind: str, source: str, file: str, message: str) -> None:
         name = f"{QUARANTINE}/{source}/{file}"

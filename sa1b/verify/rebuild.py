@@ -28,12 +28,13 @@ from sa1b.shards.staging import clean_scratch, remove_leftovers
 from sa1b.storage.atomic import naming_path, temporary_path
 from sa1b.storage.claim import Claim, live_holders
 from sa1b.storage.open import open_store
+from sa1b.storage.resume_record import ResumeRecord
 from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
+from sa1b.verify.leftovers import INDEX_RECORD
 from sa1b.verify.recover import Recorded, check_digests, differs, why_differs
-from sa1b.verify.resume import INDEX_RECORD, ResumeRecord
 
 _CLAIM = ".index.claim"
 
@@ -337,7 +338,7 @@ def _rebuild(
     shard, index = store.url(name), shard_files(name)[1]
     if done is not None:
         built = replace(RebuiltIndex.from_document(done), resumed=True)
-        if recover.sha256_of(store, index) == built.info.index_sha256:
+        if recover.digest_of(store, index) == built.info.index_sha256:
             return built
     temporary = temporary_path(store.scratch / index)
     try:

@@ -6,7 +6,6 @@ and converts it again.
 """
 
 import contextlib
-import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from sa1b.shards.documents import Options, ShardInfo, Task
 from sa1b.shards.index import UNREADABLE, IndexReader
 from sa1b.shards.manifest import DATASET, LARGEST, READING, rebuilt_task, task_name
 from sa1b.shards.stored import images_of, is_own, no_ids, sources_without_task
-from sa1b.storage.atomic import flush, naming_path, temporary_path
+from sa1b.storage.atomic import flush, naming_path, sha256_of, temporary_path
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 from sa1b.verify.index_rebuild import RebuiltIndex
@@ -237,7 +236,7 @@ def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded
     try:
         folder.mkdir(parents=True)
         for found, name in misplaced.items():
-            if not (folder / name).exists() and sha256_of(store, name) != recorded.infos[name].sha256:
+            if not (folder / name).exists() and digest_of(store, name) != recorded.infos[name].sha256:
                 with naming_path(folder), store.files(found) as (path,):
                     shutil.copyfile(path, folder / name)
                     flush(folder / name)
@@ -248,10 +247,10 @@ def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded
     return restored
 
 
-def sha256_of(store: Store, name: str) -> str | None:
-    """The digest of a file; None: it is not there."""
-    with contextlib.suppress(FileNotFoundError), store.files(name) as (path,), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest_of(store: Store, name: str) -> str | None:
+    """The sha256 of a file; None: it is not there."""
+    with contextlib.suppress(FileNotFoundError), store.files(name) as (path,):
+        return sha256_of(path)
     return None
 
 

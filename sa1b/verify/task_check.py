@@ -1,6 +1,5 @@
 """Checks of tasks/: every task file alone, compared with dataset.json, and compared with its shards."""
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from sa1b.shards import manifest
 from sa1b.shards.documents import Task
 from sa1b.shards.manifest import DATASET, READING, TASKS, task_name
 from sa1b.shards.stored import sources_without_task
-from sa1b.storage.atomic import json_bytes
+from sa1b.storage.atomic import json_bytes, sha256_of
 from sa1b.storage.store import Store
 from sa1b.verify.member_check import ShardResult
 from sa1b.verify.report import Finding, Findings, Remedy
@@ -123,15 +122,16 @@ class TaskCheck:
             return
         file = task_name(name, "samples")
         try:
-            with self.store.files(file) as (path,), path.open("rb") as rows:
-                sha256 = hashlib.file_digest(rows, "sha256").hexdigest()
-                found = {"bytes": rows.tell(), "sha256": sha256}
+            with self.store.files(file) as (path,):
+                found = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         except OSError as error:
             message = "not there" if isinstance(error, FileNotFoundError) else str(error)
             self.findings.add(Finding("samples_missing", file, message, self.remedy.tables()))
             return
         if found != task.samples:
-            message = f"{found['bytes']:,} bytes, sha256 {sha256}; the task file lists {task.samples}"
+            message = (
+                f"{found['bytes']:,} bytes, sha256 {found['sha256']}; the task file lists {task.samples}"
+            )
             self.findings.add(Finding("samples_damaged", file, message, self.remedy.tables()))
 
     def _find(self, kind: str, name: str, message: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from sa1b.console import command
 from sa1b.shards.documents import VIEW_FORMAT, FieldError, check_view
+from sa1b.shards.image_ids import missing_ids
 from sa1b.shards.manifest import VIEWS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
@@ -107,7 +108,7 @@ def _data(
                 "its row numbers are not those of its images",
             )
         }
-    lost = _lost(np.frombuffer(data["ids"], "<u8"), table)
+    lost = len(missing_ids(np.frombuffer(data["ids"], "<u8"), table.image_id))
     return {name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
 
 
@@ -116,14 +117,6 @@ def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
     if len(rows) and int(rows.max()) >= len(table):
         return False
     return hashlib.sha256(table.image_id[rows].astype("<u8").tobytes()).hexdigest() == ids_sha256
-
-
-def _lost(ids: Any, table: SampleTable) -> int:
-    """Number of these images that the table does not contain."""
-    if not len(table):
-        return len(ids)
-    at = np.minimum(np.searchsorted(table.image_id, ids), len(table) - 1)
-    return int((table.image_id[at] != ids).sum())
 
 
 def _again(root: str, document: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ held-out part of 2 % contains the ids with h >= 0.98; the training part has h < 
 
 import errno
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import no_dataset
+from sa1b.shards.stored import Ids, no_ids
 from sa1b.storage.open import open_store
 from sa1b.views.index_scan import scan
 from sa1b.views.predicate import image_predicate, mask_predicate
@@ -31,7 +32,6 @@ from sa1b.views.view_document import check_free, check_name, document_path, view
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _STORED_IMAGE = {"image_width", "image_height", "jpg_bytes"}  # 0 in directories without images
 _COUNTS = ("masks", "of_masks", "without_masks")
-Ids = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Selection:
 
     def flags(self) -> dict[str, str]:
         """Flag -> value, for all flags that are set."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         if self.held_out is None:
             del values["split"]
         if self.ids is None or self.missing == "refuse":
@@ -81,11 +81,11 @@ class Selected:
     view: View
     path: str
     of_images: int
-    masks: int | None
-    of_masks: int | None
-    without_masks: int | None
-    missing: Ids
-    list_missing: bool
+    masks: int | None = None
+    of_masks: int | None = None
+    without_masks: int | None = None
+    missing: Ids = field(default_factory=no_ids)
+    list_missing: bool = False
     name: str | None = None
     opens: str = ""
 
@@ -171,7 +171,7 @@ def select(
         other_views = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
         check_free(other_views, out, name, None, overwrite=overwrite)
     chosen = _by_hash(dataset.table.image_id, low, high)
-    missing = np.empty(0, np.uint64)
+    missing = no_ids()
     if selection.ids is not None:
         listed, missing = _listed(dataset, selection)
         chosen &= listed

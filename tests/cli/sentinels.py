@@ -23,9 +23,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.programs.export.export import export
 from sa1b.programs.export.source_tars import SourceTars
 from sa1b.programs.synthetic.source_tars import write_tars

@@ -36,7 +36,7 @@ def test_export(root, tmp_path):
 def test_formats_of_other_readers(root, tmp_path, to, names):
     done = run(root, "--to", to, "--out", tmp_path / "out", "--json")
     assert (done.returncode, json.loads(done.stdout)["images"]) == (0, 8)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {".export.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {".export.jsonl"}
 
 
 def test_a_view_and_workers(root, tmp_path):

@@ -50,7 +50,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_works_once_there_is_space(
     assert (done.returncode, line.startswith(f"error: {disk / out}")) == (2, True), line
     assert line.endswith(": no space left on device; free space on this disk")
     left = [path for path in disk.rglob("*") if path.is_file()]
-    assert [path.name for path in left if path.name not in ("filler", ".export.json")] == []
+    assert [path.name for path in left if path.name not in ("filler", ".export.jsonl")] == []
     subprocess.run(["mount", "-o", f"remount,size={64 << 20}", str(disk)], check=True)
     done = processes.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,9 +19,8 @@ import pytest
 
 import sa1b
 from sa1b.errors import Sa1bError, ShardError, UsageError
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.programs.query import sql
 from sa1b.programs.query.verb_query import main
 from sa1b.shards.commit import write_dataset

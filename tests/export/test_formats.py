@@ -75,7 +75,7 @@ def assert_equal(sample, jpeg, document):
 
 def files(folder):
     """Path relative to the folder -> bytes, without the record."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".export.json"]
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".export.jsonl"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
@@ -179,7 +179,8 @@ def test_webdataset_reads_images_annotations_and_columns(roots, dataset, tmp_pat
 def test_any_number_of_workers_writes_the_same_files(roots, out, tmp_path, name):
     export(roots["plain"], tmp_path, FORMATS[name], workers=3, quiet=True)
     assert files(tmp_path) == files(out / name)
-    assert (tmp_path / ".export.json").read_bytes() == (out / name / ".export.json").read_bytes()
+    lines, other = ((folder / ".export.jsonl").read_text().splitlines() for folder in (tmp_path, out / name))
+    assert (lines[0], sorted(lines)) == (other[0], sorted(other))
 
 
 def test_an_interrupted_part_has_no_file_and_the_same_command_continues(roots, out, tmp_path, monkeypatch):
@@ -268,7 +269,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_file(roots, tmp_path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".export.json"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".export.jsonl"]
 
 
 def test_equal_files_of_an_earlier_export_become_links(roots, out, tmp_path):
@@ -338,6 +339,7 @@ def test_readers_of_all_files_never_read_those_of_two_exports(roots, tmp_path, f
 def test_a_folder_of_an_export_without_a_complete_part_takes_any_format(roots, tmp_path):
     record = ExportRecord(tmp_path)
     record.begin("coco", {"annotations-0000": ""})
+    record.close()
     assert export(roots["plain"], tmp_path, Parquet(), quiet=True).parts == ["train-00000-of-00001"]
 
 

@@ -142,7 +142,7 @@ def test_a_second_run_skips_complete_files_and_an_interrupted_one_is_completed(e
     layout = LAYOUTS[name]
     again = export(exported / "root", exported / name, layout, quiet=True)
     assert (again.bytes_written, again.images, again.skipped) == (0, 19, again.parts)
-    files = [path for path in (exported / name).rglob("*") if path.is_file() and path.name != ".export.json"]
+    files = [path for path in (exported / name).rglob("*") if path.is_file() and path.name != ".export.jsonl"]
     whole = {path: path.read_bytes() for path in files}
     max(whole, key=lambda path: path.name != "annotations.json").unlink()
     left = export(exported / "root", exported / name, layout, quiet=True)
@@ -160,7 +160,7 @@ def test_a_damaged_image_leaves_no_file_that_looks_complete(tmp_path):
     for name, layout in LAYOUTS.items():
         with pytest.raises(ShardError, match=r"repair .* and run the same command again"):
             export(root, tmp_path / name, type(layout)(), quiet=True)
-        assert [path.name for path in (tmp_path / name).rglob("*")] == [".export.json"]
+        assert [path.name for path in (tmp_path / name).rglob("*")] == [".export.jsonl"]
 
 
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path):

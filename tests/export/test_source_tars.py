@@ -172,7 +172,7 @@ def test_a_damaged_sample_costs_its_tar_alone_which_the_same_command_writes_afte
     with pytest.raises(ShardError, match=r"\(1 other tar failed too\); 1 tar complete"):
         export(root, tmp_path / "other")
     other.write_bytes(undamaged)
-    assert sorted(path.name for path in out.iterdir()) == [".export.json", "sa_000001.tar", "sa_000003.tar"]
+    assert sorted(path.name for path in out.iterdir()) == [".export.jsonl", "sa_000001.tar", "sa_000003.tar"]
     shard.write_bytes(whole)
     summary = export(root, out)
     assert summary.skipped == ["sa_000001.tar", "sa_000003.tar"]
@@ -287,8 +287,12 @@ def test_a_tar_that_is_cut_or_of_other_images_does_not_count_as_complete(root, t
     assert list(read(tar)) == [300]
     with pytest.raises(UsageError, match="not from an export of these images"):
         export(root, out, ids=ids, plain=True)
-    (out / ".export.json").write_text("{")
-    with pytest.raises(UsageError, match=r"\.export\.json: damaged .*--overwrite"):
+    path = out / ".export.jsonl"
+    assert len(export(root, out, ids=ids).skipped) == 3
+    path.write_text(path.read_text().replace('"images": 1', '"images": 2'))  # lines without their digest
+    assert export(root, out, ids=ids).skipped == []
+    path.write_text("{")
+    with pytest.raises(UsageError, match=r"\.export\.jsonl: damaged .*--overwrite"):
         export(root, out)
 
 

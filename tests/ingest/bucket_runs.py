@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.ingest.finish import finish
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.start_checks import OPTIONS
-from sa1b.ingest.worker import Run, work_on
+from sa1b.ingest.worker import work_on
 from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover

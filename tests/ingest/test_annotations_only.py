@@ -129,7 +129,7 @@ def test_annotations_are_exported(folder: Path, tmp_path: Path) -> None:
             name: {
                 str(path.relative_to(tmp_path / to / name)): path.read_bytes()
                 for path in (tmp_path / to / name).rglob("*.json")
-                if path.name != ".export.json"
+                if path.name != ".export.jsonl"
             }
             for name in ("with", "only")
         }

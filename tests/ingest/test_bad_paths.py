@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.start_checks import admitted
-from sa1b.ingest.worker import Run
 from sa1b.shards.documents import Options
 from sa1b.storage.folder import FolderStore
 from tests.shards import tiny

@@ -20,10 +20,10 @@ import simplejpeg
 from sa1b.errors import UsageError
 from sa1b.ingest import worker
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Run, work_on
+from sa1b.ingest.worker import work_on
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore

@@ -16,8 +16,7 @@ import pytest
 
 import sa1b
 from sa1b.ingest.fetch import fetch as fetch_images
-from sa1b.ingest.policy import Policy
-from sa1b.ingest.worker import Run
+from sa1b.ingest.policy import Policy, Run
 from sa1b.shards.documents import Options
 from sa1b.sources.stored_file import link_of
 from sa1b.storage.bucket import BucketStore

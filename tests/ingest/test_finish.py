@@ -15,9 +15,8 @@ from sa1b.cli import main
 from sa1b.errors import LockedError, ManifestError, TableError, UsageError
 from sa1b.ingest import finish as finish_module
 from sa1b.ingest.finish import Finished, drop_source, finish
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.shards import commit
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import dataset_document, read_dataset, read_tasks, table_name, write_task

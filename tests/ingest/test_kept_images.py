@@ -8,9 +8,8 @@ import pytest
 import sa1b
 from sa1b.errors import UsageError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.programs.transfer.dataset_copy import copy_dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.bucket import BucketStore

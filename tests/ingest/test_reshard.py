@@ -19,9 +19,9 @@ import pytest
 import sa1b
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import _why, reshard
-from sa1b.ingest.worker import Run, work_on
+from sa1b.ingest.worker import work_on
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
 from sa1b.shards.documents import Options

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from sa1b.errors import SourceError
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from tests.shards import tiny

@@ -9,9 +9,8 @@ import time
 import pytest
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import FORMATS, discover
 from sa1b.sources.pairing import Spill, pair_up

@@ -11,9 +11,8 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.programs.transfer import dataset_copy
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import UsageError
+from sa1b.storage.resume_record import ResumeRecord
 from sa1b.verify import verify as verify_module
 from sa1b.verify.report import KEPT, SHOWN, Finding, Findings, Report
-from sa1b.verify.resume import ResumeRecord
 from tests.verify.checking import check, flip
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,9 +9,8 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy
+from sa1b.ingest.policy import Policy, Run
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.worker import Run
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import VIEW_SEAL, view_seal
 from sa1b.views.predicate import mask_predicate

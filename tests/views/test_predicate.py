@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b.errors import UsageError
-from sa1b.programs.query.connection import connected, divide_to_null
+from sa1b.programs.query.sql import connected
 from sa1b.shards import annotation
 from sa1b.views.predicate import (
     IMAGE_FIELDS,
@@ -37,7 +37,6 @@ PLAIN = st.sampled_from([0.0, 1.0, -1.0, 0.5, 2.0, 96.0, math.nan])
 def duck():
     """DuckDB with the settings of `sa1b query`."""
     with connected() as connection:
-        divide_to_null(connection)
         yield connection
 
 

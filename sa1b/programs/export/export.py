@@ -176,10 +176,10 @@ def export(
         ]
         for name in parts.keys() - set(left):
             summary.add(name, record.written[name], skipped=True)
+        if left or others:
+            record.begin(form.kind, {name: contents[name] for name in left})
         for name in others:
             record.remove(name, form.paths(name, table.image_id[:0]))
-        if left:
-            record.begin(form.kind, {name: contents[name] for name in left})
         total = sum(int(sample_bytes(table, parts[name]).sum()) for name in left)
         tasks: list[_Task] = [(root, out, form, name, parts[name], link_from) for name in left]
         with bar(total, "export", "B", quiet) as progress:
@@ -228,6 +228,7 @@ def _run(
                 summary.failed[name] = f"the worker process died: {event.value}"
     finally:
         events.close()
+        record.close()
         remove_temporary(record.out)
 
 

@@ -1,21 +1,19 @@
-"""The record of an export: the file `.export.json`, which lists the parts of the export and their state.
+"""The record of an export: the file `.export.jsonl`, which lists the parts of the export and their state.
 
-A part is complete if the record contains its digest and its size, and its files have that size together. A
-part without a size in the record was in progress when the export ended, and is written again.
+It is a `ResumeRecord` whose key is the digest of the content of a part, and whose value has the counts of a
+complete part. A part is complete if the record has its digest and its size, and its files have that size
+together. A part without counts was in progress when the export ended, and is written again.
 """
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sa1b.errors import UsageError
 from sa1b.names import is_bare_name
-from sa1b.storage.atomic import json_bytes, write_whole
+from sa1b.storage.resume_record import ResumeRecord, header
 
-RECORD = ".export.json"
-FORMAT = "sa1b-export-1"
-_ALWAYS = ("images", "masks", "bytes")  # keys of every complete part
+RECORD = ".export.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class ExportRecord:
     kind: str = ""
     contents: dict[str, str] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
+    file: ResumeRecord | None = None  # open between `begin` and `close`
 
     def owns(self, name: str, content: str) -> bool:
         """Whether this export wrote the part of this name, so that it may be skipped or replaced."""
@@ -73,7 +72,13 @@ class ExportRecord:
         self.contents.update(contents)
         for name in contents:
             self.written.pop(name, None)
-        self._write()
+        self.file = ResumeRecord(self.out / RECORD, {"export": kind})
+        self.file.add_all({name: (content, None) for name, content in contents.items()})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.__exit__()
 
     def remove(self, name: str, paths: Iterable[str]) -> None:
         """Remove the files of a part that is not in the export any more, then its name."""
@@ -81,23 +86,14 @@ class ExportRecord:
             (self.out / path).unlink(missing_ok=True)
         del self.contents[name]
         self.written.pop(name, None)
+        if self.file is not None:
+            self.file.add(name, None, None)
 
     def finish(self, name: str, written: Written) -> None:
         """Record a part that is complete."""
         self.written[name] = written
-        self._write()
-
-    def _write(self) -> None:
-        parts = {
-            name: {"content": content, **_counts(self.written.get(name))}
-            for name, content in sorted(self.contents.items())
-        }
-        write_whole(self.out / RECORD, json_bytes({"format": FORMAT, "kind": self.kind, "tars": parts}))
-
-
-def _counts(written: Written | None) -> dict[str, int | Sequence[int]]:
-    counts = {} if written is None else asdict(written)
-    return {name: value for name, value in counts.items() if value or name in _ALWAYS}
+        if self.file is not None:
+            self.file.add(name, self.contents[name], asdict(written))
 
 
 def read_record(out: Path) -> ExportRecord:
@@ -107,23 +103,23 @@ def read_record(out: Path) -> ExportRecord:
         UsageError: the record is damaged or has another format.
     """
     path = out / RECORD
+    record = ExportRecord(out)
     try:
-        document = json.loads(path.read_bytes())
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {document['format']!r}")
-        record = ExportRecord(out, str(document.get("kind", "")))
-        for name, part in document["tars"].items():
+        with path.open("rb") as file:
+            of = header(file.readline()) or {}
+        record.kind = str(of["export"])
+        for name, (content, counts) in ResumeRecord(path, of).known.items():
             if not is_bare_name(name):
                 raise ValueError(f"a part named {name!r}")
-            record.contents[name] = str(part["content"])
-            if "bytes" in part:
-                images, masks, size = (int(part[key]) for key in ("images", "masks", "bytes"))
-                without_masks = tuple(map(int, part.get("without_masks", ())))
-                record.written[name] = Written(images, masks, size, without_masks, int(part.get("linked", 0)))
-        return record
+            if content is not None:
+                record.contents[name] = str(content)
+            if counts is not None:
+                written = Written(**counts)
+                record.written[name] = replace(written, without_masks=tuple(written.without_masks))
     except FileNotFoundError:
-        return ExportRecord(out)
+        pass
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path}: damaged ({error!r}); remove it, and export again with --overwrite"
         ) from None
+    return record

@@ -73,7 +73,7 @@ def main(
     """Write images and masks of a dataset directory in another format.
 
     Images have the original bytes, and annotation files the original values. To resume an interrupted export,
-    run the same command again: complete parts are recorded in OUT/.export.json and skipped.
+    run the same command again: complete parts are recorded in OUT/.export.jsonl and skipped.
 
     Args:
         root: Dataset directory that `sa1b reshard` made: a folder or a URL. If it was made with --image-size,

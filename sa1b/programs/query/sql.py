@@ -6,30 +6,35 @@ on stability_score, with at most 0.53 GB. As in `sa1b view`, reads of a URL are 
 """
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+from fsspec import AbstractFileSystem
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
-from sa1b.programs.query.connection import SCHEME, IndexFiles, connected, divide_to_null, interrupts
 from sa1b.progress import bar
 from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids
+from sa1b.shards.index import RangeFile
 from sa1b.shards.locate import shard_sources
 from sa1b.shards.manifest import READING, no_dataset
+from sa1b.shards.stored import Ids
 from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
+from sa1b.storage.reader import Reader
 from sa1b.views.predicate import MASK_FIELDS, mask_predicate
 from sa1b.views.selection import Selected
 from sa1b.views.view import write_view
@@ -38,18 +43,9 @@ from sa1b.views.view_document import check_free, check_name, document_path, view
 _POLL_SECONDS = 0.1
 _ROWS = 4096  # rows fetched at a time
 _PER_IMAGE = (
-    "image_id",
-    "width",
-    "height",
-    "image_width",
-    "image_height",
-    "jpg_bytes",
-    "masks_bytes",
-    "jpg_offset",
-    "masks_offset",
-    "jpg_crc32c",
+    "image_id, width, height, image_width, image_height, jpg_bytes, masks_bytes, jpg_offset, masks_offset, "
+    "jpg_crc32c"
 )
-Ids = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,10 +132,7 @@ class Query:
 
     @contextmanager
     def _executed(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """A function that runs calls of DuckDB in one thread, with a progress bar.
-
-        At the end, also by Ctrl-C, an unfinished query is interrupted.
-        """
+        """A function that runs calls of DuckDB in one thread, with a progress bar."""
         pool = ThreadPoolExecutor(1, "query")
         try:
             with bar(100, "query", "%", self.quiet, delay=1.0) as progress:
@@ -165,8 +158,6 @@ class Query:
 
     def translated(self, error: Exception) -> Exception:
         """The error of a call of DuckDB as an error of this package, in one line."""
-        import duckdb
-
         if self.storage_errors:
             return self.storage_errors[0]
         if not isinstance(error, duckdb.Error):
@@ -203,8 +194,6 @@ def open_query(
         ManifestError: `root` contains no dataset.
         ShardError, sa1b.storage.errors.StorageError: see `Query.rows`.
     """
-    import duckdb
-
     _check_select(text)
     if "://" not in str(root) and not Path(root).is_dir():
         raise no_dataset(root)
@@ -230,7 +219,6 @@ def open_query(
                 raise UsageError(
                     f"--memory {memory}: {_reason(error)[:200]}; write a size such as 2GB"
                 ) from None
-        divide_to_null(connection)
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
         query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
         try:
@@ -244,8 +232,6 @@ def open_query(
 
 
 def _check_select(text: str) -> None:
-    import duckdb
-
     try:
         kinds = [statement.type.name for statement in duckdb.extract_statements(text)]
     except duckdb.Error as error:
@@ -281,11 +267,10 @@ def write_query_view(
     # Before the query, which may take minutes.
     check_free(others, out, name, None, overwrite=overwrite, flag="--as-view")
     ids = query.image_ids()
-    rows = np.searchsorted(dataset.table.image_id, ids).astype(np.uint32)
     view = write_view(
         store,
         dataset.table,
-        rows,
+        np.searchsorted(dataset.table.image_id, ids).astype(np.uint32),
         masks_where=condition,
         name=name,
         chosen_by=chosen_by,
@@ -293,20 +278,7 @@ def write_query_view(
         overwrite=overwrite,
     )
     path = document_path(store, out, view.digest)
-    none = np.empty(0, np.uint64)
-    opens = (name or view.digest) if out is None else path
-    return Selected(
-        view,
-        path,
-        len(dataset),
-        masks=None,
-        of_masks=None,
-        without_masks=None,
-        missing=none,
-        list_missing=False,
-        name=name,
-        opens=opens,
-    )
+    return Selected(view, path, len(dataset), name=name, opens=(name or view.digest) if out is None else path)
 
 
 def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
@@ -329,9 +301,8 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
     of_coco = any(reading["kind"] == "coco" for reading in dataset.manifest.get(READING, {}).values())
     union = ", union_by_name = true" * of_coco  # indexes of other sources lack the columns of COCO files
     yield f"CREATE VIEW sa1b_indexes AS SELECT * FROM read_parquet([{listed}], filename = true{union})"
-    per_image = ", ".join(_PER_IMAGE)
     yield (
-        f"CREATE VIEW images AS SELECT {per_image}, len(runs_count) AS masks, shard, source "
+        f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source "
         "FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
     )
     # NaN in an index stands for a missing value, which is NULL in SQL.
@@ -361,3 +332,69 @@ def _reason(error: Exception) -> str:
 
 def _literal(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | int) else "'" + str(value).replace("'", "''") + "'"
+
+
+_INTERRUPTED = "Query interrupted"  # DuckDB's message
+_RETRY_SECONDS = 0.05
+
+
+@contextmanager
+def connected() -> Iterator[Any]:
+    """A connection of DuckDB; at the end, a call of it in another thread is interrupted."""
+    connection = duckdb.connect()
+    # A division by zero is NULL, as in the conditions of views; the setting depends on the version.
+    for name in ("ieee_floating_point_ops", "error_on_division_by_zero"):
+        with suppress(duckdb.CatalogException):
+            connection.execute(f"SET {name} = false")
+    try:
+        yield connection
+    finally:
+        while True:
+            connection.interrupt()
+            try:
+                connection.close()
+                break
+            except duckdb.Error as error:
+                if "busy" not in str(error):
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt after Ctrl-C in a call of DuckDB, which itself raises RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != _INTERRUPTED:
+            raise
+        raise KeyboardInterrupt from None
+
+
+SCHEME = "sa1b-index"
+
+
+class IndexFiles(AbstractFileSystem):
+    """The index files of a URL, for DuckDB. Errors of the store are appended to `errors`."""
+
+    protocol = SCHEME
+    cachable = False
+
+    def __init__(self, reader: Reader, errors: list[StorageError]) -> None:
+        super().__init__()
+        self._reader, self._errors = reader, errors
+        self._sizes: dict[str, int] = {}
+
+    def _open(self, path: str, *_: Any, **__: Any) -> Any:
+        file = RangeFile(self._reader, path, self._errors.append)
+        self._sizes[path] = file.size
+        return file
+
+    def size(self, path: str) -> int:  # of a file that is open
+        return self._sizes[self._strip_protocol(path)]
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        return [path]  # the paths are those of dataset.json; a missing file is an error of the first read
+
+    def modified(self, path: str) -> datetime:
+        return datetime.fromtimestamp(0, UTC)  # an index is never changed in place
