@@ -159,7 +159,7 @@ def routes(folder: Path) -> dict[str, Route]:
     (folder / "root").mkdir()
     (again,) = discover([source]).sources
     with Route() as found["member to shard"]:
-        ingest(again, folder / "root", options, Policy())
+        ingest(again, folder / "root", options, Policy(), report=lambda counts: None)
     dataset = sa1b.open(root)
     area(dataset[0].runs)
     with Route() as found["record to runs"]:
