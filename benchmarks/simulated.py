@@ -269,11 +269,11 @@ def check_table(root: Path) -> Callable[[], object]:
 
 def add_source(root: Path, source: str) -> Callable[[], object]:
     """Ingest one tar of some images; measures the memory beyond its size."""
-    from sa1b.ingest.policy import Policy, Run
+    from sa1b.ingest.policy import IngestRun, Policy
     from sa1b.ingest.reshard import reshard
     from sa1b.shards.documents import Options
 
-    run = Run(quiet=True, space_check=False)
+    run = IngestRun(quiet=True, space_check=False)
 
     def add() -> None:
         summary = reshard([Path(source)], root, Options(images_per_shard=1119), Policy(), run)

@@ -138,7 +138,7 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class Limited(Protocol):
+class LimitedModel(Protocol):
     """A model with limits of parameters, which are applied after each step of the optimizer.
 
     A limit in `forward` alone would not do: the gradient is 0 beyond it, and the parameter would stay there.

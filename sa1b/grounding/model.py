@@ -94,7 +94,7 @@ class Grounding(nn.Module):
 
     @property
     def largest(self) -> dict[str, float]:
-        """The limit of the inverse temperature; see `sa1b.engine.model.Limited`."""
+        """The limit of the inverse temperature; see `sa1b.engine.model.LimitedModel`."""
         return {_SCALE: -math.log(self.recipe.least_temperature)}
 
     def inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Phrased, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from sa1b.console import counted
 from sa1b.ingest.finish import finish, record_failure
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import work_through
 from sa1b.ingest.search import Search, Searched, homes_of, known_ids, read_searched, stored_ids
 from sa1b.ingest.start_checks import (
@@ -137,7 +137,7 @@ def fetch(
     root: Root,
     options: Options,
     policy: Policy,
-    run: Run,
+    run: IngestRun,
     *,
     index: str | None = None,
     everywhere: bool = False,

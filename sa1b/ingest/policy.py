@@ -54,7 +54,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class IngestRun:
     """Settings of a run; the flags of `sa1b reshard`.
 
     Attributes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sa1b.console import show
 from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.source_pass import Counts
 from sa1b.ingest.start_checks import (
     check_names,
@@ -49,7 +49,7 @@ def reshard(
     root: Root,
     options: Options,
     policy: Policy,
-    run: Run | None = None,
+    run: IngestRun | None = None,
     supervise: Supervise = supervise,
 ) -> ReshardSummary:
     """Convert every source to shards of the dataset directory `root`, then finish the dataset.
@@ -67,7 +67,7 @@ def reshard(
         StorageError: the store of the dataset directory is unreachable or denies access. No source was
             processed. A run that has started ends with `store_error` in the summary instead.
     """
-    run = run or Run()
+    run = run or IngestRun()
     began = time.monotonic()
     store = open_store(root)
     digests = {} if run.checklist is None else read_checklist(run.checklist)
@@ -135,7 +135,7 @@ def work_through(
     options: Options,
     policy: Policy,
     md5: dict[str, str],
-    run: Run,
+    run: IngestRun,
     summary: ReshardSummary,
     supervise: Supervise,
 ) -> None:
@@ -204,7 +204,7 @@ def _size_and_time(task: Task) -> tuple[int, int]:
     return int(task.source["size"]), int(task.source["mtime_ns"])
 
 
-def _finishes(run: Run, store: Store, named: Sequence[str]) -> bool:
+def _finishes(run: IngestRun, store: Store, named: Sequence[str]) -> bool:
     """Whether this run finishes the dataset: the only run does, and of several the one that ends last."""
     if run.task is None:
         return True
@@ -238,7 +238,7 @@ def _wait_for_change(store: Store, sources: list[Source]) -> None:
                 return
 
 
-def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: Run) -> dict[str, str]:
+def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: IngestRun) -> dict[str, str]:
     """Source name -> md5 of its file in the checklist, which has the md5 by file name."""
     if run.checklist is None:
         return {}

@@ -87,7 +87,7 @@ class SourcePass:
         """
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:
-            with Pipeline() as pipeline:
+            with ThreadStages() as pipeline:
                 read = pipeline.stage(
                     "read", self._read(reader), size=lambda read: len(read.item.data), max_bytes=_QUEUE_BYTES
                 )
@@ -298,10 +298,10 @@ class _StoppedError(Exception):
     """Ends the thread of a stage when the pipeline stops; raised in these threads only."""
 
 
-class Pipeline:
+class ThreadStages:
     """Stages that run in parallel, each in its own thread, with queues of a bounded number of bytes.
 
-        with Pipeline() as pipeline:
+        with ThreadStages() as pipeline:
             members = pipeline.stage("read", read(), size=len, max_bytes=16 << 20)
             for item in pipeline.stage("check", map(check, members), size=len, max_bytes=16 << 20):
                 write(item)
@@ -332,7 +332,7 @@ class Pipeline:
         self._threads.append(thread)
         return queue
 
-    def __enter__(self) -> "Pipeline":
+    def __enter__(self) -> "ThreadStages":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -353,7 +353,7 @@ class Pipeline:
 class _Queue(Iterator[T], Generic[T]):
     """Items that one stage has produced and the next one has not received."""
 
-    def __init__(self, pipeline: Pipeline, size: Callable[[T], int], max_bytes: int) -> None:
+    def __init__(self, pipeline: ThreadStages, size: Callable[[T], int], max_bytes: int) -> None:
         self._pipeline, self._size, self._max_bytes = pipeline, size, max_bytes
         self._items: deque[tuple[T, int]] = deque()
         self._held_bytes = 0

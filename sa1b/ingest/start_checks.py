@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.shards.documents import Options, Task
@@ -74,7 +74,7 @@ class Start:
     tasks: dict[str, Task]
 
 
-def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy, run: Run) -> Start:
+def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy, run: IngestRun) -> Start:
     """Find the sources, create the dataset directory and remove what ended processes left in it.
 
     Raises:

@@ -119,7 +119,7 @@ def main(
     store = store_of(out, scratch, endpoint, source)
     with loading():
         from sa1b.ingest.fetch import fetch
-        from sa1b.ingest.policy import Policy, Run
+        from sa1b.ingest.policy import IngestRun, Policy
         from sa1b.shards.documents import Options
         from sa1b.shards.image_ids import read_image_ids
     rate = None if max_rate is None else max_rate * 1e6 / workers
@@ -137,7 +137,7 @@ def main(
             annotations_only,
         ),
         Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
-        Run(
+        IngestRun(
             workers=workers,
             redo=redo,
             ignore=ignore,

@@ -175,7 +175,7 @@ def main(
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
     with loading():
-        from sa1b.ingest.policy import Policy, Run
+        from sa1b.ingest.policy import IngestRun, Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.shards.documents import Options
         from sa1b.sources.coco import CocoFormat
@@ -195,7 +195,7 @@ def main(
                 annotations_only,
             ),
             Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
-            Run(
+            IngestRun(
                 workers=count,
                 checklist=md5,
                 recheck=recheck,

@@ -10,7 +10,7 @@ from typing import Literal
 from sa1b.errors import LockedError, SourceError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.ingest import ingest, limit_threads
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.search import Searched, ingest_wanted, known_ids, stored_ids
 from sa1b.ingest.source_pass import Counts
 from sa1b.progress import bar
@@ -51,7 +51,7 @@ def work_on(
     root: Root,
     options: Options,
     policy: Policy,
-    run: Run,
+    run: IngestRun,
     report: Callable[[Counts], None],
 ) -> Outcome:
     """The function of a worker process: claim a source and ingest it into the dataset directory."""
@@ -70,7 +70,7 @@ def _with_claim(
     store: Store,
     options: Options,
     policy: Policy,
-    run: Run,
+    run: IngestRun,
     report: Callable[[Counts], None],
 ) -> Outcome:
     name = task_name(source.name, "claim")
@@ -114,7 +114,7 @@ def _claimed(
     root: Store,
     options: Options,
     policy: Policy,
-    run: Run,
+    run: IngestRun,
     claim: Claim,
     report: Callable[[Counts], None],
 ) -> Outcome:

@@ -56,8 +56,8 @@ def rasterize(
     """
     height, width = check_size(height, width)
     source = sources(offsets, source_height, source_width)
-    rows = Axis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
-    columns = Axis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
+    rows = TorchAxis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
+    columns = TorchAxis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
     return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
@@ -103,7 +103,9 @@ def rasterize_frame(
     elif taken.shape != (source.shape[1], 2) or taken.is_floating_point():
         raise ValueError(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
     taken = taken.to("cpu", torch.int64).T
-    rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
+    rows, columns = (
+        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2)
+    )
     return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
@@ -135,7 +137,9 @@ def empty_frames(
         return torch.ones(offsets.numel() - 1, dtype=torch.bool, device=runs.device)
     source = torch.stack((source_height, source_width))
     taken = framed_sizes(source.T, image_size).T if taken is None else taken.T
-    rows, columns = (Axis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2))
+    rows, columns = (
+        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2)
+    )
     lengths = runs.to(torch.int64)
     ends = lengths.cumsum(0)
     number = torch.arange(len(runs), device=runs.device)
@@ -149,7 +153,7 @@ def empty_frames(
     first, last = starts // height, (starts + lengths - 1) // height
     top, bottom = starts - first * height, starts + lengths - last * height
 
-    def some(axis: Axis, low: Tensor, high: Tensor) -> Tensor:
+    def some(axis: TorchAxis, low: Tensor, high: Tensor) -> Tensor:
         """Whether any target pixel reads a source pixel low <= s < high."""
         return axis.firsts(low, mask) < axis.firsts(high, mask)
 
@@ -192,7 +196,7 @@ def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class TorchAxis:
     """The rule of sa1b.masks.grid for each mask: source, numerator and denominator are int64 [N]."""
 
     source: Tensor
@@ -204,10 +208,10 @@ class Axis:
         """The largest number of target pixels that read the same source pixel."""
         return int((self.denominator / (2 * self.numerator)).ceil().amax())
 
-    def to(self, device: torch.device) -> "Axis":
+    def to(self, device: torch.device) -> "TorchAxis":
         tensors = torch.stack((self.source, self.numerator, self.denominator))
         source, numerator, denominator = tensors.to(device, non_blocking=True)
-        return Axis(source, self.target, numerator, denominator)
+        return TorchAxis(source, self.target, numerator, denominator)
 
     def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
         """The first target pixel that reads a source pixel of a mask or one after it."""
@@ -236,8 +240,8 @@ def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
 def fill_axes(
     runs: Tensor,
     offsets: Tensor,
-    rows: Axis,
-    columns: Axis,
+    rows: TorchAxis,
+    columns: TorchAxis,
     *,
     flip: Flip,
     out: Tensor | None,

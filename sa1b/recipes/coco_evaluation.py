@@ -56,7 +56,7 @@ class CocoError(Sa1bError):
 
 
 @dataclass(frozen=True, slots=True)
-class CocoImage:
+class EvaluatedImage:
     """An image of an annotation file.
 
     Attributes:
@@ -74,7 +74,7 @@ class CocoImage:
 
 def read_coco(
     annotations: Path, folder: Path, detections: Path | None = None, deadline: float = 300.0
-) -> list[CocoImage]:
+) -> list[EvaluatedImage]:
     """The images of an annotation file, by id.
 
     Args:
@@ -90,7 +90,7 @@ def read_coco(
     )
     if detections is not None and document.categories is None:
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
-    images: dict[int, CocoImage] = {}
+    images: dict[int, EvaluatedImage] = {}
 
     def take_image(one: Any) -> None:
         number = _field(one, "id", int)
@@ -98,7 +98,7 @@ def read_coco(
             raise _EntryError(f"has id {number}, which an earlier image also has")
         path = folder / _field(one, "file_name", str)
         height, width = _field(one, "height", int), _field(one, "width", int)
-        images[number] = CocoImage(number, path, height, width, [], [])
+        images[number] = EvaluatedImage(number, path, height, width, [], [])
 
     def take_annotation(one: Any) -> None:
         image = _image_of(one, images)
@@ -160,7 +160,7 @@ def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
         raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
 
 
-def _image_of(one: Any, images: Mapping[int, CocoImage]) -> CocoImage:
+def _image_of(one: Any, images: Mapping[int, EvaluatedImage]) -> EvaluatedImage:
     number = _field(one, "image_id", int)
     if number not in images:
         raise _EntryError(f"has image_id {number}, but the annotation file has no image with this id")
@@ -170,7 +170,7 @@ def _image_of(one: Any, images: Mapping[int, CocoImage]) -> CocoImage:
 @torch.no_grad()
 def evaluate_coco(
     module: nn.Module,
-    images: list[CocoImage],
+    images: list[EvaluatedImage],
     annotations: Path,
     image_size: int,
     parallel: ParallelConfig,
@@ -232,11 +232,11 @@ def detection_line(scores: Mapping[str, float]) -> str:
     return ", ".join(f"{label} {scores[name]:.3f}" for name, label in zip(_AP, labels, strict=True))
 
 
-Loaded = tuple[CocoImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
+Loaded = tuple[EvaluatedImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
 
 
 def _loaded(
-    images: list[CocoImage], annotations: Path, rank_info: RankInfo, deadline: float
+    images: list[EvaluatedImage], annotations: Path, rank_info: RankInfo, deadline: float
 ) -> Iterator[Loaded]:
     """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
     own = images[rank_info.rank :: rank_info.world_size]
@@ -254,7 +254,7 @@ def _loaded(
             pending = following
 
 
-def load_image(image: CocoImage, annotations: Path, deadline: float = 300.0) -> Loaded:
+def load_image(image: EvaluatedImage, annotations: Path, deadline: float = 300.0) -> Loaded:
     """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
 
     Raises:
@@ -339,7 +339,7 @@ def _inputs(
     return torch.from_numpy(square).permute(0, 3, 1, 2).to(device), targets, none[:count]
 
 
-def _results(image: CocoImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
+def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     """COCO results: the masks of an image's detections."""
     size = [image.height, image.width]
     return [

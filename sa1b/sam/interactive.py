@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sa1b.sam import clicks
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.iteration import Iteration, Outcome, pick, scene_of
+from sa1b.sam.iteration import Iteration, IterationOutcome, pick, scene_of
 from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe, is_frozen, step_flops
@@ -210,7 +210,7 @@ class Interactive(nn.Module):
             early = EarlyGradients(scene.embeddings, self.model.parameters())
             scene = scene._replace(embeddings=early.embeddings)
         losses, parts, ious = [], [], []
-        outcome: Outcome | None = None
+        outcome: IterationOutcome | None = None
         for number in range(1 + rests.shape[1]):
             if outcome is not None and (recipe.unprompted == 0 or number < rests.shape[1]):
                 click, label = clicks.corrective_clicks(

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     feedback: Tensor  # [M, 1, 4h, 4w], logits of the chosen candidate for the next iteration
 
 
-class Outcome(NamedTuple):
+class IterationOutcome(NamedTuple):
     """Results of one iteration of training, including the input of the next one."""
 
     losses: Tensor  # [3, M]: focal loss, dice loss, error of the IoU
@@ -56,7 +56,7 @@ class Iteration:
     def __init__(self, model: Sam, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
-        self._compiled: Callable[..., Outcome] | None = None
+        self._compiled: Callable[..., IterationOutcome] | None = None
 
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile the comparison with the targets: a graph for the first iteration, one for all later ones.
@@ -82,14 +82,14 @@ class Iteration:
         *,
         compiled: bool,
         recompute: bool,
-    ) -> Outcome:
+    ) -> IterationOutcome:
         """The masks of one iteration compared with the targets; without feedback, it is the first one.
 
         Args:
             compiled: all images have as many masks, and `compiles` is true.
             recompute: the backward pass recomputes the activations.
         """
-        compare: Callable[..., Outcome] = self._compare
+        compare: Callable[..., IterationOutcome] = self._compare
         if compiled and self._compiled is not None:
             compare, scene = self._compiled, scene._replace(counts=None)
             _mark_sizes(scene, points, labels, feedback)
@@ -97,7 +97,9 @@ class Iteration:
         if not recompute:
             return compare(*arguments)
         # An iteration uses no generator, so the state of the generator is not saved.
-        again: Outcome = checkpoint(compare, *arguments, use_reentrant=False, preserve_rng_state=False)
+        again: IterationOutcome = checkpoint(
+            compare, *arguments, use_reentrant=False, preserve_rng_state=False
+        )
         return again
 
     def answer(
@@ -136,13 +138,15 @@ class Iteration:
 
     def _compare_equal(
         self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
-    ) -> Outcome:
+    ) -> IterationOutcome:
         """`_compare` for images with equal numbers of masks, which follow from the shapes."""
         images = len(scene.embeddings)
         counts = [len(scene.image) // images] * images
         return self._compare(scene._replace(counts=counts), points, labels, feedback)
 
-    def _compare(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Outcome:
+    def _compare(
+        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
+    ) -> IterationOutcome:
         recipe, allowed = self.recipe, None
         if recipe.box_masks == "one" and feedback is None:
             boxed = labels[:, :1] == TOP_LEFT
@@ -158,7 +162,7 @@ class Iteration:
         trained = pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed)
         share = recipe.all_masks_share
         mixed = [_trained(losses, best, share, allowed) for losses in (focal, dice)]
-        return Outcome(
+        return IterationOutcome(
             losses=torch.stack((*mixed, trained)),
             iou=pick(actual, answer.chosen),
             mask=pick(answer.masks, answer.chosen),

@@ -33,7 +33,7 @@ _ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}  # markers without a length
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class JpegFrame:
     """Size of the image in pixels, bytes after its end, and bytes of coded data."""
 
     height: int
@@ -44,7 +44,7 @@ class Frame:
     progressive: bool
 
 
-def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
+def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
     """Read all markers of a JPEG file, without decoding.
 
     Finds truncation at any point: the end-of-image marker must follow the coded data. It cannot detect a
@@ -107,10 +107,10 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> Frame:
     if found is None or not scans:
         raise BadSample("jpeg_broken", f"JPEG has no {'coded data' if found else 'frame header'}")
     height, width, components = found
-    return Frame(height, width, components, len(data) - position - 2, coded, _SOF2 in tables)
+    return JpegFrame(height, width, components, len(data) - position - 2, coded, _SOF2 in tables)
 
 
-def check_length(frame: Frame) -> None:
+def check_length(frame: JpegFrame) -> None:
     """Refuse a JPEG whose coded data cannot be all of the image.
 
     Raises:
@@ -213,7 +213,7 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
     return scaled_side(height, longest, longer_side), scaled_side(width, longest, longer_side)
 
 
-def scale_down(data: bytes, found: Frame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
+def scale_down(data: bytes, found: JpegFrame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
     """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
 
     An image that is not larger is returned unchanged. Pixels are averaged over areas, which avoids aliasing.

@@ -23,7 +23,7 @@ from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions
 from sa1b.sources.coco_pair import coco_pair
 from sa1b.sources.folder import fingerprint, stat_of
-from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import Member
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ROTATED = (5, 6, 7, 8)  # values of the orientation for images whose stored row
 _EIGHT_BITS = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"})
 
 
-class CocoPass(SourcePass):
+class CocoPass(SourceReading):
     """One pass over a file in COCO's format and its images."""
 
     def __init__(
@@ -225,7 +225,7 @@ class CocoFormat(CocoOptions, SourceFormat):
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
         return CocoFile(path, name, self).size()
 
-    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return CocoPass(source.path, source.name, self, progress=progress)
 
     def reading(self, source: Source) -> dict[str, Any]:

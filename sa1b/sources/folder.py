@@ -17,7 +17,7 @@ from typing import Any
 
 from sa1b.errors import SourceError
 from sa1b.names import parse_member_path
-from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, OVERSIZED, UNREADABLE, Member
 
 LAYOUT = ("images", "annotations")
@@ -88,7 +88,7 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
     return unreadable + [file for *_, file in sorted(found)]
 
 
-class FolderPass(SourcePass):
+class FolderPass(SourceReading):
     """One pass over a folder of pairs."""
 
     def __init__(self, path: Path, ignore: Ignore, *, progress: Progress | None = None) -> None:
@@ -205,7 +205,7 @@ class FolderFormat(SourceFormat):
         size = sum(one.st_size for one in found if one.st_size <= MAX_MEMBER_BYTES)
         return size, max((one.st_mtime_ns for one in found), default=0)
 
-    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return FolderPass(source.path, source.ignore or Ignore(source.path), progress=progress)
 
     def reading(self, source: Source) -> dict[str, Any]:

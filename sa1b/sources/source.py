@@ -34,7 +34,7 @@ class Ignore:
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
 
 
-class SourcePass(Protocol):
+class SourceReading(Protocol):
     """One pass over a source of one format.
 
     Attributes:
@@ -91,7 +91,7 @@ class SourceFormat(ABC):
         """
 
     @abstractmethod
-    def open(self, source: "Source", *, md5: bool, progress: Progress | None) -> SourcePass:
+    def open(self, source: "Source", *, md5: bool, progress: Progress | None) -> SourceReading:
         """Begin a pass. Raises OSError if a file cannot be opened."""
 
     def reading(self, source: "Source") -> dict[str, Any]:
@@ -161,7 +161,7 @@ class SourceReader:
         return items if self.source.wanted is None else self.source.wanted.filter(items)
 
     def digests(self) -> dict[str, str]:
-        """See SourcePass. Empty if only some pairs were wanted and the source was not read to its end."""
+        """See SourceReading. Empty if only some pairs were wanted and the source was not read to its end."""
         if self.source.wanted is not None and not self.source.wanted.is_whole:
             return {}
         return self._pass.digests()
@@ -176,7 +176,7 @@ class SourceReader:
         self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
-        """See SourcePass."""
+        """See SourceReading."""
         return self._pass.categories
 
     def close(self) -> None:

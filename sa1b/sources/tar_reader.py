@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sa1b.errors import SourceError
-from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourcePass
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import (
     BLOCK,
     GZIP,
@@ -340,7 +340,7 @@ def _links_to(file: Member, waiting: dict[str, list[Member]]) -> Iterator[Member
                 yield replace(link, kind="file", data=file.data, detail="")
 
 
-class TarPass(SourcePass):
+class TarPass(SourceReading):
     """One pass over a tar: a file, or an object at a link."""
 
     def __init__(self, source: Source, *, md5: bool, progress: Progress | None) -> None:
@@ -391,7 +391,7 @@ class TarFormat(SourceFormat):
         found = path.stat()
         return found.st_size, found.st_mtime_ns
 
-    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourcePass:
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return TarPass(source, md5=md5, progress=progress)
 
 

@@ -64,7 +64,7 @@ class Counters:
         return ", ".join(f"{name} {value:,.10g}" for name, value in named if value) or "nothing read"
 
 
-class Place(TypedDict, total=False):
+class RequestPlace(TypedDict, total=False):
     """Where a read failed, see StorageError."""
 
     url: str
@@ -118,7 +118,7 @@ class DamageError(StorageError):
         *,
         expected: int | str | None = None,
         found: int | str | None = None,
-        **place: Unpack[Place],
+        **place: Unpack[RequestPlace],
     ) -> None:
         super().__init__(message, **place)
         self.expected = expected
@@ -134,7 +134,12 @@ class UnavailableError(StorageError):
     """
 
     def __init__(
-        self, message: str, *, last_error: str = "", counters: Counters | None = None, **place: Unpack[Place]
+        self,
+        message: str,
+        *,
+        last_error: str = "",
+        counters: Counters | None = None,
+        **place: Unpack[RequestPlace],
     ) -> None:
         super().__init__(message, **place)
         self.last_error = last_error

@@ -28,7 +28,7 @@ from sa1b.storage.errors import (
     ExpiredError,
     Fault,
     MissingError,
-    Place,
+    RequestPlace,
     StorageError,
     UnavailableError,
 )
@@ -304,7 +304,7 @@ class RetryState:
         return f"{self.url}, bytes {self.start:,} to {self.start + self.length:,}"
 
     @property
-    def _range(self) -> Place:
+    def _range(self) -> RequestPlace:
         return {"url": self.url, "start": self.start, "length": self.length}
 
     @property

@@ -38,7 +38,7 @@ from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
 from sa1b.stream.decoders import decoder_for
 from sa1b.stream.iterations import closed_at_exit
-from sa1b.stream.pipeline import Pipeline, PipelineSettings
+from sa1b.stream.pipeline import BatchPipeline, PipelineSettings
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
 
@@ -105,7 +105,7 @@ class Loader:
                 f"not on {self.device}; pass device={stream.decoder.device.type!r}"
             )
         self._state = stream.state_dict()
-        self._pipeline: Pipeline | None = None  # of the current iteration
+        self._pipeline: BatchPipeline | None = None  # of the current iteration
         # One for all iterations: memory that torch has allocated for a stream is reused by that stream only.
         self._side: SideStream | None = None
         size = stream.options.image_size
@@ -139,7 +139,7 @@ class Loader:
         pieces = self.stream.plan.micro_batches(begun)
         if self._cuda and self._side is None:
             self._side = SideStream(self.device)
-        self._pipeline = pipeline = Pipeline(self._settings, self._side)
+        self._pipeline = pipeline = BatchPipeline(self._settings, self._side)
         with contextlib.ExitStack() as ending:
             ending.enter_context(self.stream.dataset.reader.used())
             ending.callback(self._end, pipeline)
@@ -154,7 +154,7 @@ class Loader:
                 self.stream.taken(batch)
                 yield batch
 
-    def _end(self, pipeline: Pipeline) -> None:
+    def _end(self, pipeline: BatchPipeline) -> None:
         self._pipeline = None
         pipeline.close()
 

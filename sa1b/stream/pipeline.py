@@ -102,7 +102,7 @@ class PipelineSettings:
     masks: MaskBufferPool
 
 
-class Pipeline:
+class BatchPipeline:
     """The three stages of one iteration. Only its pool's threads and one caller use it.
 
     Args:

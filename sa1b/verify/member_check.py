@@ -22,7 +22,7 @@ from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import Largest
 from sa1b.storage.atomic import sha256_of
-from sa1b.verify.report import Find, Finding, Findings, short
+from sa1b.verify.report import Find, Findings, Problem, short
 
 _ODD_KEPT = 20  # images of each reason in ShardResult.odd_images
 
@@ -89,7 +89,7 @@ class ShardResult:
     def from_document(cls, document: Mapping[str, Any]) -> "ShardResult":
         """The result that `document` was made from."""
         found, largest = document["findings"], document["largest"]
-        findings = Findings([Finding(**finding) for finding in found["kept"]], found["counts"])
+        findings = Findings([Problem(**finding) for finding in found["kept"]], found["counts"])
         return cls(**{**document, "findings": findings, "largest": Largest(**largest)})
 
 

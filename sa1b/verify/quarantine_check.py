@@ -16,7 +16,7 @@ from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import sha256_of
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
-from sa1b.verify.report import Finding, Findings, Remedy
+from sa1b.verify.report import Findings, Problem, VerifyRemedy
 
 SHOWN = 20  # images of one reason on the screen
 
@@ -31,7 +31,7 @@ class QuarantineCheck:
     def __init__(
         self,
         store: Store,
-        remedy: Remedy,
+        remedy: VerifyRemedy,
         tasks: Mapping[str, Task],
         active: set[str],
         table: SampleTable | None,
@@ -139,7 +139,7 @@ class QuarantineCheck:
     def _find(self, kind: str, source: str, file: str, message: str) -> None:
         name = f"{QUARANTINE}/{source}/{file}"
         remedy = f"{self.store.url(name)}: {self.remedy.source(source)}"
-        self.findings.add(Finding(kind, name, message, remedy))
+        self.findings.add(Problem(kind, name, message, remedy))
 
 
 def _has_quarantine(task: Task) -> bool:

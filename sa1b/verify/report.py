@@ -15,7 +15,7 @@ SHOWN = 10  # findings on the screen
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Problem:
     """Damage at one location.
 
     Attributes:
@@ -47,7 +47,7 @@ class Finding:
 
 
 class Find(Protocol):
-    """Function that adds a finding for one file; arguments as in `Finding`."""
+    """Function that adds a finding for one file; arguments as in `Problem`."""
 
     def __call__(
         self, kind: str, message: str, offset: int | None = None, image_id: int | None = None
@@ -63,13 +63,13 @@ class Findings:
         counts: file -> kind -> number of findings, including those that are not kept.
     """
 
-    kept: list[Finding] = field(default_factory=list)
+    kept: list[Problem] = field(default_factory=list)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return sum(count for kinds in self.counts.values() for count in kinds.values())
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: Problem) -> None:
         """Add one finding."""
         kinds = self.counts.setdefault(finding.file, {})
         kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
@@ -94,7 +94,7 @@ class Findings:
 
     def lines(self) -> list[str]:
         """Text for the terminal: the first findings of each kind in each file."""
-        groups: dict[tuple[str, str], list[Finding]] = {}
+        groups: dict[tuple[str, str], list[Problem]] = {}
         for finding in self.kept:
             groups.setdefault((finding.file, finding.kind), []).append(finding)
         lines = []
@@ -111,7 +111,7 @@ class Findings:
 
 
 @dataclass(slots=True)
-class Report:
+class VerifyReport:
     """The outcome of a check.
 
     Attributes:
@@ -139,7 +139,7 @@ class Report:
     unlisted_images: int = 0
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Problem]:
         """All damage, with at most KEPT findings of one kind for each file."""
         return self.found.kept
 
@@ -198,7 +198,7 @@ def short(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class VerifyRemedy:
     """Commands for one dataset directory.
 
     Attributes:

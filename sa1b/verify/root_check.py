@@ -27,7 +27,7 @@ from sa1b.storage.store import Root
 from sa1b.verify.leftovers import leftover_notes, unlisted_notes, unlisted_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.quarantine_check import QuarantineCheck
-from sa1b.verify.report import Finding, Findings, Remedy, Report, short
+from sa1b.verify.report import Findings, Problem, VerifyRemedy, VerifyReport, short
 from sa1b.verify.task_check import TaskCheck
 from sa1b.verify.view_check import check_views
 
@@ -45,7 +45,7 @@ class RootCheck:
         table_path: local file of the sample table; None if it cannot be compared with the shards.
     """
 
-    def __init__(self, root: Root, report: Report) -> None:
+    def __init__(self, root: Root, report: VerifyReport) -> None:
         self.store, self.report = open_store(root), report
         self._files = contextlib.ExitStack()
         self._reset()
@@ -53,7 +53,7 @@ class RootCheck:
     def _reset(self) -> None:
         self._files.close()
         self.report.found, self.report.notes = Findings(), []
-        self.remedy = Remedy(self.store.root)
+        self.remedy = VerifyRemedy(self.store.root)
         self.table_path: Path | None = None
         self.raw = b""
         self.dataset: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class RootCheck:
         self._files.close()
 
     def _find(self, kind: str, file: str, message: str, image_id: int | None = None) -> None:
-        self.report.found.add(Finding(kind, file, message, self.remedy.tables(), image_id=image_id))
+        self.report.found.add(Problem(kind, file, message, self.remedy.tables(), image_id=image_id))
 
     def expected(self) -> list[ExpectedShard]:
         """Read and compare the files; return what is expected of every shard, as dataset.json orders them."""
@@ -246,7 +246,7 @@ class RootCheck:
     def conclude(self, results: dict[str, ShardResult]) -> None:
         """Run the checks that need the results of the shards, and the checks of views and quarantine."""
         names = self.store.names("")
-        newest = RootCheck(self.store, Report(self.store.root, self.report.deep))
+        newest = RootCheck(self.store, VerifyReport(self.store.root, self.report.deep))
         newest.active = newest._active()
         newest._read_dataset()
         changed = self._changed(newest)
@@ -305,7 +305,7 @@ class RootCheck:
                 found[name] = other
         for name, other in found.items():
             message = f"has the content of {other}"
-            self.report.found.add(Finding("tar_of_another", name, message, "", name))
+            self.report.found.add(Problem("tar_of_another", name, message, "", name))
         if found:
             remedy = self.remedy.names(sorted(found))
             self.report.found.kept = [replace(one, remedy=remedy) for one in self.report.found.kept]

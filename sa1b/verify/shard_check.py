@@ -17,7 +17,7 @@ from sa1b.shards.shard import member_header, tar_size
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream
 from sa1b.verify.member_check import ContentCheck, ExpectedShard, Locations, ShardResult
-from sa1b.verify.report import Finding, Remedy, short
+from sa1b.verify.report import Problem, VerifyRemedy, short
 
 _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
     "name": 0, "mode": 100, "uid": 108, "gid": 116, "size": 124, "mtime": 136, "checksum": 148, "type": 156,
@@ -27,7 +27,7 @@ _HEADER_FIELDS = {  # POSIX.1-1988 ustar: where each field begins
 
 def check_shard(
     expected: ExpectedShard,
-    remedy: Remedy,
+    remedy: VerifyRemedy,
     tar: Path,
     index: Path,
     table: Path | None,
@@ -50,7 +50,7 @@ class _ShardCheck:
     def __init__(
         self,
         expected: ExpectedShard,
-        remedy: Remedy,
+        remedy: VerifyRemedy,
         tar: Path,
         index: Path,
         table: Path | None,
@@ -111,7 +111,7 @@ class _ShardCheck:
             )
         else:
             remedy = f"{self.remedy.root}/{self.name}: {self.remedy.source(self.expected.source)}"
-        finding = Finding(kind, file or self.name, message, remedy, self.name, offset, image_id)
+        finding = Problem(kind, file or self.name, message, remedy, self.name, offset, image_id)
         self.result.findings.add(finding)
 
     def _find_index(

@@ -16,7 +16,7 @@ from sa1b.shards.stored import sources_without_task
 from sa1b.storage.atomic import json_bytes, sha256_of
 from sa1b.storage.store import Store
 from sa1b.verify.member_check import ShardResult
-from sa1b.verify.report import Finding, Findings, Remedy
+from sa1b.verify.report import Findings, Problem, VerifyRemedy
 
 _LOST = ("task_missing", "task_unreadable")  # `sa1b index` rebuilds these from the shards
 _ODD = ("area", "bbox", "empty_mask")
@@ -39,7 +39,7 @@ class TaskCheck:
     """
 
     store: Store
-    remedy: Remedy
+    remedy: VerifyRemedy
     sources: Mapping[str, Any] | None
     active: Mapping[str, str]
     tasks: dict[str, Task] = field(default_factory=dict)
@@ -54,13 +54,13 @@ class TaskCheck:
         if not present and not self.active:
             message = "no task file exists, so the source of each shard is unknown"
             remedy = f"restore {self.store.url(TASKS)} from a copy; or {self.remedy.everything()}"
-            self.findings.add(Finding("tasks_missing", TASKS, message, remedy))
+            self.findings.add(Problem("tasks_missing", TASKS, message, remedy))
             return
         # Without dataset.json a source is known by its shards; their task files are rebuilt from them.
         lost = sources_without_task(self.store, present) if self.sources is None else {}
         for name in sorted(lost.keys() - self.active.keys()):
             message = f"not there, but {counted(len(lost[name]), 'shard')} of the source are"
-            self.findings.add(Finding("task_missing", task_name(name), message, self.remedy.everything()))
+            self.findings.add(Problem("task_missing", task_name(name), message, self.remedy.everything()))
         names = sorted((present | sources.keys()) - self.active.keys())
         read = {name: self._read(name) for name in names if name in present}
         self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}
@@ -126,13 +126,13 @@ class TaskCheck:
                 found = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         except OSError as error:
             message = "not there" if isinstance(error, FileNotFoundError) else str(error)
-            self.findings.add(Finding("samples_missing", file, message, self.remedy.tables()))
+            self.findings.add(Problem("samples_missing", file, message, self.remedy.tables()))
             return
         if found != task.samples:
             message = (
                 f"{found['bytes']:,} bytes, sha256 {found['sha256']}; the task file lists {task.samples}"
             )
-            self.findings.add(Finding("samples_damaged", file, message, self.remedy.tables()))
+            self.findings.add(Problem("samples_damaged", file, message, self.remedy.tables()))
 
     def _find(self, kind: str, name: str, message: str) -> None:
         file = task_name(name)
@@ -145,7 +145,7 @@ class TaskCheck:
         remedy = f"{self.store.url(file)}: {source}"
         if self.sources is not None and name not in self.sources and source_stem(name) not in self.stems:
             remedy = f"move {self.store.url(file)} to another folder: the directory has no source {name}"
-        self.findings.add(Finding(kind, file, message, remedy))
+        self.findings.add(Problem(kind, file, message, remedy))
 
     def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:
         found: dict[str, int] = {
@@ -174,7 +174,7 @@ class TaskCheck:
                     message = f"{reason} is not that of the mask; {known} images recorded, {count} found"
                     remedy = f"{self.store.url(task_name(name))}: {self.remedy.source(name)}"
                     self.findings.add(
-                        Finding(f"odd_{reason}", part.name, message, remedy, part.name, offset, image_id)
+                        Problem(f"odd_{reason}", part.name, message, remedy, part.name, offset, image_id)
                     )
 
 

@@ -20,7 +20,7 @@ from sa1b.storage.store import Root, Store
 from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.leftovers import files_of_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
-from sa1b.verify.report import Finding, Remedy, Report, short
+from sa1b.verify.report import Problem, VerifyRemedy, VerifyReport, short
 from sa1b.verify.root_check import RootCheck
 from sa1b.verify.shard_check import check_shard
 from sa1b.workers import Supervise, supervise
@@ -35,7 +35,7 @@ def verify(
     scratch: Path | None = None,
     quiet: bool = False,
     supervise: Supervise = supervise,
-) -> Report:
+) -> VerifyReport:
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
     No file is changed or locked. Memory does not grow with the images of the dataset. With a URL, each
@@ -70,7 +70,7 @@ def verify(
         raise UsageError(
             f"--state {state}: is inside {store.root}, which a check does not change; name another folder"
         )
-    report = Report(store.root, deep)
+    report = VerifyReport(store.root, deep)
     with contextlib.ExitStack() as files:
         files.enter_context(clean_scratch(store))
         check = files.enter_context(RootCheck(store, report))
@@ -157,7 +157,7 @@ def _check_shards(
 
 
 def _check(
-    store: Store, expected: ExpectedShard, remedy: Remedy, table: Path | None, deep: bool, progress: Any
+    store: Store, expected: ExpectedShard, remedy: VerifyRemedy, table: Path | None, deep: bool, progress: Any
 ) -> ShardResult:
     """Run check_shard; an unexpected error is also a finding."""
     try:
@@ -208,5 +208,5 @@ def _died(name: str, why: str) -> ShardResult:
 def _unfinished(name: str, kind: str, message: str) -> ShardResult:
     remedy = f"check again; if that fails too, restore {name} and its index from a copy"
     result = ShardResult(name)
-    result.findings.add(Finding(kind, name, message, remedy, name))
+    result.findings.add(Problem(kind, name, message, remedy, name))
     return result

@@ -20,7 +20,7 @@ from sa1b.shards.manifest import VIEWS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import Store
-from sa1b.verify.report import Finding, Findings, short
+from sa1b.verify.report import Findings, Problem, short
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _GONE = "images_gone"
@@ -45,7 +45,7 @@ def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list
             document, problem = {}, short(error)
         if problem is not None:
             remedy = f"remove {shlex.quote(path)} and rebuild the view with `{command('view')}`"
-            findings.add(Finding("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
+            findings.add(Problem("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
             continue
         for file, (kind, message) in _data(store, document, name, table).items():
             if kind == _GONE:  # the view is intact, and so is the dataset: sources were dropped
@@ -54,7 +54,7 @@ def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list
                     f"{_again(store.root, document)}"
                 )
                 continue
-            findings.add(Finding(kind, f"{VIEWS}/{file}", message, _again(store.root, document)))
+            findings.add(Problem(kind, f"{VIEWS}/{file}", message, _again(store.root, document)))
     known = {
         f"{name.removesuffix('.json')}{ending}" for name in names for ending in (".json", ".ids", ".rows")
     }

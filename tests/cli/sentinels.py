@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.export.export import export
 from sa1b.programs.export.source_tars import SourceTars
@@ -52,7 +52,7 @@ LOOKALIKES = (
 def build(world: Path, *, with_run: bool = True) -> None:
     """Make a world in an empty folder; the run of a training takes the longest."""
     write_tars(world / "tars", tars=2, images_per_tar=4, seed=5, long_side=64, workers=1)
-    reshard([world / "tars"], world / "out", Options(images_per_shard=2), Policy(), Run(quiet=True))
+    reshard([world / "tars"], world / "out", Options(images_per_shard=2), Policy(), IngestRun(quiet=True))
     export(world / "out", world / "export", SourceTars(), workers=1, quiet=True)
     (world / "tars" / "ids.txt").write_text("1\n2\n")
     if with_run:

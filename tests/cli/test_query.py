@@ -19,7 +19,7 @@ import pytest
 
 import sa1b
 from sa1b.errors import Sa1bError, ShardError, UsageError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.query import sql
 from sa1b.programs.query.verb_query import main
@@ -97,7 +97,7 @@ def test_a_condition_of_a_view_has_the_same_meaning_after_where(query: Query, tm
         tmp_path / "root",
         Options(),
         Policy(),
-        Run(quiet=True),
+        IngestRun(quiet=True),
     )
     samples = [sample.annotations for sample in sa1b.open(tmp_path / "root")]
     assert [int(np.isnan(found.stability_score).sum()) for found in samples] == [0, 3]

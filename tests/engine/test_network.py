@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.ranks.network import Connection, choose
+from sa1b.engine.ranks.network import NetworkChoice, choose
 from sa1b.errors import UsageError
 
 RANKS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "10.1.2.3"}
@@ -71,11 +71,11 @@ def cluster(tmp_path: Path) -> Path:
     )
 
 
-def made(connection: Connection) -> dict[str, str]:
+def made(connection: NetworkChoice) -> dict[str, str]:
     return {one.variable: one.value for one in connection.settings if one.value is not None}
 
 
-def reasons(connection: Connection) -> dict[str, str]:
+def reasons(connection: NetworkChoice) -> dict[str, str]:
     return {one.variable: one.reason for one in connection.settings}
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.ingest.finish import finish
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.start_checks import OPTIONS
 from sa1b.ingest.worker import work_on
 from sa1b.shards.documents import Options
@@ -94,7 +94,7 @@ def make(settings: Settings, store: BucketStore) -> None:
     for source in discover([Path(one) for one in settings.sources]).sources:
         options = Options(images_per_shard=settings.images_per_shard)
         for _ in range(_TRIES):
-            outcome = work_on(source, store, options, Policy(), Run(), lambda counts: None)
+            outcome = work_on(source, store, options, Policy(), IngestRun(), lambda counts: None)
             if outcome.kind != "held":  # by a process that was killed
                 break
             time.sleep(0.1)

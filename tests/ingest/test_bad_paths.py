@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.start_checks import admitted
 from sa1b.shards.documents import Options
@@ -18,13 +18,13 @@ def test_a_bad_file_that_is_named_fails_alone(tmp_path: Path) -> None:
     good, bad = tmp_path / "sa_000001.tar", tmp_path / "sa_000002.tar"
     tiny.make_tar(good, range(10))
     bad.write_bytes(bytes(range(256)) * 40)
-    summary = reshard([bad, good], tmp_path / "root", Options(), Policy(), Run(quiet=True))
+    summary = reshard([bad, good], tmp_path / "root", Options(), Policy(), IngestRun(quiet=True))
     assert summary.done == ["sa_000001"]
     assert [*summary.failed] == ["sa_000002"]
     assert str(bad) in summary.failed["sa_000002"]
     assert summary.exit_code() == 1
     with pytest.raises(SourceError, match="no such file or folder"):
-        reshard([tmp_path / "x.tar", good], tmp_path / "root", Options(), Policy(), Run(quiet=True))
+        reshard([tmp_path / "x.tar", good], tmp_path / "root", Options(), Policy(), IngestRun(quiet=True))
 
 
 def test_a_name_that_is_too_long_is_refused_by_flag(tmp_path: Path) -> None:

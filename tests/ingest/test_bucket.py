@@ -20,7 +20,7 @@ import simplejpeg
 from sa1b.errors import UsageError
 from sa1b.ingest import worker
 from sa1b.ingest.finish import drop_source, finish
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import work_on
@@ -53,7 +53,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What a run into a folder makes."""
     root = tmp_path_factory.mktemp("alone") / "root"
-    assert reshard([tars], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    assert reshard([tars], root, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 0
     return files(root)
 
 
@@ -68,7 +68,7 @@ def bucket(folder: Path, kind: type[BucketStore] = BucketStore) -> BucketStore:
 
 
 def convert(tars: Sequence[Path], store: BucketStore, **run: Any) -> ReshardSummary:
-    return reshard(tars, store, OPTIONS, Policy(), Run(quiet=True, **run))
+    return reshard(tars, store, OPTIONS, Policy(), IngestRun(quiet=True, **run))
 
 
 def left(folder: Path) -> list[Path]:
@@ -265,7 +265,7 @@ def test_an_interrupted_run_removes_its_unfinished_uploads(
         yield
 
     with Claim.take(store, "tasks/sa_000001.claim") or pytest.fail("the claim is free"):
-        summary = reshard([tmp_path / "in"], store, Options(), Policy(), Run(quiet=True), interrupted)
+        summary = reshard([tmp_path / "in"], store, Options(), Policy(), IngestRun(quiet=True), interrupted)
     assert summary.interrupted
     assert left == {"sa1b-000001-0002.tar", "sa1b-000009-0000.tar"}
 
@@ -309,7 +309,7 @@ def killed_at(
         tiny.write_tar(sources / f"sa_00000{number}.tar", members, gzip=False)
     alone = folder / "alone"
     options_of_run = Options(images_per_shard=4)
-    assert reshard([sources], alone, options_of_run, Policy(), Run(quiet=True)).exit_code() == 0
+    assert reshard([sources], alone, options_of_run, Policy(), IngestRun(quiet=True)).exit_code() == 0
     settings = {
         "sources": [str(sources)],
         "url": url,
@@ -383,7 +383,7 @@ def test_a_process_whose_claim_was_taken_over_during_its_upload_leaves_the_sourc
 ) -> None:
     store = bucket(tmp_path, _TakenOver)
     (source,) = discover([tars / "sa_000000.tar"]).sources
-    outcome = work_on(source, store, OPTIONS, Policy(), Run(), lambda counts: None)
+    outcome = work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)
     assert outcome.kind == "held"
     assert "node7:4711 works on" in outcome.note
     assert store.names("tasks") == ["sa_000000.claim"]
@@ -402,7 +402,7 @@ def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
     monkeypatch.setattr(worker, "_with_claim", fail)
     (source,) = discover([tars / "sa_000000.tar"]).sources
     with pytest.raises(UnavailableError):
-        work_on(source, store, OPTIONS, Policy(), Run(), lambda counts: None)
+        work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)
 
 
 def test_a_store_that_denies_writes_is_named_before_anything_is_converted(tars: Path, tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: 
     assert list(small_disk.rglob("*")) == []
     done = run(tmp_path / "in", "--out", url, "--scratch", tmp_path / "scratch")
     assert done.returncode == 0, done.stderr
-    reshard([tmp_path / "in"], tmp_path / "alone", Options(), Policy(), Run(quiet=True))
+    reshard([tmp_path / "in"], tmp_path / "alone", Options(), Policy(), IngestRun(quiet=True))
     assert files(tmp_path / "root") == files(tmp_path / "alone")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import sa1b
 from sa1b.ingest.fetch import fetch as fetch_images
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.shards.documents import Options
 from sa1b.sources.stored_file import link_of
 from sa1b.storage.bucket import BucketStore
@@ -225,7 +225,7 @@ def test_a_bucket_gets_the_bytes_of_a_folder(tmp_path: Path, downloads: Path) ->
     store = BucketStore(url, scratch=scratch, options={"auto_mkdir": True})
     for root in (store, tmp_path / "root"):
         for wanted in (ids[:1], ids):  # the second run adds an image
-            summary = fetch_images(wanted, [downloads], root, Options(), Policy(), Run(quiet=True))
+            summary = fetch_images(wanted, [downloads], root, Options(), Policy(), IngestRun(quiet=True))
             assert (summary.exit_code(), summary.stored) == (0, len(wanted))
     assert files(tmp_path / "bucket") == files(tmp_path / "root")
     assert not list(scratch.rglob("*"))
@@ -312,7 +312,7 @@ def test_another_download_of_equal_size_and_time_is_searched_again(
     download(first, first + 1)
     with Service("range_server", tmp_path) as server:
         links = (link_of(f"{server.url}/host/linked/{tar.name}"),) if linked else ()
-        run, paths = Run(quiet=True, links=links), [] if linked else [tar]
+        run, paths = IngestRun(quiet=True, links=links), [] if linked else [tar]
         assert missing() == ([first + 2], ["sa_000019"])
         assert missing() == ([first + 2], [])
         download(first, first + 2)
@@ -332,7 +332,7 @@ def test_files_of_the_user_in_the_spill_folder_stay(tmp_path: Path, downloads: P
     ids, before = np.array([7, FIRST["sa_000019"]], np.uint64), {*spill.rglob("*"), *downloads.iterdir()}
     for folder in (spill, downloads):
         policy = Policy(spill=folder)
-        summary = fetch_images(ids, [downloads], tmp_path / "root", Options(), policy, Run(quiet=True))
+        summary = fetch_images(ids, [downloads], tmp_path / "root", Options(), policy, IngestRun(quiet=True))
         assert (summary.stored, summary.missing.tolist()) == (1, [7])
         assert {*spill.rglob("*"), *downloads.iterdir()} == before
         assert [path.read_text() for path in mine] == ["mine"] * 3

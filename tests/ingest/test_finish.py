@@ -15,7 +15,7 @@ from sa1b.cli import main
 from sa1b.errors import LockedError, ManifestError, TableError, UsageError
 from sa1b.ingest import finish as finish_module
 from sa1b.ingest.finish import Finished, drop_source, finish
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards import commit
 from sa1b.shards.documents import Options
@@ -44,7 +44,7 @@ def root(tars: Path, tmp_path: Path) -> Path:
     """A finished directory of two sources."""
     made = tmp_path / "root"
     paths = [tars / "sa_000000.tar", tars / "sa_000001.tar"]
-    assert reshard(paths, made, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    assert reshard(paths, made, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 0
     return made
 
 
@@ -61,7 +61,7 @@ def files(root: Path) -> dict[str, bytes]:
 def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stays_readable(
     root: Path, tars: Path
 ) -> None:
-    summary = reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    summary = reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert summary.exit_code() == 1
     assert "Partial: " in summary.table(root)
     dataset = sa1b.open(root)
@@ -74,7 +74,7 @@ def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stay
 
 
 def test_a_stream_says_once_that_its_dataset_is_partial(root: Path, tars: Path) -> None:
-    reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000009.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     with pytest.warns(UserWarning, match=r"is partial: 1 source failed \(sa_000009\)") as caught:
         sa1b.Stream(root, global_batch=2, image_size=32, masks=2)
     assert len([one for one in caught if "partial" in str(one.message)]) == 1
@@ -83,12 +83,12 @@ def test_a_stream_says_once_that_its_dataset_is_partial(root: Path, tars: Path) 
 def test_what_failed_and_succeeds_later_leaves_no_trace(root: Path, tars: Path, tmp_path: Path) -> None:
     late = tmp_path / "sa_000002.tar"
     late.write_bytes((tars / "sa_000009.tar").read_bytes())
-    assert reshard([late], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 1
+    assert reshard([late], root, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 1
     shutil.copy2(tars / "sa_000002.tar", late)
-    assert reshard([late], root, OPTIONS, Policy(), Run(quiet=True)).exit_code() == 0
+    assert reshard([late], root, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 0
     whole = tmp_path / "whole"
     paths = [tars / f"sa_00000{number}.tar" for number in range(3)]
-    reshard(paths, whole, OPTIONS, Policy(), Run(quiet=True))
+    reshard(paths, whole, OPTIONS, Policy(), IngestRun(quiet=True))
     assert files(root) == files(whole)
 
 
@@ -112,7 +112,7 @@ def test_finishing_again_writes_nothing(root: Path) -> None:
 
 
 def test_no_shard_or_index_is_read_to_finish(root: Path, tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True, task=(0, 1)))
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True, task=(0, 1)))
     assert len(sa1b.open(root)) == 12
 
     def refused(*_: object, **__: object) -> None:
@@ -197,7 +197,7 @@ def test_rows_that_are_not_written_yet_are_written_by_the_next_run(root: Path, t
     (root / "dataset.json").write_bytes(document)
     assert len(sa1b.open(root)) == 12
     assert verify(root, workers=0, quiet=True).findings == []
-    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert len(sa1b.open(root)) == 18
     assert sorted(path.name for path in root.glob("tasks/*.samples")) == [
         f"sa_00000{number}.samples" for number in range(3)
@@ -216,7 +216,7 @@ def test_rows_of_a_source_that_are_damaged_are_made_again_from_its_indexes(
         rows.write_bytes(
             right[:-8] if damage == "cut" else bytes([*right[:200], right[200] ^ 1, *right[201:]])
         )
-    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert rows.read_bytes() == right
     assert len(sa1b.open(root)) == 18
 
@@ -258,7 +258,7 @@ def test_of_three_sources_with_one_image_the_first_one_is_kept(tmp_path: Path) -
     for number, images in ((1, range(100, 103)), (2, range(102, 105)), (3, range(102, 103))):
         tiny.make_tar(folder / f"sa_00000{number}.tar", images)
     sources = sorted(folder.iterdir())
-    summary = reshard(sources, tmp_path / "root", Options(), Policy(), Run(quiet=True))
+    summary = reshard(sources, tmp_path / "root", Options(), Policy(), IngestRun(quiet=True))
     assert (summary.done, sorted(summary.failed)) == (["sa_000001"], ["sa_000002", "sa_000003"])
     for message in summary.failed.values():
         assert "is in sa_000001 already" in message
@@ -359,7 +359,7 @@ def test_opening_waits_for_a_table_that_is_replaced_in_this_moment(
         found = original(self)
         calls += 1
         if calls == 1:
-            reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+            reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
         return found
 
     monkeypatch.setattr(sa1b.Dataset, "_read_manifest", read)
@@ -413,7 +413,7 @@ def test_a_source_whose_task_file_is_lost_stays_in_the_dataset(
     before = sa1b.open(root).table.image_id.tolist()
     change(root / "tasks" / "sa_000001.json")
     if added:
-        summary = reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+        summary = reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
         assert (summary.failed, summary.complete) == ({}, False)
     finished = finish(root)
     assert (finished.lost, finished.is_partial) == (["sa_000001"], True)
@@ -422,16 +422,16 @@ def test_a_source_whose_task_file_is_lost_stays_in_the_dataset(
     assert set(before) <= set(dataset.table.image_id.tolist())
     assert [dataset.by_id(one).jpeg for one in before] == [tiny.pair(one)[0] for one in before]
     (root / "tasks" / "sa_000001.json").unlink(missing_ok=True)
-    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert sa1b.open(root).lacks() == ""
 
 
 def test_what_is_pending_stays_so_until_it_is_done_or_dropped(root: Path, tars: Path) -> None:
     finish(root, ["sa_000002", "sa_000005"])
-    summary = reshard([tars / "sa_000000.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    summary = reshard([tars / "sa_000000.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert (summary.exit_code(), summary.complete) == (0, False)  # all that was named is in
     assert finish(root).pending == ["sa_000002", "sa_000005"]
-    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert finish(root).pending == ["sa_000005"]
     assert not drop_source(root, "sa_000005").is_partial
 
@@ -441,11 +441,11 @@ def test_a_finish_after_some_tasks_of_an_array_knows_the_sources_of_the_others(
 ) -> None:
     root = tmp_path / "root"
     paths = [tars / f"sa_00000{number}.tar" for number in range(3)]
-    reshard(paths, root, OPTIONS, Policy(), Run(quiet=True, task=(0, 3)))
+    reshard(paths, root, OPTIONS, Policy(), IngestRun(quiet=True, task=(0, 3)))
     for _ in range(2):
         assert finish(root).pending == ["sa_000001", "sa_000002"]
     for number in (1, 2):
-        reshard(paths, root, OPTIONS, Policy(), Run(quiet=True, task=(number, 3)))
+        reshard(paths, root, OPTIONS, Policy(), IngestRun(quiet=True, task=(number, 3)))
     assert not finish(root).is_partial
     assert not list(root.glob("tasks/*.expected"))
 
@@ -454,7 +454,7 @@ def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
     tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, other = tmp_path / "root", tmp_path / "b" / "sa_000001.tar"
-    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), Run(quiet=True))
+    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     tiny.make_tar(other, range(500, 509))
     seen = []
     for name in ("put", "commit", "remove"):
@@ -512,7 +512,7 @@ def test_damaged_parts_of_a_source_are_named_by_every_finish(root: Path, tars: P
     cut = tmp_path / "sa_000002.tar"
     data = (tars / "sa_000002.tar").read_bytes()
     cut.write_bytes(data[: len(data) * 2 // 3])
-    summary = reshard([cut], root, OPTIONS, Policy(), Run(quiet=True))
+    summary = reshard([cut], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert summary.exit_code() == 3
     assert "Complete except for the damaged parts of sa_000002" in finish(root).line(root)
 

@@ -8,7 +8,7 @@ import pytest
 import sa1b
 from sa1b.errors import UsageError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.transfer.dataset_copy import copy_dataset
 from sa1b.shards.documents import Options
@@ -22,7 +22,7 @@ IDS = {"sa_000000": [1, 2, 3, 4], "sa_000001": [11, 12, 13, 14]}
 
 
 def convert(paths, root, **flags):
-    return reshard(paths, root, OPTIONS, Policy(), Run(quiet=True, **flags))
+    return reshard(paths, root, OPTIONS, Policy(), IngestRun(quiet=True, **flags))
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import pytest
 from sa1b.errors import UsageError
 from sa1b.ingest.fetch import fetch
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.start_checks import OPTIONS
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
 from tests.shards import tiny
 
-QUIET = Run(quiet=True)
+QUIET = IngestRun(quiet=True)
 
 
 def run(tar: Path, root: Path, options: Options) -> int:

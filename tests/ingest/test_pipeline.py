@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from sa1b.ingest.source_pass import Pipeline, SourcePass
+from sa1b.ingest.source_pass import SourcePass, ThreadStages
 from sa1b.shards import jpeg
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny
@@ -23,7 +23,7 @@ def no_thread_is_left():
 
 
 def test_items_pass_all_stages_in_order():
-    with Pipeline() as pipeline:
+    with ThreadStages() as pipeline:
         first = pipeline.stage("first", range(1000), size=lambda item: 1, max_bytes=10)
         second = pipeline.stage("second", (2 * item for item in first), size=lambda item: 1, max_bytes=10)
         assert list(second) == [2 * item for item in range(1000)]
@@ -40,7 +40,7 @@ def test_a_stage_is_no_further_ahead_than_its_bytes():
             made.release()
             yield item
 
-    with Pipeline() as pipeline:
+    with ThreadStages() as pipeline:
         queue = pipeline.stage("read", items(), size=lambda item: 10, max_bytes=35)
         for _ in range(4):  # three wait, one is in its hand
             assert made.acquire(timeout=WAIT)
@@ -51,7 +51,7 @@ def test_a_stage_is_no_further_ahead_than_its_bytes():
 
 
 def test_an_item_larger_than_the_bound_waits_alone():
-    with Pipeline() as pipeline:
+    with ThreadStages() as pipeline:
         assert list(pipeline.stage("read", [100, 1, 100], size=int, max_bytes=10)) == [100, 1, 100]
 
 
@@ -63,7 +63,7 @@ def test_an_error_comes_before_the_items_that_wait():
         failed.set()
         raise OSError(5, "Input/output error", "source.tar")
 
-    with Pipeline() as pipeline:
+    with ThreadStages() as pipeline:
         first = pipeline.stage("first", items(), size=lambda item: 0, max_bytes=10)
         second = pipeline.stage("second", (item for item in first), size=lambda item: 0, max_bytes=10)
         assert failed.wait(WAIT)
@@ -89,7 +89,7 @@ def test_leaving_early_ends_stages_that_wait_for_room_or_for_items(error):
             item += 1
 
     def work():
-        with Pipeline() as pipeline:
+        with ThreadStages() as pipeline:
             first = pipeline.stage("first", endless(), size=lambda item: 1, max_bytes=10)
             pipeline.stage("second", silent(first), size=lambda item: 1, max_bytes=10)
             assert begun.wait(WAIT)
@@ -104,7 +104,7 @@ def test_no_thread_to_be_had_is_out_of_memory(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(MemoryError), Pipeline() as pipeline:
+    with pytest.raises(MemoryError), ThreadStages() as pipeline:
         pipeline.stage("read", [1], size=int, max_bytes=10)
 
 

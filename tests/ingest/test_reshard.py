@@ -19,7 +19,7 @@ import pytest
 import sa1b
 from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import _why, reshard
 from sa1b.ingest.worker import work_on
 from sa1b.programs.synthetic import source_tars as synthetic
@@ -185,9 +185,11 @@ def test_other_options_than_the_recorded_are_refused_with_both_named(sources: Pa
     with pytest.raises(
         UsageError, match=r"made with --images-per-shard 10, this run has --images-per-shard 1024"
     ):
-        reshard([sources], clean, Options(), Policy(), Run(quiet=True))
+        reshard([sources], clean, Options(), Policy(), IngestRun(quiet=True))
     with pytest.raises(UsageError, match=r"made with no --keep-json, this run has --keep-json"):
-        reshard([sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), Run(quiet=True))
+        reshard(
+            [sources], clean, Options(images_per_shard=10, keep_json=True), Policy(), IngestRun(quiet=True)
+        )
     assert contents(clean) == before
 
 
@@ -237,14 +239,14 @@ def test_a_root_that_lost_a_file_is_completed_again(
     sources: Path, tmp_path: Path, name: str, cut: bool
 ) -> None:
     source = sources / "sa_000000.tar"
-    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), Run(quiet=True))
+    reshard([source], tmp_path, Options(images_per_shard=10), Policy(), IngestRun(quiet=True))
     before = contents(tmp_path)
     (path,) = tmp_path.glob(name)
     if cut:
         path.write_bytes(before[path.name][:-10])
     else:
         path.unlink()
-    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), Run(quiet=True))
+    summary = reshard([source], tmp_path, Options(images_per_shard=10), Policy(), IngestRun(quiet=True))
     assert summary.complete
     assert contents(tmp_path) == before
 
@@ -257,13 +259,15 @@ def test_a_checklist_given_later_checks_finished_sources_too(sources: Path, tmp_
         root = tmp_path / str(recorded)
         checklist.write_text(f"{right}  sa_000000.tar\n")
         first = {"checklist": checklist} if recorded else {}
-        assert reshard([source], root, Options(), Policy(), Run(quiet=True, **first)).exit_code() == 0
+        assert reshard([source], root, Options(), Policy(), IngestRun(quiet=True, **first)).exit_code() == 0
         assert (
-            reshard([source], root, Options(), Policy(), Run(quiet=True, checklist=checklist)).exit_code()
+            reshard(
+                [source], root, Options(), Policy(), IngestRun(quiet=True, checklist=checklist)
+            ).exit_code()
             == 0
         )
         checklist.write_text(f"{'0' * 32}  sa_000000.tar\n")
-        summary = reshard([source], root, Options(), Policy(), Run(quiet=True, checklist=checklist))
+        summary = reshard([source], root, Options(), Policy(), IngestRun(quiet=True, checklist=checklist))
         assert summary.exit_code() == 1
         assert f"its md5 is {right} and the checklist has {'0' * 32}" in summary.failed["sa_000000"]
 
@@ -272,10 +276,10 @@ def test_images_of_a_complete_root_are_not_taken_twice_and_the_root_stays_comple
     sources: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), Run(quiet=True))
+    reshard([sources / "sa_000000.tar"], root, Options(), Policy(), IngestRun(quiet=True))
     before = contents(root)
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
-    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), Run(quiet=True))
+    summary = reshard([tmp_path / "sa_000009.tar"], root, Options(), Policy(), IngestRun(quiet=True))
     assert summary.exit_code() == 1
     assert "of sa_000009 is in" in summary.failed["sa_000009"]
     assert list(sa1b.open(root).failed) == ["sa_000009"]
@@ -289,7 +293,7 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000000.tar")
     (source,) = discover([tmp_path / "sa_000000.tar"]).sources
     source.path.unlink()
-    (event,) = supervise(work_on, [(source, tmp_path / "root", Options(), Policy(), Run())], workers=1)
+    (event,) = supervise(work_on, [(source, tmp_path / "root", Options(), Policy(), IngestRun())], workers=1)
     assert event.kind == "failed"
     assert _why(event.value) == f"[Errno 2] No such file or directory: '{source.path}'"
 
@@ -307,10 +311,10 @@ def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_pa
 def test_a_failed_second_attempt_leaves_the_quarantine_of_the_first(tmp_path: Path) -> None:
     path, root = tmp_path / "sa_000005.tar", tmp_path / "root"
     tiny.write_tar(path, [*tiny.pairs(range(6)), *tiny.pair_members(7, text=b"{")])
-    assert reshard([path], root, Options(), Policy(), Run(quiet=True)).exit_code() == 3
+    assert reshard([path], root, Options(), Policy(), IngestRun(quiet=True)).exit_code() == 3
     before = contents(root)
     tiny.write_tar(path, tiny.pair_members(5, text=b"["))
-    summary = reshard([path], root, Options(), Policy(), Run(quiet=True, replace=True))
+    summary = reshard([path], root, Options(), Policy(), IngestRun(quiet=True, replace=True))
     assert "no usable pair" in summary.failed["sa_000005"]
     assert contents(root) == before
 
@@ -324,7 +328,9 @@ def test_a_reason_to_accept_that_no_pair_has_is_questioned(
 
 def test_what_was_refused_of_a_failed_source_is_kept(tmp_path: Path) -> None:
     tiny.write_tar(tmp_path / "sa_000005.tar", tiny.pair_members(5, text=b"{"))
-    summary = reshard([tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
+    summary = reshard(
+        [tmp_path / "sa_000005.tar"], tmp_path / "root", Options(), Policy(), IngestRun(quiet=True)
+    )
     assert summary.exit_code() == 1
     assert f"refused members: {tmp_path}/root/quarantine/sa_000005" in summary.table(tmp_path / "root")
     assert {line["name"] for line in tiny.lines(tmp_path / "root", "sa_000005")} == {
@@ -338,7 +344,7 @@ def test_of_two_sources_with_the_same_images_the_first_is_taken_and_the_other_na
 ) -> None:
     shutil.copy(sources / "sa_000000.tar", tmp_path / "sa_000009.tar")
     root = tmp_path / "root"
-    summary = reshard([sources, tmp_path / "sa_000009.tar"], root, Options(), Policy(), Run(quiet=True))
+    summary = reshard([sources, tmp_path / "sa_000009.tar"], root, Options(), Policy(), IngestRun(quiet=True))
     assert summary.exit_code() == 1
     assert "image 1 of sa_000009 is in sa_000000 already" in summary.failed["sa_000009"]
     dataset = sa1b.open(root)

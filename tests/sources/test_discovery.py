@@ -5,7 +5,7 @@ import os
 import pytest
 
 from sa1b.errors import SourceError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
@@ -85,7 +85,7 @@ def test_a_folder_of_tars_is_all_of_them_in_order_of_name(tmp_path):
 def test_an_empty_download_in_a_folder_of_tars_is_named_and_the_others_go_on(tmp_path):
     make_tar(tmp_path / "in" / "sa_000020.tar", IDS)
     (tmp_path / "in" / "sa_000021.tar").touch()
-    summary = reshard([tmp_path / "in"], tmp_path / "out", Options(), Policy(), Run(quiet=True))
+    summary = reshard([tmp_path / "in"], tmp_path / "out", Options(), Policy(), IngestRun(quiet=True))
     assert summary.done == ["sa_000020"]
     assert summary.failed.keys() == {"sa_000021"}
     assert "sa_000021.tar: no usable pair; " in summary.failed["sa_000021"]
@@ -281,7 +281,7 @@ def test_a_folder_that_cannot_be_read_is_listed(tmp_path, monkeypatch):
 def test_a_dataset_directory_is_no_source(tmp_path, complete):
     make_tar(tmp_path / "in" / "sa_000020.tar", IDS)
     root = tmp_path / "in" / "shards"
-    reshard([tmp_path / "in" / "sa_000020.tar"], root, Options(), Policy(), Run(quiet=True))
+    reshard([tmp_path / "in" / "sa_000020.tar"], root, Options(), Policy(), IngestRun(quiet=True))
     if not complete:
         (root / "dataset.json").unlink()
     with pytest.raises(SourceError, match=r"shards: is a dataset directory, not a source; name the tars"):

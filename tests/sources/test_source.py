@@ -9,12 +9,12 @@ import time
 import pytest
 
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import FORMATS, discover
 from sa1b.sources.pairing import Spill, pair_up
-from sa1b.sources.source import SourceFormat, SourcePass, SourceReader, digest_of_source, read_checklist
+from sa1b.sources.source import SourceFormat, SourceReader, SourceReading, digest_of_source, read_checklist
 from sa1b.sources.tar_stream import Member
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pairs, write_tar
@@ -41,7 +41,7 @@ def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp
     with pytest.raises(
         UsageError, match=r"000020.tar: .* already contains a source named 'sa_000020'.*--rename"
     ):
-        reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), Run(quiet=True))
+        reshard([tmp_path / "000020.tar"], tmp_path / "root", Options(), Policy(), IngestRun(quiet=True))
 
 
 def test_a_checklist_says_nothing_of_a_folder(tmp_path):
@@ -52,7 +52,7 @@ def test_a_checklist_says_nothing_of_a_folder(tmp_path):
         tmp_path / "root",
         Options(),
         Policy(),
-        Run(checklist=tmp_path / "md5.txt", quiet=True),
+        IngestRun(checklist=tmp_path / "md5.txt", quiet=True),
     )
     assert summary.failed == {}
 
@@ -192,7 +192,7 @@ class Listed(SourceFormat):
         return {"order": "listed"}
 
 
-class ListedPass(SourcePass):
+class ListedPass(SourceReading):
     def __init__(self, path):
         self.path, self.categories = path, []
 

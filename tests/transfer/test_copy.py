@@ -11,7 +11,7 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.transfer import dataset_copy
 from sa1b.shards import manifest
@@ -204,7 +204,9 @@ def test_a_source_that_changes_during_its_copy_is_copied_by_the_next(
             else:
                 number = 1 if change == "replace" else 3
                 tar = write_source(tmp_path / f"sa_00000{number}.tar", pairs(range(900, 912), seed=9))
-                reshard((tar,), root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True, replace=True))
+                reshard(
+                    (tar,), root, ROOTS["plain"], Policy(), IngestRun(workers=1, quiet=True, replace=True)
+                )
         return copy_object(copy, *arguments)
 
     monkeypatch.setattr(dataset_copy._Copy, "_object", changed)
@@ -229,7 +231,7 @@ def images(root):
 def test_a_source_that_was_added_is_added_to_the_copy(root, target, tmp_path):
     new = write_source(tmp_path / "sa_000003.tar", pairs(range(900, 905)))
     copied(root, target)
-    run = Run(workers=1, quiet=True, space_check=False)
+    run = IngestRun(workers=1, quiet=True, space_check=False)
     reshard((new,), root, ROOTS["plain"], Policy(False, frozenset(), None, None), run)
     summary = copied(root, target)
     assert summary.skipped == ["sa_000001", "sa_000002"]
@@ -397,7 +399,7 @@ class TestShards:
         copy = tmp_path / "copy"
         copied(root, copy, shards=[SHARD, "sa1b-000002-*"])
         policy = Policy(False, frozenset(), None, None)
-        run = Run(workers=1, quiet=True, space_check=False)
+        run = IngestRun(workers=1, quiet=True, space_check=False)
         summary = reshard(sources[:1], copy, ROOTS["plain"], policy, run)
         assert list(summary.done) == ["sa_000001"]
         assert verify(copy, deep=True, workers=0, quiet=True).findings == []

@@ -43,7 +43,7 @@ from sa1b.sources.coco import CocoFormat
 from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.pairing import WantedPairs
 from sa1b.storage.folder import FolderStore
-from sa1b.verify.report import Report
+from sa1b.verify.report import VerifyReport
 from sa1b.verify.verify import verify
 from sa1b.views.verb_view import main as view
 from tests import processes
@@ -235,7 +235,7 @@ def follow(template: Template, world: Path, rng: random.Random, *, sources: bool
     found, log, said = [], [], set[str]()
     before = safe(template, world)
     all_at_once = rng.random() < 0.5
-    report = Report("", False)
+    report = VerifyReport("", False)
     for _ in range(ROUNDS):
         report = verify(world / "root", workers=0, quiet=True)
         todo = [words for words in advised(report.document()) if sources or not needs_source(words)]

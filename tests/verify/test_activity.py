@@ -7,7 +7,7 @@ import pytest
 import sa1b
 from sa1b.console import command
 from sa1b.ingest.finish import finish
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
@@ -124,7 +124,7 @@ def test_a_source_added_during_the_check(root, sources, tmp_path, monkeypatch):
     new = write_source(tmp_path / "sa_000003.tar", pairs(range(500, 503), seed=3))
 
     def add():
-        reshard([*sources, new], root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True))
+        reshard([*sources, new], root, ROOTS["plain"], Policy(), IngestRun(workers=1, quiet=True))
 
     grow_during(monkeypatch, add)
     report = check(root)
@@ -134,7 +134,7 @@ def test_a_source_added_during_the_check(root, sources, tmp_path, monkeypatch):
 
 def test_a_source_replaced_during_the_check_is_no_damage(root, tmp_path, monkeypatch):
     other = write_source(tmp_path / "other" / "sa_000002.tar", pairs(range(600, 609), seed=4))
-    run = Run(workers=1, quiet=True, replace=True)
+    run = IngestRun(workers=1, quiet=True, replace=True)
     grow_during(monkeypatch, lambda: reshard([other], root, ROOTS["plain"], Policy(), run))
     report = check(root)
     assert report.findings == []
@@ -152,13 +152,13 @@ def test_shards_are_taken_by_the_number_of_their_part(root, parts):
     from dataclasses import replace
 
     from sa1b.verify.recover import lost_sources
-    from sa1b.verify.report import Report
+    from sa1b.verify.report import VerifyReport
     from sa1b.verify.root_check import RootCheck
 
     many = replace(task, shards=[replace(info, name=name) for name in names])
     manifest.write_task(root, many)
     (root / "dataset.json").unlink()
-    expected = [one.info.name for one in RootCheck(root, Report(str(root), False)).expected()]
+    expected = [one.info.name for one in RootCheck(root, VerifyReport(str(root), False)).expected()]
     assert expected[-parts:] == names
     for name in names[1:]:
         (root / name).touch()
@@ -176,7 +176,7 @@ def test_a_source_replaced_while_the_files_are_read_is_no_damage(root, tmp_path,
     def replaced(*arguments):
         if not done:
             done.append(True)
-            run = Run(workers=1, quiet=True, replace=True)
+            run = IngestRun(workers=1, quiet=True, replace=True)
             reshard([other], root, ROOTS["plain"], Policy(), run)
         return real(*arguments)
 
@@ -188,7 +188,7 @@ def test_a_source_replaced_while_the_files_are_read_is_no_damage(root, tmp_path,
 def test_shards_of_a_source_added_during_the_check_are_no_leftovers(root, sources, tmp_path, monkeypatch):
     new = write_source(tmp_path / "sa_000003.tar", pairs(range(500, 503), seed=3))
     grow_during(
-        monkeypatch, lambda: reshard([new], root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True))
+        monkeypatch, lambda: reshard([new], root, ROOTS["plain"], Policy(), IngestRun(workers=1, quiet=True))
     )
     assert check(root).notes == []
 

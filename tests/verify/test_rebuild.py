@@ -13,7 +13,7 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError
 from sa1b.ingest.finish import finish
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards import index, manifest
 from sa1b.shards.commit import write_dataset
@@ -194,7 +194,7 @@ def test_reshard_does_a_source_again_whose_task_file_was_lost(plain, sources):
     written = content(plain)
     remove(plain, "tasks/*.json")
     rebuild_root(plain, quiet=True)
-    summary = reshard(sources, plain, ROOTS["plain"], Policy(), Run(workers=2, quiet=True))
+    summary = reshard(sources, plain, ROOTS["plain"], Policy(), IngestRun(workers=2, quiet=True))
     assert summary.done == ["sa_000001", "sa_000002"]
     assert content(plain) == written
 

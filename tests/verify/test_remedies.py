@@ -10,7 +10,7 @@ import pytest
 
 from sa1b.console import command
 from sa1b.errors import UsageError
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
@@ -67,7 +67,7 @@ def test_a_redo_reads_a_finished_source_again_and_must_be_given_it(root, sources
     written = content(root)
     path = root / "tasks" / "sa_000002.json"
     shutil.copy(root / "tasks" / "sa_000001.json", path)  # of another source
-    run = Run(workers=1, quiet=True, redo=("sa_000002",))
+    run = IngestRun(workers=1, quiet=True, redo=("sa_000002",))
     with pytest.raises(UsageError, match="--redo sa_000002: no SOURCE has this name"):
         reshard(sources[:1], root, ROOTS["plain"], Policy(), run)
     summary = reshard(sources, root, ROOTS["plain"], Policy(), run)
@@ -83,7 +83,7 @@ def test_the_advice_for_a_folder_reads_it_as_before(tmp_path):
         *((f"old/{name}", data) for name, data in tiny.pairs([10, 11])),
     ]:
         (folder / name).write_bytes(data)
-    run = Run(workers=1, quiet=True, ignore=("old",))
+    run = IngestRun(workers=1, quiet=True, ignore=("old",))
     assert not reshard([folder], root, Options(), Policy(max_pixels=9000), run).failed
     written = content(root)
     next(root.glob("*.tar")).unlink()

@@ -14,7 +14,7 @@ import pytest
 from sa1b.errors import UsageError
 from sa1b.storage.resume_record import ResumeRecord
 from sa1b.verify import verify as verify_module
-from sa1b.verify.report import KEPT, SHOWN, Finding, Findings, Report
+from sa1b.verify.report import KEPT, SHOWN, Findings, Problem, VerifyReport
 from tests.verify.checking import check, flip
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_a_record_of_another_run_does_not_count_and_is_replaced(tmp_path):
 
 
 def finding(number):
-    return Finding("jpg_damaged", "sa1b-000001-0000.tar", f"image {number}", "restore it", image_id=number)
+    return Problem("jpg_damaged", "sa1b-000001-0000.tar", f"image {number}", "restore it", image_id=number)
 
 
 def test_findings_of_a_kind_are_kept_up_to_a_limit_and_counted():
@@ -165,7 +165,7 @@ def test_findings_of_a_kind_are_kept_up_to_a_limit_and_counted():
 
 
 def test_the_report_says_how_many_there_are():
-    report = Report("shards", deep=False)
+    report = VerifyReport("shards", deep=False)
     for number in range(KEPT + 500):
         report.found.add(finding(number))
     text = report.table()
@@ -195,7 +195,7 @@ def test_nothing_but_a_deep_check_of_shards_reads_an_index(root, monkeypatch):
         raise Stopped
 
     monkeypatch.setattr(verify_module, "_check_shards", stop)
-    report = Report(str(root), deep=False)
+    report = VerifyReport(str(root), deep=False)
     with pytest.raises(Stopped):
         check(root)
     found = verify_module.RootCheck(root, report).expected()

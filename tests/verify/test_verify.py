@@ -8,7 +8,7 @@ from sa1b.errors import ManifestError
 from sa1b.shards import manifest
 from sa1b.storage.atomic import temporary_path
 from sa1b.verify import verify
-from sa1b.verify.report import Report
+from sa1b.verify.report import VerifyReport
 from sa1b.verify.root_check import RootCheck
 from tests.shards.tiny_source import ROOTS
 from tests.verify.checking import check
@@ -38,7 +38,7 @@ def test_an_image_that_was_odd_in_the_source_is_no_damage(roots):
 
 
 def test_a_worker_on_another_machine_reads_its_own_copy_of_the_sample_table(root, tmp_path):
-    with RootCheck(root, Report(str(root), deep=False)) as state:
+    with RootCheck(root, VerifyReport(str(root), deep=False)) as state:
         expected = state.expected()[0]
         elsewhere = tmp_path / "scratch of another machine" / state.table_path.name
         given = (state.store, expected, state.remedy, elsewhere, False, lambda count: None)

@@ -9,7 +9,7 @@ import pytest
 from sa1b.console import command
 from sa1b.errors import ManifestError
 from sa1b.ingest.finish import drop_source
-from sa1b.ingest.policy import Policy, Run
+from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import VIEW_SEAL, view_seal
@@ -105,7 +105,7 @@ def test_row_numbers_of_other_images(root, view):
 def test_a_view_of_a_directory_that_grew_is_clean(sources, tmp_path):
     root = make_root(tmp_path, sources[:1], ROOTS["plain"])
     write_view(root, Dataset(root).table, np.arange(3, dtype=np.uint32))
-    reshard(sources, root, ROOTS["plain"], Policy(), Run(workers=1, quiet=True))
+    reshard(sources, root, ROOTS["plain"], Policy(), IngestRun(workers=1, quiet=True))
     assert len(Dataset(root)) == 19
     assert check(root).findings == []
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.engine.checkpoint.torch_metadata import Reader, Writer
+from sa1b.engine.checkpoint.torch_metadata import MetadataReader, Writer
 from sa1b.engine.model import Wrapper, stored
 from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.engine.step.gradients import reduction_of
@@ -172,7 +172,7 @@ def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: R
     # Every payload is loaded with weights_only=True by torch's reader; tensors are filled in place.
     state_dict_loader.load(
         dict(targets),
-        storage_reader=Reader(folder, metadata),
+        storage_reader=MetadataReader(folder, metadata),
         process_group=ranks.group,
         no_dist=ranks.group is None,
     )

@@ -147,7 +147,7 @@ def _whole(numbers: Any) -> tuple[int, ...]:
     return numbers
 
 
-class Reader(FileSystemReader):
+class MetadataReader(FileSystemReader):
     """Reads tensors with a verified table of contents, never with the pickle in the folder."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

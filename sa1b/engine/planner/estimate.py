@@ -11,7 +11,7 @@ from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared
 from sa1b.engine.planner.fake_step import measure
 from sa1b.engine.planner.live_memory import PURPOSES
-from sa1b.engine.ranks.network import Connection
+from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import mode_of, rank_shares
 from sa1b.engine.ranks.process_group import stop
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -21,14 +21,14 @@ from sa1b.engine.watch.hardware import peak_seconds
 from sa1b.engine.weights import load_weights
 
 
-def dry_run(config: Config, rank_info: RankInfo, connection: Connection) -> None:
+def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
     """Print the estimates of a run, and destroy the process group; see `plan` and `print_memory`."""
     plan(config, rank_info, connection)
     stop()
     print_memory(config, rank_info)
 
 
-def plan(config: Config, rank_info: RankInfo, connection: Connection) -> None:
+def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
     """Open the data and the initial weights, and print the estimates of a run.
 
     Raises:

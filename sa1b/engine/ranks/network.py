@@ -55,7 +55,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class NetworkChoice:
     """How the ranks are connected; its text is printed by --dry-run.
 
     Attributes:
@@ -87,7 +87,7 @@ def choose(
     out: Path,
     environment: MutableMapping[str, str] = os.environ,
     root: Path = Path("/"),
-) -> Connection:
+) -> NetworkChoice:
     """The settings for the ranks of this machine.
 
     Args:
@@ -107,8 +107,8 @@ def choose(
     found = {**configured(environment, root), **environment}
     if int(environment.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
         if not gpus or world_size == 1:
-            return Connection("one machine: nothing is set")
-        return Connection("one machine", tuple(_kept(one, found) for one in _recorder(out)))
+            return NetworkChoice("one machine: nothing is set")
+        return NetworkChoice("one machine", tuple(_kept(one, found) for one in _recorder(out)))
     ports = active_ports(root)
     if kind == "infiniband" and not ports:
         raise UsageError(
@@ -128,7 +128,7 @@ def choose(
         ]
     kept = (_kept(one, found) for one in wanted)
     how = "demanded" if kind != "auto" else "a port is active" if infiniband else "no active InfiniBand port"
-    return Connection(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
+    return NetworkChoice(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
 
 
 def _check_interface(wanted: str, root: Path) -> None:

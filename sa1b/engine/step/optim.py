@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from sa1b.console import counted
-from sa1b.engine.model import Limited, declared
+from sa1b.engine.model import LimitedModel, declared
 from sa1b.engine.settings import OptimConfig
 from sa1b.errors import UsageError
 
@@ -108,7 +108,7 @@ def make_optimizer(
         "fused": True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
     }
     optimizer = make(described, **settings)
-    if isinstance(model, Limited):
+    if isinstance(model, LimitedModel):
         optimizer.register_step_post_hook(partial(_limit, dict(weights.named_parameters()), model.largest))
     return optimizer
 

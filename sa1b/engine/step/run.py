@@ -19,7 +19,7 @@ from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.model import Wrapper, declared, inputs_of
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
-from sa1b.engine.ranks.network import Connection
+from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
@@ -57,7 +57,7 @@ STRAGGLERS: Place[Callable[..., StepWindow]] = Place(
 WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases], Watching]] = Place(
     "sa1b.engine.watch.watchdog:Watchdog", "--health.stall"
 )
-PLANNER: Place[Callable[[Config, RankInfo, Connection], None]] = Place(
+PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
     "sa1b.engine.planner:dry_run", "--dry-run"
 )
 
