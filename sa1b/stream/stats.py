@@ -1,7 +1,9 @@
 """Pipeline statistics: items, bytes, busy seconds and queue depth of each stage, and the limiting stage."""
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -9,6 +11,7 @@ from typing import Any
 
 from sa1b.storage.range_cache import RangeCache
 
+_ALL: "weakref.WeakSet[PipelineStats]" = weakref.WeakSet()  # of this process
 STAGES = ("read", "pick", "decode", "collate", "device")
 
 
@@ -52,7 +55,7 @@ class Snapshot(dict[str, Any]):
         return "\n".join([*lines, limiting, waited])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PipelineStats:
     """All stages of one stream or loader; safe to share between threads.
 
@@ -70,6 +73,9 @@ class PipelineStats:
     looks: int = 0
     cache: RangeCache | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        _ALL.add(self)
 
     @contextmanager
     def busy(self, name: str, size: int = 0, *, items: int = 1) -> Iterator[None]:
@@ -133,3 +139,12 @@ def limiting(busy: Mapping[str, float]) -> tuple[str | None, dict[str, float]]:
     total = sum(busy.values())
     shares = {name: seconds / total if total > 0 else 0.0 for name, seconds in busy.items()}
     return max(shares, key=lambda name: shares[name]) if total > 0 else None, shares
+
+
+def _release_locks() -> None:
+    """In a forked process: another thread of its parent may have held a lock."""
+    for stats in _ALL:
+        stats._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_release_locks)
