@@ -48,7 +48,7 @@ def test_memory_and_processor_and_bytes_of_a_child_count() -> None:
 
 def test_shared_pages_count_once() -> None:
     own = os.getpid()
-    held = bytearray(os.urandom(64_000_000))
+    held = bytearray(os.urandom(1_000_000) * 256)  # much more than the pages that a fork of the tests writes
     before = process_tree.memory(own)
     ready, done = os.pipe()
     forked = os.fork()

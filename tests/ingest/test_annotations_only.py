@@ -209,6 +209,6 @@ def test_damage_is_detected(folder: Path, tmp_path: Path) -> None:
 
 
 def _main(verb: str) -> Callable[..., object]:
-    from sa1b.cli import module_of
+    from sa1b.verbs import module_of
 
     return module_of(verb).main

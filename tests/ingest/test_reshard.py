@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def test_killed_at_random_times_it_goes_on_to_the_same_bytes(
             stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         time.sleep(draw.uniform(0.05, 0.8))
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has no group yet, or has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     run(sources, tmp_path)
     assert contents(tmp_path) == contents(clean)

@@ -25,7 +25,7 @@ def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(roo
     task.counts["doubtful"]["area"] = 0
     manifest.write_task(root, task)
     write_dataset(root, manifest.read_tasks(root))
-    warnings = root / "quarantine" / "sa_000001" / WARNINGS[0]
+    warnings = root / "quarantine" / "sa_000001" / WARNINGS
     lines = warnings.read_text().splitlines(keepends=True)
     warnings.write_text("".join(line for line in lines if json.loads(line)["reason"] != "area"))
     assert check(root).findings == []
