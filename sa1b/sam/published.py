@@ -121,7 +121,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         name = str(error.args[0])
         prefix = next((one.removesuffix(name) for one in weights if one.endswith(f".{name}")), None)
         advice = "" if prefix is None else f", but there is {prefix}{name}: remove the prefix {prefix!r}"
-        raise ValueError(f"{name} is missing{advice}") from None
+        raise ValueError(f"{name} must be in it{advice}") from None
 
 
 def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:

@@ -99,7 +99,7 @@ def test_of_another_preset_only_the_preset_is_named() -> None:
 
 
 def test_other_images_are_refused_with_the_flag_and_with_a_new_run() -> None:
-    message = "other images (abc): .* The flag of the view is --data.view. .* another --out with --init run"
+    message = "other images (abc): .*; the flag of the view is --data.view; .* another --out with --init run"
     with pytest.raises(UsageError, match=message.replace("(abc)", r"\(abc\)")):
         resume.refuse_sequence(CONFIG, CONFIG, "run", ResumeError("other images (abc): pass it as view"))
     with pytest.raises(UsageError, match="pass --seed 0"):

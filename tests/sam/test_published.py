@@ -165,7 +165,7 @@ def test_a_missing_first_tensor_and_a_prefix_are_named(tmp_path: Path, model: Sa
     first, path = "image_encoder.pos_embed", tmp_path / "weights.pth"
     weights = model.state_dict()
     torch.save({key: value for key, value in weights.items() if key != first}, path)
-    with pytest.raises(WeightsError, match=rf"not a SAM \({first} is missing\)"):
+    with pytest.raises(WeightsError, match=rf"not a SAM \({first} must be in it\)"):
         read_weights(path)
     torch.save({f"module.{key}": value for key, value in weights.items()}, path)
     with pytest.raises(WeightsError, match=rf"there is module.{first}: remove the prefix 'module.'"):

@@ -36,7 +36,9 @@ def rank(what: str, *flags: str) -> None:
     mishap.arrange(json.loads(what))
     code = train.main(reconstruction.PRESETS, arguments=flags)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if code or asked:  # the agent would wait 30 s for a rank that does not end
+    # After SIGUSR1 the agent waits for the result of this function. After the others, which it got too, it waits
+    # 30 s for a rank that does not end.
+    if code or {signal.SIGTERM, signal.SIGINT} & set(asked):
         train.exit_at_once(code)
     sys.stdout.flush()
 

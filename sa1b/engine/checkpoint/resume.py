@@ -62,7 +62,7 @@ def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) 
     """
     _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
     raise UsageError(
-        f"--out {out}: {error}. The flag of the view is --data.view. To train on the images that are there "
+        f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are there "
         f"now, pass another --out with --init {out}"
     )
 
