@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import sa1b
+from benchmarks import process_tree
 from sa1b.errors import Sa1bError, ShardError, UsageError
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
@@ -259,7 +260,10 @@ def test_ctrl_c_ends_a_query_and_leaves_no_file(root: Path, tmp_path: Path) -> N
     ]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        while not list(tmp_path.glob("sa1b-query-*")):  # the query begins
+        while not list(tmp_path.glob("sa1b-query-*")):
+            assert process.poll() is None
+        begun = process_tree.processor_seconds(process.pid)
+        while process_tree.processor_seconds(process.pid) < begun + 0.5:  # the query computes
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
