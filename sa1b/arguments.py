@@ -133,7 +133,7 @@ def plain_words(words: Iterable[str]) -> list[str]:
     plain: list[str] = []
     for word in words:
         flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        if not value and (flag if mark else plain[-1:] == ["--out"] and "--out") == "--out":
+        if word == "--out=" or (not word and plain[-1:] == ["--out"]):
             raise UsageError("--out: is empty; name a folder, or a URL (is a variable of the shell not set?)")
         if value == "~" or value.startswith("~/"):
             raise UsageError(
