@@ -8,6 +8,7 @@ ended is used again, so a call costs 20 µs of processor time more (measured wit
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,10 +21,11 @@ class OverdueError(Exception):
 
 
 class Limited:
-    """Calls with a limit; threads may share it."""
+    """Calls with a limit; threads may share it. Its idle threads end with it."""
 
     def __init__(self) -> None:
         self._idle: list[_Thread] = []
+        weakref.finalize(self, _end, self._idle).atexit = False
 
     def call(self, work: Callable[[], T], seconds: float) -> T:
         """The result of `work`, or its exception.
@@ -48,10 +50,7 @@ class Limited:
 
     def close(self) -> None:
         """End the threads that have nothing to do."""
-        while self._idle:
-            thread = self._idle.pop()
-            thread.calls.put(None)
-            thread.join()
+        _end(self._idle)
 
 
 class _Call:
@@ -79,3 +78,11 @@ class _Thread(threading.Thread):
                 call.error = error
             call.ended.release()
             del call  # it may refer to large results
+
+
+def _end(idle: list[_Thread]) -> None:
+    while idle:
+        thread = idle.pop()
+        thread.calls.put(None)
+        if thread is not threading.current_thread():  # which may collect garbage
+            thread.join()

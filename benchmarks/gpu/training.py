@@ -343,7 +343,7 @@ def failure(setting: Setting, record: Record) -> None:
             done = setting.run(f"failure {mode}", *command)
             seconds = time.time() - float(moment.read_text())
             record.check(f"{mode}: exit code 1", done.returncode == 1, done.returncode)
-            reason = "OutOfMemoryError: CUDA out of memory" if setting.on_gpu else "can't allocate memory"
+            reason = "out of memory (CUDA out of memory" if setting.on_gpu else "can't allocate memory"
             record.check(f"{mode}: the reason is printed", reason in done.stdout, done.stdout[-300:])
             record.figure(f"{mode}: from the error to the end of the process", seconds, "s")
             # On a CPU other processes may slow this one down.

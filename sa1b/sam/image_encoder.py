@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sa1b.sam.norms import layer_norm
 from sa1b.sam.transformer import feed_forward
 
 EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
@@ -191,9 +192,9 @@ class ChannelNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Input of any memory format -> output in channels-last format."""
-        x = F.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, EPSILON)
+    def forward(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """Input of any memory format -> output in channels-last format; `gelu`: GELU follows."""
+        x = layer_norm(x.permute(0, 2, 3, 1), self.weight, self.bias, EPSILON, gelu=gelu)
         return x.permute(0, 3, 1, 2)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import EPSILON, ChannelNorm
+from sa1b.sam.norms import layer_norm
 from sa1b.sam.transformer import SharedImage, TwoWayTransformer, product_with_transposed
 
 MASKS = 4  # one mask for unambiguous prompts, three for ambiguous prompts
@@ -87,9 +88,8 @@ class MaskDecoder(nn.Module):
         """
         first, norm, _, second, _ = self.output_upscaling
         x = upscaled(image, first)  # (M, N, 4, C / 4)
-        gain, bias = (norm.get_parameter(name).to(x.dtype) for name in ("weight", "bias"))
-        with torch.autocast(x.device.type, enabled=False):  # autocast would give a float32 copy
-            x = F.gelu(F.layer_norm(x, gain.shape, gain, bias, EPSILON))
+        gain, bias = (norm.get_parameter(name) for name in ("weight", "bias"))
+        x = layer_norm(x, gain, bias, EPSILON, gelu=True)
         x = F.gelu(upscaled(x, second))  # (M, N, 4, 4, C / 8)
         count, side = weights.shape[1], math.isqrt(image.shape[1])
         logits = product_with_transposed(weights, x.flatten(1, 3))

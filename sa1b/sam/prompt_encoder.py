@@ -91,8 +91,8 @@ class PromptEncoder(nn.Module):
             low_res = torch.where(has[..., None], low_res, 0)
         weight, bias = last.get_parameter("weight"), last.get_parameter("bias").float()
         x = low_res.to(weight.dtype)
-        for layer in layers:
-            x = layer(x)
+        for convolution, norm in (layers[:2], layers[3:5]):
+            x = norm(convolution(x), gelu=True)
         features, basis = x.flatten(2).float(), weight.flatten(1).T.float()
         if has is None:
             return DenseEmbedding(bias + 0 * nothing, features, basis)

@@ -67,7 +67,7 @@ class PixelFeatures(nn.Module):
         """Normalised pixels [B, 3, S, S] and embedding [B, channels, h, w] -> [B, features, 4 h, 4 w]."""
         # The mean over pixels, because noise of single pixels would dominate features of random weights.
         colours = F.avg_pool2d(pixels, self.pool).to(self.first.weight.dtype)
-        near = F.gelu(self.norm(self.first(colours.contiguous(memory_format=torch.channels_last))))
+        near = self.norm(self.first(colours.contiguous(memory_format=torch.channels_last)), gelu=True)
         x = near + F.interpolate(self.embedding(embedding), scale_factor=4.0, mode="nearest")
         for convolution in self.context:
             x = x + F.gelu(convolution(x))

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sa1b.sam.norms import layer_norm
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -223,16 +225,8 @@ class TwoWayLayer(nn.Module):
         queries = self.norm3(queries + self.mlp(queries))
 
         changed = self.cross_attn_image_to_token(image, queries + tokens, queries)
-        changed = layer_norm(changed, self.norm4)
+        changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
         return queries, OwnImage(changed, changed + image_position)
-
-
-def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """The norm in the number format of x; autocast would give a float32 copy."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.layer_norm(
-            x, norm.normalized_shape, norm.weight.to(x.dtype), norm.bias.to(x.dtype), norm.eps
-        )
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:

@@ -32,6 +32,7 @@ from sa1b.shards.sample_table import (
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
+from sa1b.version import __version__
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
@@ -43,7 +44,7 @@ _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstan
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that affect the bytes of a dataset directory."""
-    return {name: importlib.metadata.version(name) for name in ("sa1b", *_LIBRARIES)}
+    return {"sa1b": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}}
 
 
 def task_name(source_name: str, ending: str = "json") -> str:

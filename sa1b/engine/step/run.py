@@ -302,6 +302,7 @@ class Run:
             self.metrics.close()
         finally:
             self.checkpoints.close()
+            self.control.close()
 
 
 def fitted(config: Config, world_size: int) -> Config:

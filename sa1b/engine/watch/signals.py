@@ -151,6 +151,10 @@ class Requests:
                 f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
             ) from None
 
+    def close(self) -> None:
+        """End the threads that write."""
+        self._limited.close()
+
     def check(self) -> None:
         """At the end of a run, raise the error that stopped it.
 

@@ -1,0 +1,124 @@
+"""Kernels of torch at the shapes of the model: attention by back end, and layer norms of few channels.
+
+Attention: which back end torch chooses, and for each one its time and the error of its output and gradients
+against float64, on fewer heads. Layer norms: time, and bytes that it reads and writes per second.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu import timing
+from benchmarks.gpu.part import Record, Setting
+from sa1b.sam.norms import layer_norm
+
+# Batch, heads, tokens, length of queries and keys, length of values.
+SHAPES = {
+    "window": (200, 12, 196, 96, 96),
+    "window, values of 64": (200, 12, 196, 96, 64),
+    "global": (8, 12, 4096, 192, 192),
+    "global, values of 128": (8, 12, 4096, 192, 128),
+    "global, values of 64": (8, 12, 4096, 192, 64),
+    "tokens": (512, 8, 16, 32, 32),
+}
+BACK_ENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+NORMS = ((8 << 20, 4), (8 << 20, 64), (2 << 20, 256), (512 * 16, 256))
+
+
+def attention(setting: Setting, record: Record) -> None:
+    """Choice, errors and times of each back end."""
+    for name, shape in SHAPES.items():
+        with record.attempt(name):
+            _attention(setting, record, name, setting.pick(shape, (2, 2, 16, 32, 32)))
+
+
+def _attention(setting: Setting, record: Record, name: str, shape: tuple[int, int, int, int, int]) -> None:
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    q, k, v = _tensors(shape, dtype, setting.device)
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=0.1)
+    record.text(f"{name}: chosen", CHOICES.get(chosen, str(chosen)))
+    small = _tensors((1, 1, *shape[2:]), dtype, setting.device)
+    exact = _results(*(one.detach().double().requires_grad_() for one in small))
+    for label, back_end in BACK_ENDS.items():
+        if label == "math" and shape[2] > 1024:
+            continue  # tokens x tokens in memory
+        try:
+            with sdpa_kernel(back_end):
+                found = _results(*small)
+                errors = [_difference(*pair) for pair in zip(found, exact, strict=True)]
+                for part, error in zip(("output", "dq", "dk", "dv"), errors, strict=True):
+                    record.figure(f"{name}, {label}: error of {part}", error)
+                forward = timing.each(lambda _: _forward(q, k, v), [q], setting.pick(5, 1))
+                both = timing.each(lambda _: _results(q, k, v), [q], setting.pick(5, 1))
+            record.figure(f"{name}, {label}: forward", forward, "ms")
+            record.figure(f"{name}, {label}: forward and backward", both, "ms")
+        except RuntimeError as error:
+            record.text(f"{name}, {label}: refused", str(error).splitlines()[0])
+
+
+def _tensors(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> list[Tensor]:
+    batch, heads, tokens, keys, values = shape
+    torch.manual_seed(0)
+    return [
+        torch.randn(batch, heads, tokens, length, device=device).to(dtype).requires_grad_()
+        for length in (keys, keys, values)
+    ]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=0.1)
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The output, and the gradients of a sum with fixed weights."""
+    out = _forward(q, k, v)
+    weight = torch.linspace(-1, 1, out.shape[-1], device=out.device, dtype=out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), weight.expand_as(out))]
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other).norm() / other.norm().clamp(min=1e-9))
+
+
+def norms(setting: Setting, record: Record) -> None:
+    """Layer norms of many rows of few channels, forward and backward."""
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    for full, channels in NORMS:
+        rows = setting.pick(full, 64)
+        x = torch.randn(rows, channels, device=setting.device, dtype=dtype, requires_grad=True)
+        weight, bias = (torch.randn(channels, device=setting.device, requires_grad=True) for _ in range(2))
+        with record.attempt(f"[{rows}, {channels}]"):
+            with torch.autocast(setting.device, dtype=torch.bfloat16, enabled=setting.on_gpu):
+                out = F.layer_norm(x, (channels,), weight, bias)
+            record.text(f"layer norm [{rows}, {channels}]: output", str(out.dtype))
+            calls: dict[str, Callable[[Tensor], Any]] = {
+                "forward": lambda x, w=weight, b=bias: F.layer_norm(x, w.shape, w.to(x.dtype), b.to(x.dtype)),
+                "backward": lambda g, o=out, x=x, w=weight, b=bias: torch.autograd.grad(
+                    o, (x, w, b), g, retain_graph=True
+                ),
+            }
+            with torch.autocast(setting.device, dtype=torch.bfloat16, enabled=setting.on_gpu):
+                own = layer_norm(x, weight, bias, 1e-6, gelu=True)
+            calls |= {
+                "with GELU, of the package, forward": lambda x, w=weight, b=bias: layer_norm(
+                    x, w, b, 1e-6, gelu=True
+                ),
+                "with GELU, of the package, backward": lambda g, o=own, x=x, w=weight, b=bias: (
+                    torch.autograd.grad(o, (x, w, b), g, retain_graph=True)
+                ),
+            }
+            inputs = {"forward": x.detach(), "backward": out.detach(), "own": own.detach()}
+            for label, call in calls.items():
+                kind = label.split()[-1] if label in inputs else "own" if "backward" in label else "forward"
+                took = timing.each(call, [inputs[kind]], 3)
+                record.figure(f"layer norm [{rows}, {channels}], {label}", took, "ms")

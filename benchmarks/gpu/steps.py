@@ -1,0 +1,108 @@
+"""Time of the host and of the device in a training step of ViT-B, by micro-batch and attention back end.
+
+The batch stays on the device, so the loader takes no part; "with loader threads" repeats the measurement
+while the loader prepares further batches. Host: from the start of the step until its last launch. Whole:
+until the device has computed it.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.part import Record, Setting
+from benchmarks.gpu.training import common
+from sa1b.engine import config as settings
+from sa1b.engine.ranks.process_group import start, stop
+from sa1b.engine.step.gradients import clear, finish
+from sa1b.engine.step.run import Run
+from sa1b.engine.watch.phase import Phases
+from sa1b.recipes import presets
+from sa1b.sam import norms
+from sa1b.stream.batch import Batch
+
+Change = Callable[[], AbstractContextManager[Any]]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def work(setting: Setting, record: Record) -> None:
+    """Micro-batches of 8, 4, 2 and 1 images; 8 with other kernels, and with another number of masks."""
+    cases: list[tuple[str, int, int, Change]] = [
+        ("8 images", 8, 64, nullcontext),
+        ("1 image", 1, 64, nullcontext),
+        ("8 images, layer norms of torch", 8, 64, partial(patch.object, norms, "_kernels", lambda: None)),
+        ("4 images", 4, 64, nullcontext),
+        ("2 images", 2, 64, nullcontext),
+        ("8 images, 57 masks", 8, 57, nullcontext),
+        ("8 images, without cuDNN attention", 8, 64, partial(sdpa_kernel, WITHOUT_CUDNN)),
+    ]
+    for label, images, masks, changed in setting.pick(cases, [("2 images", 2, 4, nullcontext)]):
+        with record.attempt(label), ExitStack() as stack:
+            stack.enter_context(changed())
+            run, batch = stack.enter_context(_run(setting, images, masks))
+            _measure(setting, record, label, run, batch, images)
+
+
+@contextmanager
+def _run(setting: Setting, images: int, masks: int) -> Iterator[tuple[Run, Batch]]:
+    sizes = setting.pick(("--preset", "vit_b", "--parallel.precision", "bf16"), ())
+    flags = (*common(setting, setting.folder / "steps"), *sizes, "--data.global-batch", images)
+    flags += ("--data.masks", masks, "--optim.steps", 1000)
+    config = settings.parse([*map(str, flags)], None, presets.PRESETS, "train")
+    rank_info = start(config.parallel)
+    run = Run(settings.agree(config.resolved(), rank_info), rank_info, Phases())
+    run.module.train()
+    try:
+        yield run, next(run.feed.step())
+    finally:
+        run.close()
+        stop()
+        del run
+        gc.collect()
+        if setting.on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _measure(setting: Setting, record: Record, label: str, run: Run, batch: Batch, images: int) -> None:
+    first = _step(setting, run, batch)
+    record.figure(f"{label}: first step", first[1], "s")
+    figures: dict[str, Any] = {}
+    for kind in ("alone", "with loader threads"):
+        found = []
+        for _ in range(setting.pick(4, 1)):
+            if kind != "alone":
+                next(run.feed.step())  # its place is filled while the step runs
+            found.append(_step(setting, run, batch))
+        host, whole = (median(times) for times in zip(*found, strict=True))
+        figures |= {f"{kind}: host": host, f"{kind}: whole": whole}
+    for name, seconds in figures.items():
+        record.figure(f"{label}, {name}", 1e3 * seconds, "ms")
+    record.figure(f"{label}: rate", images / figures["alone: whole"], "images/s")
+    if setting.on_gpu:
+        record.figure(f"{label}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
+
+
+def _step(setting: Setting, run: Run, batch: Batch) -> tuple[float, float]:
+    """Seconds of the host, and until the device has ended."""
+    _wait(setting)
+    began = time.perf_counter()
+    sums = run.forward_backward(batch)
+    masks = sums["count"] / run.divisor
+    finish(run.module, run.optimizer, run.scaler, masks, run.rank_info, grad_clip=1.0)
+    run.scaler.step(run.optimizer)
+    clear(run.module, run.optimizer)
+    host = time.perf_counter() - began
+    _wait(setting)
+    return host, time.perf_counter() - began
+
+
+def _wait(setting: Setting) -> None:
+    if setting.on_gpu:
+        torch.cuda.synchronize()

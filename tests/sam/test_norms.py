@@ -1,0 +1,28 @@
+"""Layer norms of few channels equal those of torch, in Triton's interpreter and, if there is one, on a GPU."""
+
+import pytest
+import torch
+
+from sa1b.sam.norms import layer_norm
+from tests.masks.test_raster_triton import python, with_triton
+
+
+@with_triton
+def test_the_interpreter_gives_the_numbers_of_torch():
+    assert python("-m", "tests.sam.norm_cases", TRITON_INTERPRET="1") == "8 kinds of norm\n"
+
+
+@pytest.mark.gpu
+def test_compiled_gives_the_numbers_of_torch():
+    from tests.sam.norm_cases import check_all  # needs triton
+
+    assert check_all("cuda", largest=1100) == 8
+
+
+@pytest.mark.gpu
+def test_a_norm_keeps_the_number_format_under_autocast():
+    x = torch.randn(8, 4, 64, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.ones(2, 64, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = layer_norm(x, weight, bias, 1e-6, gelu=True)
+    assert found.dtype == torch.bfloat16
