@@ -31,7 +31,7 @@ PARTS = (
     _measures("kernels", "kernels:attention", 40, "attention by back end: errors and times"),
     _measures("norms", "kernels:norms", 20, "layer norms of few channels"),
     _measures("recipe", "training:recipe", 110, "the full recipe of ViT-B: rate, memory, waits", "material"),
-    _measures("checkpoint", "training:checkpoint", 70, "stalls of saves; resuming", "material"),
+    _measures("checkpoint", "training:checkpoint", 120, "stalls of saves; resuming", "material"),
     _measures("steps", "steps:work", 120, "host and device time of a step, by micro-batch", "material"),
     _measures("encoder", "training:encoder", 60, "forward and backward of the image encoder of ViT-B"),
     _measures("attention", "attention:work", 60, "forms of the attention with relative positions"),

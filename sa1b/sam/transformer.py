@@ -16,16 +16,21 @@ first layer the masks of an image share its tokens: see `SharedImage`.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sa1b.sam.norms import layer_norm
 
 Product = Callable[[Tensor, Tensor], Tensor]
+# Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
+# forward and backward of 512 masks with 16 tokens; this one takes 0.17 ms, flash attention 0.37.
+TOKEN_BACK_ENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,8 +270,10 @@ class TokenAttention(ProjectedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values [M, T, C] -> [M, T, C]."""
         heads = (self.split(self.q_proj(q)), self.split(self.k_proj(k)), self.split(self.v_proj(v)))
-        out: Tensor = self.out_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return out
+        with sdpa_kernel(TOKEN_BACK_ENDS) if q.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(*heads)
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 class TokenToImage(ProjectedAttention):

@@ -30,6 +30,7 @@ from tests.stream.test_side_stream import LateStream, late  # noqa: F401  (a fix
 from tests.stream.test_stream import SMALL, assert_equal, take
 
 S = 32
+BRIGHTNESS = torch.tensor([0.299, 0.587, 0.114])[:, None, None]  # of red, green, blue
 
 
 def smooth(height: int, width: int, number: int = 0) -> np.ndarray:
@@ -583,7 +584,9 @@ def test_a_gpu_decodes_the_images_of_the_cpu(root: Path, name: str) -> None:
     own = stream(root, decoder=name)
     loader = sa1b.Loader(own, threads=3, device="cuda", dense=S, quiet=True)
     for batch, expected in zip(loader, take(stream(root), 14), strict=False):
-        assert (batch.images.cpu().float() - expected.images.float()).abs().mean() < 4
+        # The brightness: these images are noise, and torchcodec repeats chroma where the CPU interpolates.
+        differ = (batch.images.cpu().float() - expected.images.float()) * BRIGHTNESS
+        assert differ.sum(1).abs().mean() < 4
         assert torch.equal(batch.dense.cpu(), expected.masks.dense(S))
         moved = replace(batch, dense=None).to("cpu")
         assert_equal(replace(moved, buffer=None, images=expected.images), expected)
