@@ -71,6 +71,17 @@ def failed_lines(failed: Mapping[str, str]) -> list[str]:
     return first_lines(lines, rest="and {:,} more failed, all printed with --json")
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: "0-3, 7"."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
+
+
 def fact_lines(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
     """One line for each name and value; the values start in the same column."""
     width = max((len(name) for name, _ in rows), default=0)

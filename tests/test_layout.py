@@ -50,7 +50,7 @@ CORE = (
     *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "files", "folder", "tensors")),
 )
 TECHNIQUES = (
-    *("ranks.zero1", "ranks.compression", "ranks.pipeline", "ranks.shares"),
+    *("ranks.zero1", "ranks.compression", "ranks.pipeline"),
     *("planner", "watch.stragglers", "watch.watchdog"),
 )
 

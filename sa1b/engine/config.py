@@ -32,9 +32,9 @@ from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import CheckpointConfig, EvaluationConfig, OptimConfig, ParallelConfig
-from sa1b.engine.watch import deadline
 from sa1b.engine.watch.health import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
+from sa1b.engine.watch.signals import deadline_of
 from sa1b.engine.weights import load_weights
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import DATASET
@@ -253,7 +253,7 @@ def _check(config: Config) -> None:
     for flag, value in _numbers(config.document()):
         if not math.isfinite(value):
             raise UsageError(f"--{flag} {value}: must be a finite number")
-    if deadline.of(config.deadline)[0] is not None and config.evaluate_only:
+    if deadline_of(config.deadline)[0] is not None and config.evaluate_only:
         raise UsageError("--deadline: is for training; drop it, or --evaluate-only")
     if not 0 <= config.seed < 1 << 63:
         raise UsageError(f"--seed {config.seed}: must be at least 0 and below 2**63")

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sa1b.errors import UsageError
-from sa1b.grounding.alignment import GroundingRecipe, contrastive_loss, region_features
-from sa1b.grounding.phrases import Phrased, TextConfig, TextEncoder, phrased
+from sa1b.grounding.alignment import (
+    GroundingRecipe,
+    Phrased,
+    TextConfig,
+    TextEncoder,
+    contrastive_loss,
+    phrased,
+    region_features,
+)
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
 from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, ModelConfig, normalised

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sa1b.grounding.phrases import Phrased
+from sa1b.grounding.alignment import Phrased
 from sa1b.masks.raster_torch import inside_image
 from sa1b.masks.runs import Runs
 from sa1b.sam.protocol import UNIT

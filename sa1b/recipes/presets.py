@@ -10,9 +10,8 @@ from sa1b.engine.config import Config
 from sa1b.engine.data_config import DataConfig, available_memory
 from sa1b.engine.settings import CheckpointConfig, OptimConfig
 from sa1b.errors import UsageError
-from sa1b.grounding.alignment import GroundingRecipe
+from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding
-from sa1b.grounding.phrases import TextConfig
 from sa1b.grounding.score import GroundingScore
 from sa1b.recipes.scorer import ClickScorer
 from sa1b.recipes.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from sa1b.engine import weights
 from sa1b.errors import UsageError
-from sa1b.grounding.alignment import GroundingRecipe
+from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.grounding.phrases import TextConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import FORMATS, WeightsError, config_of, preset_of, read_weights, write_weights
 from sa1b.stream.tokenizer import open_tokenizer

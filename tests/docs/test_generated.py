@@ -10,11 +10,10 @@ import pytest
 
 import sa1b.train
 from sa1b.engine.watch.control import StepFigures
+from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.metrics import figures_of
-from sa1b.engine.watch.phase import Phases
-from sa1b.engine.watch.rank_time import WORK
+from sa1b.engine.watch.phase import WORK, Phases
 from sa1b.engine.watch.stragglers import PARTS, Stragglers
-from sa1b.engine.watch.utilisation import CPU, GPU
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
 from sa1b.stream.bottleneck import BUSY, LoaderSettings, LoaderWindow

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sa1b.engine.ranks.process_group import stop
 from sa1b.programs.doctor import reachability, ring, synchronisation
 from sa1b.programs.doctor.bandwidth import bandwidth
-from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.exchange import CheckTogether, RankExchange
+from sa1b.programs.doctor.check import CheckTogether, RankExchange, RankProcess
 from sa1b.programs.doctor.report import Finding
 
 PATIENCE = 120  # seconds

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from sa1b.programs.doctor.all_checks import LOCAL, TOGETHER, names, out_of_step, run_checks
-from sa1b.programs.doctor.check import RankProcess, crashed
-from sa1b.programs.doctor.exchange import CheckTogether, RankExchange
+from sa1b.programs.doctor.check import CheckTogether, RankExchange, RankProcess, crashed
 from sa1b.programs.doctor.report import Finding
 from sa1b.programs.doctor.synchronisation import GROUP, process_group, rank_sum
 from tests import processes

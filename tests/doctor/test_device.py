@@ -9,9 +9,8 @@ import torch
 
 from sa1b.programs.doctor import device
 from sa1b.programs.doctor.check import Check, RankProcess
-from sa1b.programs.doctor.device import Gpus, copy_finding, placed
+from sa1b.programs.doctor.device import Gpus, copy_finding, placed, small_step
 from sa1b.programs.doctor.report import Finding, agreement
-from sa1b.programs.doctor.small_step import small_step
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from sa1b.engine.ranks.network import choose
-from sa1b.programs.doctor.check import RankProcess
+from sa1b.programs.doctor.check import RankProcess, of_rank
 from sa1b.programs.doctor.environment import KNOWN, environment
-from sa1b.programs.doctor.exchange import of_rank
 from sa1b.programs.doctor.report import Finding, agreement
 from tests.engine import test_network
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sa1b.programs.doctor import reachability
-from sa1b.programs.doctor.exchange import connect_reason
+from sa1b.programs.doctor.check import connect_reason
 from sa1b.programs.doctor.reachability import connection_findings
 from sa1b.programs.doctor.report import Finding, Report
 from sa1b.programs.doctor.ring import steps_of, timeline

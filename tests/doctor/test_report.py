@@ -2,7 +2,8 @@
 
 import json
 
-from sa1b.programs.doctor.report import Finding, Report, merged, ranges
+from sa1b.programs.doctor.report import Finding, Report, merged
+from sa1b.report import ranges
 
 
 def test_equal_findings_become_one_line_and_their_numbers_a_range() -> None:

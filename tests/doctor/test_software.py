@@ -6,7 +6,7 @@ from pathlib import Path
 import google_crc32c
 import pytest
 
-from sa1b.programs.doctor import software
+from sa1b.programs.doctor import machine
 from sa1b.programs.doctor.check import RankProcess
 from sa1b.programs.doctor.report import Finding, agreement
 
@@ -26,7 +26,7 @@ def checked(root: str | None = None, **installed: str) -> list[Finding]:
             raise PackageNotFoundError(name)
         return installed[name]
 
-    return list(software.packages(RankProcess(root=root), REQUIREMENTS, version_of))
+    return list(machine.packages(RankProcess(root=root), REQUIREMENTS, version_of))
 
 
 def test_all_required_packages_are_there() -> None:
@@ -52,7 +52,7 @@ def test_what_the_url_needs() -> None:
 
 
 def test_the_requirements_of_this_package_are_met() -> None:
-    (found,) = software.packages(RankProcess(root="s3://bucket"))
+    (found,) = machine.packages(RankProcess(root="s3://bucket"))
     assert found.state == "ok"
     assert {"torch", "numpy", "s3fs"} <= found.values["installed"].keys()
 
@@ -66,20 +66,20 @@ def test_a_checksum_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_build_without_a_back_end() -> None:
     good = {"gloo": True, "cuda": "12.8", "nccl": "2.27.3"}
-    assert software.lacking(good) == ""
-    assert "with gloo" in software.lacking(good | {"gloo": False})
-    assert "with NCCL" in software.lacking(good | {"nccl": None})
-    assert software.lacking({"gloo": True, "cuda": None, "nccl": None}) == ""
+    assert machine.lacking(good) == ""
+    assert "with gloo" in machine.lacking(good | {"gloo": False})
+    assert "with NCCL" in machine.lacking(good | {"nccl": None})
+    assert machine.lacking({"gloo": True, "cuda": None, "nccl": None}) == ""
 
 
 def test_the_driver_is_part_of_the_versions(tmp_path: Path) -> None:
-    (found,) = software.versions(RankProcess(system=tmp_path))
+    (found,) = machine.versions(RankProcess(system=tmp_path))
     assert (found.state, found.values["driver"]) == ("ok", None)
     assert found.values["torch"] in found.figure
 
 
 def test_ranks_with_other_code_of_the_same_version_are_named(tmp_path: Path) -> None:
-    (own,) = software.versions(RankProcess(system=tmp_path))
+    (own,) = machine.versions(RankProcess(system=tmp_path))
     assert len(own.values["code"]) == 64
 
     def of(rank: int, code: str) -> Finding:
@@ -94,8 +94,8 @@ def test_two_machines_with_one_host_name_are_named(tmp_path: Path) -> None:
     boot = tmp_path / "proc/sys/kernel/random/boot_id"
     boot.parent.mkdir(parents=True)
     boot.write_text("1234-5678\n")
-    assert software.boot_id(RankProcess(system=tmp_path)) == "1234-5678"
-    assert software.boot_id(RankProcess(system=tmp_path / "none")) == ""
+    assert machine.boot_id(RankProcess(system=tmp_path)) == "1234-5678"
+    assert machine.boot_id(RankProcess(system=tmp_path / "none")) == ""
 
     def of(rank: int, machine: str) -> Finding:
         return Finding("versions", "ok", "", "", (rank,), "gpu", {"machine": machine})

@@ -10,8 +10,7 @@ import pytest
 
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.deadline import of, started, timestamp
-from sa1b.engine.watch.signals import Stop
+from sa1b.engine.watch.signals import Stop, deadline_of, started, timestamp
 from sa1b.errors import UsageError
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
@@ -80,26 +79,26 @@ def test_a_run_that_torchrun_starts_again_keeps_its_deadline(monkeypatch: pytest
     assert 0 <= time.time() - own < 24 * 3600
     time.sleep(0.05)
     assert started() == pytest.approx(own, abs=0.02)
-    program = "import sa1b.engine.watch.deadline as deadline; print(deadline.started())"
+    program = "from sa1b.engine.watch import signals; print(signals.started())"
     alone = float(run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
     assert alone > own
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert started() <= own + 0.02  # of the parent
-    deadline, clock = of("+01:00")
+    deadline, clock = deadline_of("+01:00")
     assert deadline is not None
     assert deadline - clock() == pytest.approx(started() + 3600 - time.time(), abs=0.05)
 
 
 def test_a_duration_does_not_follow_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    end, clock = of("+90:00")
+    end, clock = deadline_of("+90:00")
     assert end is not None
     left, real = end - clock(), time.time
-    of_day, calendar = of("2126-01-31T06:30")
+    of_day, calendar = deadline_of("2126-01-31T06:30")
     assert of_day is not None
     for jump in (-3600, 3600):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
         assert 0 <= left - (end - clock()) < 600
-        restarted, clock_after = of("+90:00")  # as the ranks do that torchrun starts again
+        restarted, clock_after = deadline_of("+90:00")  # as the ranks do that torchrun starts again
         assert restarted is not None
         assert abs(left - (restarted - clock_after())) < 600
     assert calendar is not time.monotonic

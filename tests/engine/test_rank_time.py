@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sa1b.engine.ranks.zero1 import Zero1Optimizer
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.gradients import micro_batch
-from sa1b.engine.watch.phase import OTHER, Phases
-from sa1b.engine.watch.rank_time import RankTime
+from sa1b.engine.watch.phase import OTHER, Phases, RankTime
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 

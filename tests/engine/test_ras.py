@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sa1b.engine.watch.watchdog.stall import nccl_status
+from sa1b.engine.watch.watchdog.states import nccl_status
 
 STATUS = b"NCCL version 2.30.3\nJob summary\n  2 nodes 16 processes\n  rank 3: NOCOMM\n"
 

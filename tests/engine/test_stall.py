@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from sa1b.engine.watch.watchdog.stall import Observed, culprits, table, verdict
-from sa1b.engine.watch.watchdog.states import RankState
+from sa1b.engine.watch.watchdog.states import Observed, RankState, culprits, table, verdict
 
 
 def rank(own: int, /, *, age: float = 0.5, silent: bool = False, **changes: Any) -> Observed:

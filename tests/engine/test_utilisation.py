@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.watch.utilisation import CPU, GPU, Sampler
+from sa1b.engine.watch.hardware import CPU, GPU, Sampler
 
 UUID = "1234-abcd"
 DEVICE = torch.device("cuda", 1)
@@ -88,7 +88,7 @@ def test_a_driver_that_does_not_answer_does_not_stop_the_end(monkeypatch: pytest
 
     nvml = Nvml()
     monkeypatch.setattr(nvml, "nvmlDeviceGetPowerUsage", power)
-    monkeypatch.setattr("sa1b.engine.watch.utilisation._PATIENCE", 0.01)
+    monkeypatch.setattr("sa1b.engine.watch.hardware._PATIENCE", 0.01)
     sampler = Sampler(DEVICE, nvml=nvml)
     assert asked.wait(60)
     sampler.close()
@@ -116,7 +116,7 @@ def test_without_a_driver_or_the_gpu_all_is_unknown(nvml: Nvml, caplog: pytest.L
 
 
 def test_without_pynvml_all_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.engine.watch.utilisation.find_spec", lambda name: None)
+    monkeypatch.setattr("sa1b.engine.watch.hardware.find_spec", lambda name: None)
     sampler = Sampler(DEVICE)
     assert all(map(math.isnan, sampler.latest().values()))
     sampler.close()

@@ -11,9 +11,8 @@ from sa1b.engine.settings import OptimConfig, ParallelConfig
 from sa1b.engine.step.gradients import clear, finish, micro_batch
 from sa1b.engine.step.optim import make_optimizer
 from sa1b.engine.step.precision import grad_scaler
-from sa1b.grounding.alignment import GroundingRecipe
+from sa1b.grounding.alignment import GroundingRecipe, Phrased, TextConfig
 from sa1b.grounding.model import Grounding
-from sa1b.grounding.phrases import Phrased, TextConfig
 from sa1b.sam.model import ModelConfig
 from tests.engine.launch import group
 from tests.engine.training import whole

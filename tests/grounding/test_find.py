@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.grounding.phrases import Phrased
+from sa1b.grounding.alignment import Phrased
 from sa1b.masks.raster import runs_of
 from sa1b.stream.text import texts_of
 from sa1b.stream.tokenizer import open_tokenizer

@@ -50,7 +50,7 @@ from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.watch import phase, rank_time
+from sa1b.engine.watch import phase
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.health import Health
 from sa1b.engine.watch.metrics import Metrics
@@ -324,7 +324,7 @@ def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
 
         setattr(owner, name, slowed)
 
-    stats.time = phase.time = rank_time.time = SimpleNamespace(
+    stats.time = phase.time = SimpleNamespace(
         perf_counter=lambda: time.perf_counter() + getattr(late, "seconds", 0.0)
     )
     train.lr_at = lr_at

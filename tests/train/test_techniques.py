@@ -64,7 +64,6 @@ def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
         (("--parallel.mode", "zero1"), "ranks.zero1"),
         (("--parallel.mode", "pipeline"), "ranks.pipeline"),
         (("--parallel.mode", "ddp", "--parallel.compress", "bf16"), "ranks.compression"),
-        (("--parallel.mode", "ddp", "--parallel.shares", "1"), "ranks.shares"),
         (("--dry-run",), "planner"),
         (("--health.stall", "60"), "watch.watchdog"),
         (("--logging.window", "7"), "watch.stragglers"),

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TECHNIQUES = (
-    *("ranks.zero1", "ranks.compression", "ranks.pipeline", "ranks.shares"),
+    *("ranks.zero1", "ranks.compression", "ranks.pipeline"),
     *("planner", "watch.stragglers", "watch.watchdog"),
 )
 MODULES = tuple(f"sa1b.engine.{name}" for name in TECHNIQUES)

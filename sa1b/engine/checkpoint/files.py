@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from sa1b.engine.checkpoint.sealed_folder import check, damaged, read_json
-from sa1b.engine.checkpoint.torch_metadata import METADATA, read_metadata
+from sa1b.engine.checkpoint.sealed_folder import METADATA, check, damaged, read_json, read_metadata
 from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import commit
 

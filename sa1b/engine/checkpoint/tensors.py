@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.engine.checkpoint.torch_metadata import MetadataReader, Writer
+from sa1b.engine.checkpoint.sealed_folder import MetadataReader, Writer
 from sa1b.engine.model import Wrapper, stored
 from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.engine.step.gradients import reduction_of

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+from sa1b.console import counted
 from sa1b.engine.data_config import DataConfig, with_flags
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -28,6 +29,7 @@ from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.buffers import shared_statistics
 from sa1b.engine.step.precision import compute_dtype
 from sa1b.engine.technique import Place
+from sa1b.errors import UsageError
 from sa1b.stream.order import check_global_batch, micro_batch_count
 from sa1b.stream.plan import largest_share
 
@@ -134,9 +136,6 @@ MODES: dict[str, Mode | Place[Mode]] = {
 COMPRESSION: Place[Callable[[ParallelConfig], GradientHook]] = Place(
     "sa1b.engine.ranks.compression:Compression", "--parallel.compress"
 )
-SHARES: Place[Callable[[str, int], tuple[int, ...]]] = Place(
-    "sa1b.engine.ranks.shares:parse", "--parallel.shares"
-)
 
 
 def mode_of(config: ParallelConfig) -> Mode:
@@ -186,7 +185,16 @@ def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | No
     Raises:
         UsageError: the flag has another form, or another number of shares.
     """
-    return None if config.shares is None else SHARES.load()(config.shares, world_size)
+    if config.shares is None:
+        return None
+    words = config.shares.split(",")
+    if len(words) != world_size or not all(word.isdecimal() and int(word) for word in words):
+        ranks = counted(world_size, "rank")
+        raise UsageError(
+            f"--parallel.shares {config.shares}: does not fit {ranks}; pass a positive whole number for each "
+            "rank, with commas between them, such as 2,1,1"
+        )
+    return tuple(map(int, words))
 
 
 def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> tuple[int, int]:

@@ -28,13 +28,12 @@ from sa1b.engine.step.gradients import forward_backward, loss_divisor, reduction
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.step.precision import grad_scaler
 from sa1b.engine.technique import Place
-from sa1b.engine.watch import deadline, metrics
+from sa1b.engine.watch import metrics
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.hardware import peak_seconds
+from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.health import Health
-from sa1b.engine.watch.phase import Phases
-from sa1b.engine.watch.rank_time import RankTime
-from sa1b.engine.watch.utilisation import Sampler
+from sa1b.engine.watch.phase import Phases, RankTime
+from sa1b.engine.watch.signals import deadline_of
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.bottleneck import BUSY, LoaderSettings
@@ -78,7 +77,7 @@ class Run:
     ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
-        self.control = Control(rank_info, *deadline.of(config.deadline), limit=config.data.deadline)
+        self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
         mode = mode_of(config.parallel)

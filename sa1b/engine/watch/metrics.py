@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.phase import PARTS, Phases
-from sa1b.engine.watch.rank_time import WORK
-from sa1b.engine.watch.utilisation import CPU, GPU
+from sa1b.engine.watch.hardware import CPU, GPU
+from sa1b.engine.watch.phase import PARTS, WORK, Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import append, append_line, write_whole
 from sa1b.version import __version__

@@ -1,4 +1,4 @@
-"""The phase of a run that a rank is in, and the duration of each part of a step.
+"""The phase of a run that a rank is in, and the seconds that it works and waits in each part of a step.
 
     phases = Phases()
     while step < steps:
@@ -17,13 +17,52 @@ them is `OTHER`. Before and after its steps a rank goes through further phases: 
 
 All ranks go through the same phases in the same order, so the rank that has begun the fewest phases is the
 one that the others wait for. A phase that only some ranks go through must not be added.
+
+    times = RankTime(phases, module, optimizer, rank_info)
+    times.backward(loss)                                       # in place of loss.backward()
+    times.seconds()                            # {"data": ..., "compute": ..., "sync": ..., "update": ...}
+
+All ranks wait for the slowest one, so the clock of a rank shows equally long steps everywhere. The waiting
+happens within the forward and backward passes of the fast ranks. It is measured where it happens and
+counted as synchronisation, so that the rest is each rank's own work:
+
+- DDP sends gradients while the backward pass continues, and waits after the last local gradient. That wait
+  begins with a callback that torch calls when the backward pass has nothing left to compute. DDP's own
+  callback, which waits, is queued later and is called later.
+- FSDP gathers the weights of each unit before its forward and backward pass, and reduces its gradients
+  after it. The methods that do so are timed: `unshard`, `wait_for_unshard` and `post_backward` of each group
+  of parameters.
+- A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
+
+In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
+
+These methods are not a public interface of torch. If one is missing, `separable` is False, and waits count as
+work.
+
+On a CPU the clock is that of the process. On a GPU it is CUDA events in the stream of the computation, so
+that a wait is the time in which that stream waits. The GPU's path has the same code with another clock.
+
+The times cannot show a rank whose network is slow. All ranks wait equally long for its messages.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from sa1b.engine.model import Wrapper
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.optim import Sharded
 
 PARTS = ("data", "compute", "sync", "update", "checkpoint")
 OTHER = "other"
@@ -125,3 +164,163 @@ class Phases:
     def total(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self.began
+
+
+WORK = ("data", "compute", "update")  # a rank's own work; "sync" is waiting and communication
+_TIMED = ("unshard", "wait_for_unshard", "post_backward")
+
+
+class Moment(Protocol):
+    """A point in time on the clock of a device, with the interface of torch.cuda.Event."""
+
+    def record(self) -> None:
+        """Set it to the current time."""
+
+    def synchronize(self) -> None:
+        """Wait until it has passed."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this moment to another one."""
+
+
+class HostMoment:
+    """A point in time on the clock of this process."""
+
+    __slots__ = ("_at",)
+
+    def record(self) -> None:
+        """See `Moment`."""
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """See `Moment`."""
+
+    def elapsed_time(self, end_event: "HostMoment") -> float:
+        """See `Moment`."""
+        return (end_event._at - self._at) * 1e3
+
+
+class RankTime:
+    """The times of one rank.
+
+    Args:
+        phases: phases of the rank; their changes are observed.
+        module: the wrapped model.
+        optimizer: its optimizer.
+        moment: makes a moment on the device's clock; by default by the device of `rank_info`.
+
+    Attributes:
+        separable: whether waiting is separated from work.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        module: nn.Module,
+        optimizer: Optimizer,
+        rank_info: RankInfo,
+        moment: Callable[[], Moment] | None = None,
+    ) -> None:
+        on_gpu, cuda = rank_info.device.type == "cuda", cast(Any, torch.cuda)
+        self._new = moment or (partial(cuda.Event, enable_timing=True) if on_gpu else HostMoment)
+        self._phases = phases
+        self._step, self._steps = -1, -1  # current step, complete steps
+        self._marks: list[tuple[str, Moment]] = []
+        self._waits: list[tuple[str, Moment, Moment]] = []
+        self._last: tuple[list[tuple[str, Moment]], list[tuple[str, Moment, Moment]]] = ([], [])
+        self._waiting: Moment | None = None
+        self._joins = isinstance(module, DistributedDataParallel | FSDPModule)
+        self.separable = all(self._observe(group, name) for group in _fsdp_groups(module) for name in _TIMED)
+        if isinstance(optimizer, Sharded):
+            self.separable &= all(self._observe(optimizer, name) for name in optimizer.waits)
+        self.separable &= not isinstance(module, Wrapper)
+        phases.observer = self._enter
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss; the time after its last local part counts as waiting."""
+        if self._joins:
+            engine = cast(Any, torch.autograd.Variable)._execution_engine
+            cast(Any, loss).register_hook(lambda _: engine.queue_callback(self._begin_waiting))
+        torch.autograd.backward(loss)
+        self._end_waiting()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of `data`, `compute`, `sync` and `update` of the last complete step.
+
+        NaN in the first two steps of this process: the first one also fills the loader and is left out.
+        `compute` is forward and backward, `update` the optimizer, both without waiting; `sync` is waiting for
+        other ranks, the reduction and clipping of the gradient, and the exchange. On a GPU the host
+        waits for the end of that step on the device.
+        """
+        marks, waits = self._last
+        if not marks:
+            return dict.fromkeys((*WORK, "sync"), math.nan)
+        marks[-1][1].synchronize()
+        found: defaultdict[str, float] = defaultdict(float)
+        for (name, begin), (_, end) in pairwise(marks):
+            found[name] += begin.elapsed_time(end) / 1e3
+        for name, begin, end in waits:
+            end.synchronize()
+            found[name] -= begin.elapsed_time(end) / 1e3
+            found["sync"] += begin.elapsed_time(end) / 1e3
+        return {name: found[name] for name in (*WORK, "sync")}
+
+    def _enter(self, phase: Phase) -> None:
+        if phase.name != OTHER and (phase.name not in PARTS or self._step < 0):
+            return  # not within the steps of the run
+        now = self._now()
+        if phase.step != self._step:
+            self._marks.append((OTHER, now))
+            self._steps += 1
+            if self._steps > 1:
+                self._last = self._marks, self._waits
+            self._step, self._marks, self._waits = phase.step, [], []
+        self._marks.append((phase.name, now))
+
+    def _now(self) -> Moment:
+        moment = self._new()
+        moment.record()
+        return moment
+
+    def _begin_waiting(self) -> None:
+        if self._phases.current.name in WORK:  # and not in a warm-up or an evaluation
+            self._waiting = self._now()
+
+    def _end_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waits.append((self._phases.current.name, self._waiting, self._now()))
+            self._waiting = None
+
+    @contextmanager
+    def _wait(self) -> Iterator[None]:
+        """Context for a wait; nothing if it is part of another one."""
+        if self._waiting is not None:
+            yield
+            return
+        self._begin_waiting()
+        yield
+        self._end_waiting()
+
+    def _observe(self, owner: object, name: str) -> bool:
+        """Time a method in which ranks wait; False if torch does not have it."""
+        method = getattr(owner, name, None)
+        if method is None:
+            return False
+
+        @wraps(method)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self._wait():
+                return method(*arguments, **options)
+
+        setattr(owner, name, timed)
+        return True
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[object]:
+    """FSDP's groups of parameters; a state without the attribute is a group without methods."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            # Before torch 2.12 a state has one group, or None.
+            one = getattr(state, "_fsdp_param_group", state)
+            yield from getattr(state, "_fsdp_param_groups", [] if one is None else [one])

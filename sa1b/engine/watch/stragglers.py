@@ -5,7 +5,7 @@
     stragglers.line(), stragglers.table()                         # of the last steps
     for found in stragglers.judge(): print(found.message())       # at the end of each window
 
-The times are those of `rank_time`: own work in `data`, `compute` and `update`, without waiting
+The times are those of `RankTime`: own work in `data`, `compute` and `update`, without waiting
 for other ranks, which is in `sync`. A rank is compared with the median of the *other* ranks: with two ranks,
 the median of both would be their mean, and a rank that takes twice as long would be only 1.33 times slower.
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.engine.watch.metrics import Metrics
-from sa1b.engine.watch.rank_time import WORK
+from sa1b.engine.watch.phase import WORK
 from sa1b.stream.bottleneck import LoaderSettings, LoaderWindow
 
 PARTS = ("data", "compute", "sync", "update")
@@ -71,7 +71,7 @@ class Stragglers:
     Args:
         hosts: machine of each rank.
         size: steps of a window.
-        separable: see `sa1b.engine.watch.rank_time.RankTime`.
+        separable: see `sa1b.engine.watch.phase.RankTime`.
         shares: --parallel.shares as numbers; None: all ranks have the same share of a step.
         divided: the ranks divide the images of a step; False for the stages of a pipeline.
     """

@@ -10,10 +10,17 @@ from typing import Any
 
 from sa1b.console import counted
 from sa1b.engine.ranks.process_group import fault
-from sa1b.programs.doctor import device, environment, machine, software, storage
+from sa1b.programs.doctor import device, environment, machine, storage
 from sa1b.programs.doctor.bandwidth import BANDWIDTH, bandwidth
-from sa1b.programs.doctor.check import ABORTED, Check, RankProcess, missing_need
-from sa1b.programs.doctor.exchange import CheckTogether, RankExchange, of_rank
+from sa1b.programs.doctor.check import (
+    ABORTED,
+    Check,
+    CheckTogether,
+    RankExchange,
+    RankProcess,
+    missing_need,
+    of_rank,
+)
 from sa1b.programs.doctor.reachability import REACHABILITY, SKEW, clock_skew, reachability
 from sa1b.programs.doctor.report import Finding, Report, agreement, named
 from sa1b.programs.doctor.ring import RING, ring
@@ -21,8 +28,8 @@ from sa1b.programs.doctor.synchronisation import GRADIENTS, GROUP, gradients, pr
 
 # The quick ones first.
 LOCAL = (
-    Check("versions", software.versions),
-    Check("packages", software.packages),
+    Check("versions", machine.versions),
+    Check("packages", machine.packages),
     Check("device", device.visible_device),
     Check("GPU state", device.gpu_state),
     Check("placement", device.placement, needs=("device",)),

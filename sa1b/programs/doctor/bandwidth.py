@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b.engine.ranks.network import active_ports
-from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.exchange import RankExchange
+from sa1b.programs.doctor.check import RankExchange, RankProcess
 from sa1b.programs.doctor.reachability import gloo_interface
 from sa1b.programs.doctor.report import LINES, Finding
 from sa1b.programs.doctor.synchronisation import joined
@@ -251,8 +250,7 @@ def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Fi
     ranks = measurements[0].ranks
     best = {
         name: max(measurement.bus for measurement in measurements if measurement.collective == name)
-        for name in COLLECTIVES
-        if any(measurement.collective == name for measurement in measurements)
+        for name in dict.fromkeys(measurement.collective for measurement in measurements)
     }
     rates = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in best.items())
     values = {
@@ -272,15 +270,14 @@ def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Fi
     }
     of_all = tuple(range(ranks))
     reached = max(measurement.size for measurement in measurements)
+    low, high = link.expected()
     if link.kind == "memory":
         figure = f"{rates}; informative, processors of one machine"
-        return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
-    if not link.nominal:
+    elif not link.nominal:
         figure = f"{rates}; not checked, the rate of {link.kind} is not known"
-        return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
-    low, high = link.expected()
-    figure = f"{rates}; {low / 1e9:.1f} to {high / 1e9:.1f} expected for {link.kind}"
-    if best["all-reduce"] >= low:
+    else:
+        figure = f"{rates}; {low / 1e9:.1f} to {high / 1e9:.1f} expected for {link.kind}"
+    if not link.nominal or best["all-reduce"] >= low:
         return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
     if reached < _LEAST_CHECKED:
         figure += f", and messages over {reached:,} bytes did not fit into --seconds"
@@ -289,9 +286,7 @@ def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Fi
 
 def _table(measurements: Sequence[Measurement]) -> list[str]:
     """One line for each size: time, algorithm and bus bandwidth of each collective."""
-    names = [
-        name for name in COLLECTIVES if any(measurement.collective == name for measurement in measurements)
-    ]
+    names = list(dict.fromkeys(measurement.collective for measurement in measurements))
     by_size: dict[int, dict[str, Measurement]] = {}
     for measurement in measurements:
         by_size.setdefault(measurement.size, {})[measurement.collective] = measurement

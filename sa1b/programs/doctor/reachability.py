@@ -18,10 +18,9 @@ from contextlib import suppress
 
 from sa1b.console import counted
 from sa1b.engine.ranks.network import choose
-from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.exchange import RankExchange, connect_reason
+from sa1b.programs.doctor.check import RankExchange, RankProcess, connect_reason
+from sa1b.programs.doctor.machine import boot_id
 from sa1b.programs.doctor.report import Finding, State
-from sa1b.programs.doctor.software import boot_id
 from sa1b.report import duration_text, first_names
 
 REACHABILITY = "reachability"

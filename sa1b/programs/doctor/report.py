@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from sa1b.console import counted
+from sa1b.report import ranges
 
 State = Literal["ok", "warning", "failed", "skipped"]
 STATES: tuple[State, ...] = ("failed", "warning", "skipped", "ok")
@@ -162,17 +163,6 @@ def _spread(figures: Sequence[str]) -> str:
     return _NUMBER.sub(shown, figures[0])
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: "0-3, 7"."""
-    groups: list[list[int]] = []
-    for number in numbers:
-        if groups and number == groups[-1][-1] + 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
-
-
 def named(ranks: Sequence[int]) -> str:
     """Ranks in ascending order as text: "rank 3", "ranks 0-3, 7"."""
     return f"rank{'' if len(ranks) == 1 else 's'} {ranges(ranks)}"
@@ -215,24 +205,25 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
         if finding.check == check and name in finding.values
         for rank in finding.ranks
     }
+    value_of = {rank: str(finding.values[name]) for rank, finding in values.items()}
+    for value, ranks, most, others in minorities(value_of):
+        figure = f"{name} {_short(value)}, and {_short(most)} on {named(others)}"
+        hosts = ", ".join(dict.fromkeys(values[rank].host for rank in ranks))
+        yield Finding(check, state, figure, remedy, ranks, hosts, {name: value})
+
+
+def minorities(value_of: Mapping[int, str]) -> Iterator[tuple[str, tuple[int, ...], str, list[int]]]:
+    """Each value that is not that of most ranks, with its ranks; then the value of most ranks and these.
+
+    `value_of`: rank -> value.
+    """
     groups: dict[str, list[int]] = {}
-    for rank, finding in sorted(values.items()):
-        groups.setdefault(str(finding.values[name]), []).append(rank)
-    if len(groups) < 2:
-        return
-    most = max(groups, key=lambda value: len(groups[value]))
+    for rank, value in sorted(value_of.items()):
+        groups.setdefault(value, []).append(rank)
+    most = max(groups, key=lambda value: len(groups[value]), default="")
     for value, ranks in groups.items():
         if value != most:
-            hosts = dict.fromkeys(values[rank].host for rank in ranks)
-            yield Finding(
-                check,
-                state,
-                f"{name} {_short(value)}, and {_short(most)} on {named(groups[most])}",
-                remedy,
-                ranks=tuple(ranks),
-                host=", ".join(hosts),
-                values={name: value},
-            )
+            yield value, tuple(ranks), most, groups[most]
 
 
 def _short(value: str) -> str:
@@ -287,20 +278,14 @@ def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
                 by_rank.setdefault(rank, {}).update(finding.values)
                 hosts[rank] = finding.host
     for name in sorted({name for values in by_rank.values() for name in values}):
-        groups: dict[str, list[int]] = {}
-        for rank, values in sorted(by_rank.items()):
-            groups.setdefault(f"{name}={values[name]}" if name in values else f"{name} not set", []).append(
-                rank
-            )
-        most = max(groups, key=lambda text: len(groups[text]))
-        for text, ranks in groups.items():
-            # The interface may have another name on another machine.
-            if text != most and not name.endswith("SOCKET_IFNAME"):
-                yield Finding(
-                    "environment",
-                    "warning",
-                    f"{text}, and {most} on {named(groups[most])}",
-                    f"Set {name} in the job script, so that all ranks have it",
-                    ranks=tuple(ranks),
-                    host=", ".join(dict.fromkeys(hosts[rank] for rank in ranks)),
-                )
+        if name.endswith("SOCKET_IFNAME"):
+            continue  # the interface may have another name on another machine
+        set_on = {
+            rank: f"{name}={values[name]}" if name in values else f"{name} not set"
+            for rank, values in by_rank.items()
+        }
+        for text, ranks, most, others in minorities(set_on):
+            figure = f"{text}, and {most} on {named(others)}"
+            remedy = f"Set {name} in the job script, so that all ranks have it"
+            of_ranks = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+            yield Finding("environment", "warning", figure, remedy, ranks, of_ranks)

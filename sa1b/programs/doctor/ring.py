@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.exchange import RankExchange
+from sa1b.programs.doctor.check import RankExchange, RankProcess
 from sa1b.programs.doctor.report import LINES, Finding, State
 from sa1b.programs.doctor.synchronisation import joined
 

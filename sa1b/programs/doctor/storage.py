@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,22 +215,12 @@ def _no_root() -> tuple[State, str, str]:
     return "skipped", "no ROOT was named", "Name the dataset directory: sa1b doctor ROOT"
 
 
-class _Opened:
-    """An open dataset whose connections are closed at the end."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.found = dataset
-
-    def __enter__(self) -> Dataset:
-        return self.found
-
-    def __exit__(self, *_: object) -> None:
-        self.found.reader.close()
-
-
-def _opened(process: RankProcess) -> _Opened:
+@contextmanager
+def _opened(process: RankProcess) -> Iterator[Dataset]:
     assert process.root is not None
-    return _Opened(Dataset(process.root, deadline=process.deadline))
+    found = Dataset(process.root, deadline=process.deadline)
+    with closing(found.reader):
+        yield found
 
 
 def _measured(process: RankProcess, dataset: Dataset) -> Rates:

@@ -22,10 +22,10 @@ from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.process_group import start
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.programs.doctor.check import RankProcess
-from sa1b.programs.doctor.exchange import RankExchange
-from sa1b.programs.doctor.report import Finding, ranges
-from sa1b.programs.doctor.small_step import small_inputs, small_model
+from sa1b.programs.doctor.check import RankExchange, RankProcess
+from sa1b.programs.doctor.device import small_inputs, small_model
+from sa1b.programs.doctor.report import Finding, minorities
+from sa1b.report import ranges
 
 GROUP = "process group"
 _RANKS = re.compile(r"[Rr]anks? \[?(\d+(?:, *\d+)*)")
@@ -268,13 +268,9 @@ def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
     `answers`: rank -> name of a parameter -> digest of its gradient.
     """
     for name in next(iter(answers.values()), {}):
-        of_rank = {rank: digests.get(name) for rank, digests in answers.items()}
-        groups: dict[int | None, list[int]] = {}
-        for rank, digest in sorted(of_rank.items()):
-            groups.setdefault(digest, []).append(rank)
-        if len(groups) > 1:
-            most = max(groups.values(), key=len)
-            ranks = tuple(rank for rank in of_rank if rank not in most)
+        digest_of = {rank: str(digests.get(name)) for rank, digests in answers.items()}
+        for _, _, _, most in minorities(digest_of):
+            ranks = tuple(rank for rank in digest_of if rank not in most)
             yield Finding(
                 GRADIENTS,
                 "failed",

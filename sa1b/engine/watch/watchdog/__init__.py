@@ -36,8 +36,14 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.failure import lost_peer
 from sa1b.engine.watch.phase import Phases
-from sa1b.engine.watch.watchdog.stall import Observed, nccl_status, table, verdict
-from sa1b.engine.watch.watchdog.states import StateExchange, store_address
+from sa1b.engine.watch.watchdog.states import (
+    Observed,
+    StateExchange,
+    nccl_status,
+    store_address,
+    table,
+    verdict,
+)
 from sa1b.storage.atomic import append, write_whole
 
 _SILENT = 3  # intervals that a thread may be late on a busy machine
