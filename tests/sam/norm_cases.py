@@ -5,7 +5,8 @@ import itertools
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam.norm_triton import NUMBERS, PROGRAMS, FewChannelNorm
+from sa1b.sam import norm_triton
+from sa1b.sam.norm_triton import NUMBERS, FewChannelNorm
 
 EPS = 1e-6
 # Relative to the largest number, of the result and of each gradient.
@@ -43,5 +44,6 @@ def check_all(device: str, *, largest: int) -> int:
 
 
 if __name__ == "__main__":
-    check("cpu", 16, (PROGRAMS + 1) * NUMBERS // 16, torch.float32, gelu=False)
+    norm_triton.PROGRAMS = 2  # with three tiles, a program of the backward pass has two of them
+    check("cpu", 16, 3 * NUMBERS // 16, torch.float32, gelu=False)
     print(f"{check_all('cpu', largest=2)} kinds of norm")

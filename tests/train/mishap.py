@@ -16,7 +16,8 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     loop    its decoder hangs, from the step on
     table   the rank is sent SIGUSR2
     slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
-            "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to)
+            "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to);
+            with "only", by nothing else except a microsecond for each look at it
     record  nothing happens
 
 With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" that is named; "never": it waits.
@@ -106,7 +107,7 @@ def arrange(mishap: dict[str, Any]) -> None:
     elif mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
     elif mishap["what"] == "slow":
-        _slow(mishap["seconds"], mishap["parts"])
+        _slow(mishap["seconds"], mishap["parts"], mishap.get("only", False))
     elif mishap["what"] == "fill":
         _before(mishap["step"], partial(_fill, Path(mishap["disk"])))
     elif mishap["what"] == "command":
@@ -305,7 +306,7 @@ def _spoil(what: str, steps: range) -> None:
     spoil(Reconstruction, "forward")
 
 
-def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
+def _slow(seconds: float, parts: dict[str, list[int]], only: bool) -> None:
     """A clock of its own for each thread, so that other processes on the machine change no result."""
     current, late = [-1], threading.local()
     at_rate = train.lr_at
@@ -324,9 +325,12 @@ def _slow(seconds: float, parts: dict[str, list[int]]) -> None:
 
         setattr(owner, name, slowed)
 
-    stats.time = phase.time = SimpleNamespace(
-        perf_counter=lambda: time.perf_counter() + getattr(late, "seconds", 0.0)
-    )
+    def perf_counter() -> float:
+        late.looks = getattr(late, "looks", 0) + 1
+        own = 1e-6 * late.looks if only else time.perf_counter()
+        return own + getattr(late, "seconds", 0.0)
+
+    stats.time = phase.time = SimpleNamespace(perf_counter=perf_counter)
     train.lr_at = lr_at
     slow(Feed, "_next", "data", "read", "decode")
     for model in (Interactive, Reconstruction):

@@ -38,7 +38,8 @@ def test_it_is_the_same_in_all_modes_and_the_training_is_not_changed_by_it(
     assert means(without) == {}
 
 
-@pytest.mark.parametrize(("mode", "ranks"), MODES)
+# One process: test_a_run_that_has_it_does_not_go_on_without_it.
+@pytest.mark.parametrize(("mode", "ranks"), MODES[1:])
 def test_it_goes_on_bit_for_bit(root: Path, run: Run, tmp_path: Path, mode: str, ranks: int) -> None:
     out = tmp_path / "run"
     given = {"ranks": ranks, "mode": mode, "model": "reconstruction"}

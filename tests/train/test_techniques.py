@@ -1,5 +1,6 @@
 """Optional techniques hang on the training loop, which trains without their modules."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,30 +59,30 @@ def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
     assert losses(tmp_path / "run") == losses(whole(mode, ranks))
 
 
-@pytest.mark.parametrize(
-    ("flags", "technique"),
-    [
-        (("--parallel.mode", "zero1"), "ranks.zero1"),
-        (("--parallel.mode", "pipeline"), "ranks.pipeline"),
-        (("--parallel.mode", "ddp", "--parallel.compress", "bf16"), "ranks.compression"),
-        (("--dry-run",), "planner"),
-        (("--health.stall", "60"), "watch.watchdog"),
-        (("--logging.window", "7"), "watch.stragglers"),
-    ],
-)
 def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
-    root: Path, tmp_path: Path, flags: tuple[str, ...], technique: str
+    root: Path, tmp_path: Path
 ) -> None:
-    codes, output = start(root, tmp_path / "run", *flags)
-    lines = [line for line in output.splitlines() if line.startswith("error")]
-    flag = (
-        " ".join(flags[-2:])
-        if technique in ("ranks.zero1", "ranks.pipeline")
-        else flags[-2 if len(flags) > 1 else 0]
-    )
-    assert codes == [2]
-    assert lines == [
-        f"error: {flag}: needs the module sa1b.engine.{technique}, which is not installed; drop the flag, or "
-        "install sa1b again"
+    asked = {
+        "ranks.zero1": ("--parallel.mode", "zero1"),
+        "ranks.pipeline": ("--parallel.mode", "pipeline"),
+        "ranks.compression": ("--parallel.mode", "ddp", "--parallel.compress", "bf16"),
+        "planner": ("--dry-run",),
+        "watch.watchdog": ("--health.stall", "60"),
+        "watch.stragglers": ("--logging.window", "7"),
+    }
+    assert sorted(asked) == sorted(TECHNIQUES)
+    common = ["--data.root", str(root), "--out", str(tmp_path / "run"), *FLAGS]
+    runs = [[*common, *flags] for flags in asked.values()]
+    command = [sys.executable, "-m", "tests.train.without", "refused", json.dumps(runs)]
+    with rank_environments(1) as (environment,):
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=True
+        )
+    assert json.loads(done.stdout.splitlines()[-1]) == [2] * len(asked)
+    flag_of = {"ranks.compression": "--parallel.compress", "ranks.zero1": "--parallel.mode zero1"}
+    flag_of["ranks.pipeline"] = "--parallel.mode pipeline"
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
+        f"error: {flag_of.get(technique, flags[0])}: needs the module sa1b.engine.{technique}, which is not "
+        "installed; drop the flag, or install sa1b again"
+        for technique, flags in asked.items()
     ]
-    assert technique in TECHNIQUES

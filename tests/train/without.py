@@ -1,9 +1,13 @@
 """The training command without its optional techniques: `python -m tests.train.without --flags`.
 
+`python -m tests.train.without refused RUNS` prints the exit codes of several runs that are refused, RUNS being
+the flags of each as JSON.
+
 The modules of the techniques cannot be imported, as if their files were deleted. All modules of the package are
 imported anew, so that none has one of them from before.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -36,6 +40,9 @@ def main() -> int:
     from sa1b import train
 
     torch.set_num_threads(1)
+    if sys.argv[1] == "refused":
+        print(json.dumps([train.main(arguments=flags) for flags in json.loads(sys.argv[2])]))
+        return 0
     code = train.main()
     there = [name for name in sys.modules if name.startswith(MODULES)]
     print(f"imported: {there}")
