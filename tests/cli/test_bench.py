@@ -1,5 +1,4 @@
 import json
-import sys
 from dataclasses import replace
 
 import fsspec
@@ -12,13 +11,10 @@ from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of
 from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.jpeg_libraries import Torchcodec
 from sa1b.stream.throughput import measure
-from tests import processes
+from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
-
-def run(*arguments):
-    command = [sys.executable, "-m", "sa1b", "bench", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True)
+run = runner("bench")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
-    done = run(root, *arguments)
+    done = called("bench")(root, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
@@ -70,7 +66,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
 
 
 def test_a_folder_without_a_dataset_is_named(tmp_path):
-    done = run(tmp_path)
+    done = called("bench")(tmp_path)
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr

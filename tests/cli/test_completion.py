@@ -2,13 +2,12 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sa1b.verbs import in_order
-from tests import processes
+from tests.cli.verb import runner
 
 VERBS = [verb for verb in in_order() if " " not in verb]
 
@@ -20,15 +19,10 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "sa1b", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_verbs_and_their_flags(tmp_path: Path) -> None:
     script = tmp_path / "sa1b.bash"
-    done = sa1b("--tyro-write-completion", "bash", script)
+    done = runner("--tyro-write-completion")("bash", script)
     assert done.returncode == 0, done.stderr
 
     def completed(*words: str) -> set[str]:
@@ -45,8 +39,8 @@ def test_bash_completes_verbs_and_their_flags(tmp_path: Path) -> None:
 
 
 def test_the_script_can_be_printed_and_another_shell_is_refused() -> None:
-    assert "complete" in sa1b("--tyro-print-completion", "zsh").stdout
-    refused = sa1b("--tyro-print-completion", "cmd")
+    assert "complete" in runner("--tyro-print-completion")("zsh").stdout
+    refused = runner("--tyro-print-completion")("cmd")
     assert (refused.returncode, refused.stdout) == (2, "")
     (line,) = refused.stderr.splitlines()
     assert line.startswith("error: ")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sa1b.console import command
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
 run = runner("copy")
@@ -102,7 +102,7 @@ def test_a_path_without_a_dataset_is_refused(root, tmp_path):
         (root / "dataset.json", "a file; pass its folder"),
         (tmp_path / "no", "no dataset there"),
     ):
-        done = run(path, tmp_path / "copy")
+        done = called("copy")(path, tmp_path / "copy")
         assert done.returncode == 2
         assert f"error: {path}: {message}" in done.stderr
 
@@ -118,7 +118,7 @@ def test_a_path_without_a_dataset_is_refused(root, tmp_path):
     ],
 )
 def test_what_cannot_be_done(root, tmp_path, flags, message):
-    done = run(root, tmp_path / "copy", *flags)
+    done = called("copy")(root, tmp_path / "copy", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
@@ -128,6 +128,6 @@ def test_what_cannot_be_done(root, tmp_path, flags, message):
 @pytest.mark.parametrize("verb", ["view", "gallery", "export"])
 def test_a_url_as_out_of_another_command_is_refused(root, tmp_path, verb):
     more = ("--to", "sa1b") if verb == "export" else ()
-    done = runner(verb)(root, "--out", "s3://bucket/out", *more)
+    done = called(verb)(root, "--out", "s3://bucket/out", *more)
     assert done.returncode == 2
     assert "error: --out s3:/bucket/out: must be a path of this machine, not a URL" in done.stderr

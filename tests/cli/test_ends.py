@@ -1,4 +1,4 @@
-"""The end of every command after wrong arguments, an interrupt or a closed output, in real processes."""
+"""The end of every command after wrong arguments, and in real processes after an interrupt or a closed output."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.verbs import in_order
-from tests import processes
+from tests.cli.verb import called, runner
 
 VERBS = [verb for verb in in_order() if " " not in verb]
 
@@ -19,9 +19,8 @@ PATIENCE = 120  # seconds
 ROOT_FLAGS = {"reshard": ("--out", "x"), "export": ("--to", "sa1b", "--out", "x"), "convert": ("--out", "x")}
 
 
-def sa1b(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "sa1b", *map(str, arguments)]
-    return processes.run(command, capture_output=True, text=True, timeout=PATIENCE)
+def sa1b(verb: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    return (runner if verb == "train" else called)(verb)(*arguments)
 
 
 @pytest.mark.parametrize("verb", VERBS)

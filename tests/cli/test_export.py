@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tests import processes
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 run = runner("export")
@@ -56,7 +56,8 @@ def test_a_view_and_workers(root, tmp_path):
 
 def test_what_cannot_be_done(root, tmp_path):
     out = ("--out", tmp_path / "out")
-    missing = run(root, *out)
+    refused = called("export")
+    missing = refused(root, *out)
     flag = "--to {sa1b,folders,images,sam2,efficientvit,webdataset,coco,yolo-seg,parquet}"
     assert missing.stderr.startswith(f"error: {flag}: missing; see ")
     for arguments in (
@@ -66,7 +67,7 @@ def test_what_cannot_be_done(root, tmp_path):
         (root, "--to", "coco", *out, "--images-per-file", 0),
         (root, "--to", "parquet", *out, "--segmentation", "polygons"),
     ):
-        done = run(*arguments)
+        done = refused(*arguments)
         assert done.returncode == 2
         assert done.stderr
         assert "Traceback" not in done.stderr

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 run = runner("index")
@@ -63,6 +63,6 @@ def test_what_cannot_be_done(root, tmp_path):
         (root, "--workers", 0),
         (*root.glob("*.tar"), "--tables"),
     ):
-        done = run(*arguments)
+        done = called("index")(*arguments)
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")

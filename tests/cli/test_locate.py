@@ -12,10 +12,10 @@ import sa1b
 from sa1b.shards import locate as locations
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from tests.cli.verb import runner
+from tests.cli.verb import called
 from tests.shards import tiny
 
-locate = runner("locate")
+locate = called("locate")
 FIRST = {"sa_000020": 223750, "sa_000021": 234937}
 
 

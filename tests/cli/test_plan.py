@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from sa1b.programs.plan import ingest_plan as planning
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.shards import tiny
 from tests.storage.range_server import LINKED
 from tests.storage.service import Service
 
-plan = runner("plan")
+plan = called("plan")
 reshard = runner("reshard")
 REPOSITORY = Path(__file__).parents[2]
 

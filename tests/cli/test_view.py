@@ -8,7 +8,7 @@ from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 
 run = runner("view")
@@ -68,7 +68,7 @@ def test_json(root):
     ],
 )
 def test_refusals_are_one_line(root, arguments, message):
-    done = run(root, *arguments, "--json")
+    done = called("view")(root, *arguments, "--json")
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
@@ -98,7 +98,7 @@ def test_missing_ids_are_code_3_and_the_view_is_written_elsewhere(root, tmp_path
 
 
 def test_no_root(tmp_path):
-    done = run(tmp_path, "--subset", "1%")
+    done = called("view")(tmp_path, "--subset", "1%")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

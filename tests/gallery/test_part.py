@@ -1,8 +1,6 @@
 """Galleries of a view or of the images with warnings, and the files that they read."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.reader import Reader
 from sa1b.views.selection import Selection, select
-from tests import processes
+from tests.cli.verb import runner
 from tests.gallery.test_gallery import Page, charts_of
 from tests.shards.tiny_source import make_root, odd_pairs, pairs, write_source
 
@@ -37,9 +35,7 @@ def page(tmp_path: Path) -> Callable[[], Page]:
     return lambda: Page((tmp_path / "page.html").read_text())
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sa1b", "gallery", *map(str, arguments)]
-    return processes.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+tool = runner("gallery")
 
 
 def test_the_images_of_a_dataset_come_from_its_table_and_distributions_from_some_of_its_indexes(
