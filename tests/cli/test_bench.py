@@ -65,13 +65,6 @@ def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_folder_without_a_dataset_is_named(tmp_path):
-    done = called("bench")(tmp_path)
-    assert done.returncode == 2
-    assert str(tmp_path) in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_stream_that_ends_is_refused(root):
     with pytest.raises(UsageError, match="epochs=None"):
         measure(sa1b.Stream(root, global_batch=2))

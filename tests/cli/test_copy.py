@@ -97,16 +97,6 @@ def test_from_a_web_server(root, tmp_path):
             server.kill()
 
 
-def test_a_path_without_a_dataset_is_refused(root, tmp_path):
-    for path, message in (
-        (root / "dataset.json", "a file; pass its folder"),
-        (tmp_path / "no", "no dataset there"),
-    ):
-        done = called("copy")(path, tmp_path / "copy")
-        assert done.returncode == 2
-        assert f"error: {path}: {message}" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

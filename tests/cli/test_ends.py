@@ -44,10 +44,6 @@ def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -
             ("reshard", "a", "--out", "b", "--workers", "two"),
             "error: --workers two: must be a whole number; ",
         ),
-        (
-            ("reshard", "a", "--out", "b", "--image-size", "big"),
-            "error: --image-size big: must be a whole number; ",
-        ),
         (("view", "r", "--split", "other"), "error: --split other: must be one of 'train', 'held-out'; "),
         (("export", "r", "--out", "b", "--to", "voc"), "error: --to voc: must be one of 'sa1b', "),
         (("gallery", "r", "--id", "x"), "error: --id x: not a valid value; "),
@@ -85,6 +81,7 @@ def test_a_wrong_command_line_is_refused_with_code_2_and_the_flag(
         ("index", "--tables"),
         ("export", "--to", "sa1b", "--out", "x"),
         ("view", "--subset", "1%"),
+        ("copy", "x"),
         ("bench",),
     ],
     ids=" ".join,

@@ -97,12 +97,6 @@ def test_missing_ids_are_code_3_and_the_view_is_written_elsewhere(root, tmp_path
     assert sorted(path.name for path in root.rglob("*")) == before
 
 
-def test_no_root(tmp_path):
-    done = called("view")(tmp_path, "--subset", "1%")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-
-
 def test_a_file_as_out_and_a_short_digest_are_named(root, tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     done = run(root, "--subset", "50%", "--out", tmp_path / "file")
