@@ -259,7 +259,9 @@ def _sees_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(AT_START)}
+    # torch sets this one itself, at the first use of its compiler, and reads it at each use.
+    late = "TORCHINDUCTOR_CACHE_DIR"
+    return {name: value for name, value in environment.items() if name.startswith(AT_START) and name != late}
 
 
 @cache

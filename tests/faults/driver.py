@@ -1,6 +1,6 @@
 """Runs inside a process with faults.so preloaded: repeats ingest in forked children with faults.
 
-Prints the result as one line of JSON. The tests start it; see `__init__.py`.
+Prints the results by kind of fault as one line of JSON. The tests start it; see `__init__.py`.
 """
 
 import argparse
@@ -222,7 +222,7 @@ def _with_damage(source: Path, path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["crash", "full", "eio", "power"])
+    parser.add_argument("what", help="crash, full, eio or power, or several of them, joined with commas")
     parser.add_argument("source", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument(
@@ -233,8 +233,13 @@ def main() -> None:
     parser.add_argument("--forget-flushes", action="store_true", help="power: as if nothing were flushed")
     arguments = parser.parse_args()
     faults = Faults()
-    work = arguments.work.resolve()
-    if arguments.what == "crash":
+    json.dump({what: run(what, arguments, faults) for what in arguments.what.split(",")}, sys.stdout)
+
+
+def run(what: str, arguments: argparse.Namespace, faults: Faults) -> dict[str, object]:
+    """The result of one kind of fault."""
+    work = arguments.work.resolve() / what
+    if what == "crash":
         points = None
         if arguments.count:
             child = work / "counted"
@@ -242,19 +247,19 @@ def main() -> None:
             make(arguments.source, child)
             total = faults.calls()
             points = sorted(random.Random(0).sample(range(1, total + 1), min(arguments.count, total)))
-        result = crash(arguments.source, work, points, faults)
-    elif arguments.what == "power":
+        return crash(arguments.source, work, points, faults)
+    if what == "power":
         flushed = not arguments.forget_flushes
-        result = power(arguments.source, work, arguments.count, arguments.seed, faults, flushed=flushed)
-    elif arguments.what == "full":
+        return power(arguments.source, work, arguments.count, arguments.seed, faults, flushed=flushed)
+    if what == "full":
         make(arguments.source, work / "sized")
         total = sum(map(len, contents(work / "sized").values()))
         cases = [{"disk_bytes": size} for size in range(0, total + total // 4, arguments.step)]
-        result = disk(arguments.source, work, cases, faults)
-    else:
+    elif what == "eio":
         cases = [{"seed": seed, "one_in": 60} for seed in range(arguments.count or 100)]
-        result = disk(arguments.source, work, cases, faults)
-    json.dump(result, sys.stdout)
+    else:
+        raise ValueError(what)
+    return disk(arguments.source, work, cases, faults)
 
 
 if __name__ == "__main__":

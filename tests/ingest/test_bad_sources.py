@@ -9,6 +9,9 @@ import pytest
 
 import sa1b
 from sa1b.errors import RefusedError, SourceError, SystematicError
+from sa1b.ingest.policy import SystematicCheck
+from sa1b.shards.annotation_columns import ImageWarning
+from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import read_checklist
 from tests import processes
 from tests.ingest.bad_pairs import (
@@ -68,8 +71,14 @@ def test_more_than_twenty_of_few_pairs_stop_the_run_with_examples_and_the_flag(c
     assert not list((tmp_path / "root").rglob("*.json"))
 
 
-def test_one_percent_of_many_pairs_is_chance(count_bad):
-    assert count_bad(21, 2100).warnings == {"area": 21}
+def test_one_percent_of_many_pairs_is_chance(tmp_path):
+    quarantine = Quarantine(tmp_path / "quarantine")
+    for image_id in range(21):
+        quarantine.warn(image_id, "area", ImageWarning("odd"))
+    check = SystematicCheck("x.tar", 1_000_000, frozenset())
+    check.check(quarantine, 2100)
+    with pytest.raises(SystematicError):
+        check.check(quarantine, 2099)
 
 
 def test_an_accepted_reason_may_be_frequent(count_bad):

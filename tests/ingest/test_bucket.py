@@ -441,7 +441,9 @@ def test_scratch_is_needed_for_the_sources_in_work_only(
 
 def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: Path, tmp_path: Path) -> None:
     for number in range(3):
-        tiny.make_tar(tmp_path / "in" / f"sa_00000{number}.tar", range(1000 * number, 1000 * number + 300))
+        pairs = [(i, *tiny.pair(i, size=(160, 200))) for i in range(1000 * number, 1000 * number + 50)]
+        members = [member for pair in pairs for member in tiny.pair_members(*pair)]
+        tiny.write_tar(tmp_path / "in" / f"sa_00000{number}.tar", members)
     url = prepared(tmp_path)
     full = run(tmp_path / "in", "--out", url, "--scratch", small_disk, "--no-space-check")
     assert full.returncode == 1

@@ -6,19 +6,20 @@ from concurrent.futures import Future
 import pytest
 
 from sa1b.errors import ShardError, SystematicError
-from sa1b.ingest import source_pass
+from sa1b.ingest import policy, source_pass
 from sa1b.ingest.policy import SystematicCheck
 from sa1b.shards.annotation_columns import ImageWarning
 from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import SourceReader
 from tests.shards import tiny
 
-PAIRS = 1500
+PAIRS = 300
+EARLY = 200  # pairs before the first check, instead of 1,000
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A tar of 1,500 pairs, neighbours, every one of them with a wrong area."""
+    """A tar of many pairs, neighbours, every one of them with a wrong area."""
     jpeg, text = tiny.pair(1, size=(16, 16))
     found = json.loads(text)
     found["annotations"][0]["area"] += 1
@@ -43,6 +44,7 @@ def members_read(monkeypatch):
     monkeypatch.setattr(SourceReader, "items", counted)
     # No more than a few members ahead, so that what was read says when the source was stopped.
     monkeypatch.setattr(source_pass, "_QUEUE_BYTES", 1)
+    monkeypatch.setattr(policy, "_EARLY_PAIRS", EARLY)
     return count
 
 
@@ -51,7 +53,7 @@ def test_a_source_with_a_systematic_problem_ends_long_before_its_end(many, tmp_p
         tiny.ingest_tar(many, tmp_path / "root")
     assert "pairs have the problem 'area', too many to be chance" in str(error.value)
     assert str(error.value).endswith("run again with --accept area")
-    assert 2000 <= members_read[0] < 2100
+    assert 2 * EARLY <= members_read[0] < 2 * EARLY + 100
 
 
 def test_an_accepted_reason_stops_nothing(many, tmp_path, members_read):

@@ -20,21 +20,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def drive(source: Path, work: Path, *arguments: str) -> dict[str, Any]:
+def drive(source: Path, work: Path, what: str, *options: str) -> dict[str, Any]:
+    """The results of the driver, by kind of fault."""
     library = faults.build(source.parent)
     if library is None:
         pytest.skip("needs a C compiler (cc) to build tests/faults/faults.c")
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.driver",
-        arguments[0],
-        str(source),
-        str(work),
-        *arguments[1:],
-    ]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.faults.driver", what, source, work, *options],
         env=faults.environment(library),
         cwd=Path(__file__).parents[2],
         check=True,
@@ -46,27 +38,31 @@ def drive(source: Path, work: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def results(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of one process with the library, which takes seconds to start."""
+    work = tmp_path_factory.mktemp("driver")
+    return drive(source, work, "crash,full,eio", "--count", "5", "--step", "81920")
+
+
 def test_killed_at_any_write_flush_or_rename_the_next_run_gives_the_same_bytes(
-    source: Path, tmp_path: Path, count: int
+    results: dict[str, Any],
 ) -> None:
-    result = drive(source, tmp_path, "crash", "--count", str(count))
-    assert result["killed"] == count
-    assert result["different"] == []
+    assert results["crash"] == {"killed": 5, "different": []}
 
 
-def test_a_full_disk_is_named_and_never_gives_wrong_bytes(source: Path, tmp_path: Path) -> None:
-    result = drive(source, tmp_path, "full", "--step", "81920")
-    assert result["failed"] >= 3
-    assert result["corrupt"] == []
-    assert result["unnamed"] == []
+@pytest.mark.slow
+def test_killed_at_many_steps_the_next_run_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    assert drive(source, tmp_path, "crash", "--count", "40")["crash"] == {"killed": 40, "different": []}
 
 
-def test_a_failing_disk_is_named_and_never_gives_wrong_bytes(source: Path, tmp_path: Path) -> None:
-    result = drive(source, tmp_path, "eio", "--count", "5")
-    assert result["failed"] > 0
-    assert result["corrupt"] == []
-    assert result["unnamed"] == []
+@pytest.mark.parametrize(("what", "failures"), [("full", 3), ("eio", 1)])
+def test_a_full_or_failing_disk_is_named_and_never_gives_wrong_bytes(
+    results: dict[str, Any], what: str, failures: int
+) -> None:
+    assert results[what]["failed"] >= failures
+    assert results[what]["corrupt"] == []
+    assert results[what]["unnamed"] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

@@ -20,6 +20,7 @@ from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.shards.documents import Options
 from sa1b.sources.stored_file import link_of
 from sa1b.storage.bucket import BucketStore
+from tests import processes
 from tests.cli.verb import runner
 from tests.ingest.test_several_runs import files
 from tests.shards import tiny
@@ -201,8 +202,8 @@ def test_after_an_interrupt_the_same_command_resumes(tmp_path: Path, downloads: 
     with StrangeServer(downloads) as good, StrangeServer(downloads, "stalls") as stalling:
         list_links(good, stalling)
         command = [sys.executable, "-m", "sa1b", "fetch", "--ids", ids, "--links", links, "--out", root]
-        process = subprocess.Popen(
-            [*map(str, command), "--json"], start_new_session=True, stdout=subprocess.PIPE, text=True
+        process = processes.Process(
+            [*command, "--json"], start_new_session=True, stdout=subprocess.PIPE, text=True
         )
         while len(stalling.requests) < 3 or not (root / "tasks" / "sa_000019.json").exists():
             assert process.poll() is None

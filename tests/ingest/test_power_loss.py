@@ -41,7 +41,7 @@ def replayed(source: Path, work: Path, count: int, *options: str) -> dict[str, A
         check=True,
         stdout=subprocess.PIPE,
     )
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout)["power"]
     assert result.keys() == SCENARIOS
     assert all(found["points"] == count for found in result.values())
     return result

@@ -6,7 +6,8 @@
     METHOD ROOT forgotten   leaves an iterator and its stream to the garbage collector, and exits
     workers ROOT murders    kills one of its workers and continues with new ones, four times; prints the batches
 
-KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them. Every line is JSON.
+KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them, "loader+workers" for one after the
+other. Every line is JSON.
 """
 
 import gc
@@ -124,7 +125,7 @@ def endings(kind: str, root: Path) -> None:
             way(loader)
             after = settled(before)
             del stream, loader
-            say(way=name, before=before, after=after, empty=empty, at_last=held())
+            say(kind=kind, way=name, before=before, after=after, empty=empty, at_last=held())
 
 
 def endless(kind: str, root: Path) -> None:
@@ -246,4 +247,5 @@ if __name__ == "__main__":
     elif what == "murders":
         murders(Path(folder))
     else:
-        {"endings": endings, "endless": endless}[what](kind, Path(folder))
+        for one in kind.split("+"):
+            {"endings": endings, "endless": endless}[what](one, Path(folder))

@@ -23,20 +23,20 @@ def files(root: Path) -> set[Path]:
     return set(root.rglob("*"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
-    root: Path, kind: str, short_path: Path
+    root: Path, short_path: Path
 ) -> None:
     before, segments = files(root), names()
-    process = start(kind, root, "endings", short_path / "tmp")
+    process = start("+".join(KINDS), root, "endings", short_path / "tmp")
     out, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, b"")
     ways = [json.loads(line) for line in out.splitlines()]
-    assert [way["way"] for way in ways] == ["whole", "early", "broken"]
+    expected = [(kind, way) for kind in KINDS for way in ("whole", "early", "broken")]
+    assert [(way["kind"], way["way"]) for way in ways] == expected
     for way in ways:
         # With stream and loader still there, and without them.
-        assert way["after"] == way["before"], way["way"]
-        assert way["at_last"] == way["empty"], way["way"]
+        assert way["after"] == way["before"], (way["kind"], way["way"])
+        assert way["at_last"] == way["empty"], (way["kind"], way["way"])
     assert session(process.pid) == []
     assert shared_memory([process.pid], segments) == []
     assert list((short_path / "tmp").iterdir()) == []
