@@ -14,13 +14,7 @@ from sa1b.shards.annotation_columns import ImageWarning
 from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import read_checklist
 from tests import processes
-from tests.ingest.bad_pairs import (
-    BAD,
-    GOOD,
-    Outcome,
-    mask_changed,
-    with_counts,
-)
+from tests.ingest.bad_pairs import BAD, GOOD, Outcome, mask_changed, with_counts
 from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair_members, pairs
 

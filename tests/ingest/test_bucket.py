@@ -161,24 +161,22 @@ def prepared(folder: Path) -> str:
     return f"local://{folder}/root"
 
 
+def flags_of(folder: Path) -> tuple[object, ...]:
+    scratch = folder / "scratch"
+    return ("--out", prepared(folder), "--images-per-shard", 8, "--scratch", scratch, "--json")
+
+
+def started(*arguments: object) -> processes.Process:
+    """A command that leads its own session."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return processes.Process(command(*arguments), cwd=REPOSITORY, text=True, start_new_session=True, **pipes)
+
+
 def test_two_commands_at_the_same_time_share_the_work(
     tars: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
-    flags = (
-        "--out",
-        prepared(tmp_path),
-        "--images-per-shard",
-        8,
-        "--scratch",
-        tmp_path / "scratch",
-        "--json",
-    )
-    both = [
-        processes.Process(
-            command(tars, *flags), cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(2)
-    ]
+    flags = flags_of(tmp_path)
+    both = [started(tars, *flags) for _ in range(2)]
     found = []
     for process in both:
         out, errors = process.communicate(timeout=300)
@@ -193,24 +191,9 @@ def test_two_commands_at_the_same_time_share_the_work(
 def test_a_command_that_is_killed_at_any_time_is_resumed(
     tars: Path, tmp_path: Path, alone: dict[str, bytes], kills: int
 ) -> None:
-    flags = (
-        "--out",
-        prepared(tmp_path),
-        "--images-per-shard",
-        8,
-        "--scratch",
-        tmp_path / "scratch",
-        "--json",
-    )
+    flags = flags_of(tmp_path)
     for number in range(kills):
-        process = processes.Process(
-            command(tars, *flags),
-            cwd=REPOSITORY,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        process = started(tars, *flags)
         deadline = time.monotonic() + 60
         while process.poll() is None and not list(tmp_path.glob("root/*")):
             assert time.monotonic() < deadline
@@ -227,14 +210,7 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
 
 def test_ctrl_c_leaves_no_claim_and_no_file_in_scratch(tmp_path: Path) -> None:
     tiny.make_tar(tmp_path / "in" / "sa_000000.tar", range(400))
-    process = processes.Process(
-        command(tmp_path / "in", "--out", prepared(tmp_path), "--scratch", tmp_path / "scratch"),
-        cwd=REPOSITORY,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = started(tmp_path / "in", "--out", prepared(tmp_path), "--scratch", tmp_path / "scratch")
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("scratch/.partial/*/sa_000000/*.tar")):
         assert time.monotonic() < deadline

@@ -50,16 +50,8 @@ def clean(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(source: Path, root: Path, *flags: str) -> list[str]:
-    return [
-        sys.executable,
-        "tools/reshard.py",
-        str(source),
-        "--out",
-        str(root),
-        "--images-per-shard",
-        "10",
-        *flags,
-    ]
+    out = ["--out", str(root), "--images-per-shard", "10"]
+    return [sys.executable, "tools/reshard.py", str(source), *out, *flags]
 
 
 def run(source: Path, root: Path, *flags: str, code: int = 0) -> dict[str, Any]:
