@@ -14,6 +14,7 @@ from sa1b.engine.ranks import parallel
 from sa1b.engine.step import run
 from sa1b.engine.technique import Place
 from tests.processes import REPOSITORY, Process, rank_environments
+from tests.processes import run as run_forked
 from tests.train.command import FLAGS, losses
 from tests.train.without import TECHNIQUES
 
@@ -75,7 +76,7 @@ def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
     runs = [[*common, *flags] for flags in asked.values()]
     command = [sys.executable, "-m", "tests.train.without", "refused", json.dumps(runs)]
     with rank_environments(1) as (environment,):
-        done = subprocess.run(
+        done = run_forked(
             command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=True
         )
     assert json.loads(done.stdout.splitlines()[-1]) == [2] * len(asked)
