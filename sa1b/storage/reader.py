@@ -8,7 +8,6 @@ process opens its own connections on its first read, with one thread and one eve
 """
 
 import contextlib
-import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import google_crc32c
 
 from sa1b.arguments import plain_root
+from sa1b.fork_lock import ForkLock
 from sa1b.storage.errors import Counters, DamageError, ReplacedError, StorageError
 from sa1b.storage.local import LocalOrigin, LocalRead
 from sa1b.storage.remote import RemoteOrigin, generation
@@ -310,7 +310,7 @@ class Reader:
 
     def _prepare(self) -> None:
         self._origins: dict[int, LocalOrigin | RemoteOrigin] = {}
-        self._lock, self._users = threading.Lock(), 0
+        self._lock, self._users = ForkLock(), 0
         self._finalizer = weakref.finalize(self, _close, self._origins)
 
     def _origin(self) -> LocalOrigin | RemoteOrigin:

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,6 +10,7 @@ from tqdm import tqdm
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
+from sa1b.fork_lock import ForkLock
 from sa1b.storage.atomic import append_line
 
 DAMAGE_LOG = "sa1b-damaged.jsonl"  # the usual file, in the current folder
@@ -42,7 +42,7 @@ class DamageLog:
         self.rank = rank
         self._file = path.absolute()  # the process may change its folder
         self._start = _size(self._file) if start is None else start  # bytes of lines that are not counted
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._unwritten: list[dict[str, object]] = []
         self._said = False
 

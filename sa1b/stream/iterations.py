@@ -26,7 +26,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,11 +37,11 @@ from typing import Any, BinaryIO, TypeVar
 from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
+from sa1b.fork_lock import ForkLock
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
-_INHERITED: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # received from the main process
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
 T = TypeVar("T")
 _BYTES = 1 << 16  # of the state
@@ -67,7 +66,7 @@ class Iterations:
     """
 
     def __init__(self, position: int = 0) -> None:
-        self._file, self._lock = _anonymous_file(), threading.Lock()
+        self._file, self._lock = _anonymous_file(), ForkLock()
         weakref.finalize(self, _collected, self._file, os.getpid()).atexit = False  # _close_all writes to it
         self._write({"position": position, "unknown": False, "joined": [], "failed": None, "closed": False})
         _MADE.add(self)
@@ -306,9 +305,8 @@ class StreamIterator(Iterator[Batch]):
 def _inherited(descriptor: Any) -> Iterations:
     iterations = Iterations.__new__(Iterations)
     iterations._file = os.fdopen(descriptor.detach(), "r+b", buffering=0)
-    iterations._lock = threading.Lock()
+    iterations._lock = ForkLock()
     weakref.finalize(iterations, iterations._file.close).atexit = False
-    _INHERITED.add(iterations)
     return iterations
 
 
@@ -316,7 +314,7 @@ def _collected(file: BinaryIO, process: int) -> None:
     """A DataLoader in a cycle of references may lose its message to its workers, and sends them SIGTERM."""
     if os.getpid() == process:
         last = Iterations.__new__(Iterations)
-        last._file, last._lock = file, threading.Lock()
+        last._file, last._lock = file, ForkLock()
         last.close()
     file.close()
 
@@ -341,13 +339,6 @@ def _close_all() -> None:
         iterations.close()
 
 
-def _release_locks() -> None:
-    """In a forked process: another thread of its parent may have held a lock."""
-    for iterations in (*_MADE, *_INHERITED):
-        iterations._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_release_locks)
 # atexit calls functions in reverse order: this one runs before that of multiprocessing, which terminates and
 # joins its processes.
 assert multiprocessing.util

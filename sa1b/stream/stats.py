@@ -1,17 +1,14 @@
 """Pipeline statistics: items, bytes, busy seconds and queue depth of each stage, and the limiting stage."""
 
-import os
-import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sa1b.fork_lock import ForkLock
 from sa1b.storage.range_cache import RangeCache
 
-_ALL: "weakref.WeakSet[PipelineStats]" = weakref.WeakSet()  # of this process
 STAGES = ("read", "pick", "decode", "collate", "device")
 
 
@@ -55,7 +52,7 @@ class Snapshot(dict[str, Any]):
         return "\n".join([*lines, limiting, waited])
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class PipelineStats:
     """All stages of one stream or loader; safe to share between threads.
 
@@ -72,10 +69,7 @@ class PipelineStats:
     ready: float = 0.0
     looks: int = 0
     cache: RangeCache | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        _ALL.add(self)
+    _lock: ForkLock = field(default_factory=ForkLock)
 
     @contextmanager
     def busy(self, name: str, size: int = 0, *, items: int = 1) -> Iterator[None]:
@@ -139,12 +133,3 @@ def limiting(busy: Mapping[str, float]) -> tuple[str | None, dict[str, float]]:
     total = sum(busy.values())
     shares = {name: seconds / total if total > 0 else 0.0 for name, seconds in busy.items()}
     return max(shares, key=lambda name: shares[name]) if total > 0 else None, shares
-
-
-def _release_locks() -> None:
-    """In a forked process: another thread of its parent may have held a lock."""
-    for stats in _ALL:
-        stats._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_release_locks)

@@ -481,9 +481,9 @@ def test_threads_may_ask_for_state_and_text_while_others_iterate(root: Path) -> 
     assert own.position == 5 * 17
 
 
-def test_a_worker_that_is_forked_while_a_thread_reads_the_statistics_counts(root: Path) -> None:
+def test_a_worker_that_is_forked_while_a_thread_holds_locks_finds_them_free(root: Path) -> None:
     own = stream(root, epochs=1)
-    with own.stats._lock:  # as another thread holds it for a moment
+    with own.stats._lock, own.damage_log._lock, own.dataset.reader._lock:  # as other threads, for a moment
         loader = torch.utils.data.DataLoader(
             own, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=120
         )
