@@ -37,7 +37,8 @@ def test_arguments_streams_folder_environment_and_exit_code_are_those_of_subproc
     assert forked.stderr == new.stderr
 
 
-def test_it_is_forked_and_has_what_was_preloaded() -> None:
+def test_it_is_forked_and_has_what_was_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/other")  # as torch does at an optimizer
     code = "import sys, os; print('torch' in sys.modules, os.getppid())"
     done = processes.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == f"True {processes._server().pid}\n"
