@@ -64,7 +64,11 @@ class Iteration:
         Padding the prompts to a constant number would cost as much as real ones: a product for each image
         token and head. There are two graphs for each number of images in a micro-batch.
         """
-        self._compiled = torch.compile(self._compare_equal, fullgraph=True, backend=backend)
+        # With torch 2.11 on a GPU, this analysis fails in these graphs.
+        options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+        if backend == "inductor":
+            options = {"triton.coalesce_tiling_analysis": False}
+        self._compiled = torch.compile(self._compare_equal, fullgraph=True, backend=backend, options=options)
 
     def compiles(self, counts: Sequence[int] | None) -> bool:
         """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`.
