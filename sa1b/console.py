@@ -29,7 +29,8 @@ from sa1b.errors import Sa1bError, UsageError, printable
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE; Windows has no such signal
 
-_CORNER = "╭"
+# The two first lines of a box of tyro, which has no lines of box drawing where stdout is not UTF-8.
+_BOX = re.compile(r"╭| \S.*\n -{9,} *\n")
 _WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
 
 
@@ -186,14 +187,17 @@ def usage_errors(prog: str | None) -> Iterator[None]:
             raise
         raise UsageError(_refusal(box.getvalue(), prog)) from None
     finally:
-        if not box.getvalue().startswith(_CORNER):
+        if not _BOX.match(box.getvalue()):
             sys.stderr.write(box.getvalue())
 
 
 def _refusal(box: str, prog: str | None) -> str:
     """The message in a box of tyro, on one line. The box has a message, a rule and help for arguments."""
-    rows = [row.removeprefix("│ ").rstrip("│ ") for row in box.splitlines() if row.startswith("│")]
-    sections = [list(part) for rule, part in groupby(rows, lambda row: row.startswith("──")) if not rule]
+    lines = box.splitlines()
+    inside = [row for row in lines if row.startswith("│")] or lines[2:]
+    rows = [row[2:].rstrip("│ ") for row in inside]
+    rules = ("──", "-" * 9)
+    sections = [list(part) for rule, part in groupby(rows, lambda row: row.startswith(rules)) if not rule]
     message, others = sections[0] if sections else [], sections[1:]
     text = " ".join(row.strip() for row in message).removeprefix("Error parsing ").rstrip(".")
     if text.startswith("Missing from"):

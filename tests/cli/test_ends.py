@@ -73,6 +73,16 @@ def test_a_wrong_command_line_is_refused_with_code_2_and_the_flag(
 
 
 @pytest.mark.parametrize(
+    "arguments", [("verify", "r", "--jsn"), ("export", "r"), ("verify", "r", "--workers")]
+)
+def test_a_refusal_is_the_same_line_where_the_output_is_ascii(arguments: tuple[str, ...]) -> None:
+    verb, *words = arguments
+    one, other = (called(verb, encoding)(*words) for encoding in ("utf-8", "ascii"))
+    assert (one.returncode, len(one.stderr.splitlines())) == (2, 1)
+    assert (other.returncode, other.stderr) == (2, one.stderr)
+
+
+@pytest.mark.parametrize(
     "verb",
     [
         ("verify",),

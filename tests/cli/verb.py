@@ -23,7 +23,7 @@ def runner(verb: str) -> Callable[..., "CompletedProcess[str]"]:
     return run
 
 
-def called(verb: str) -> Callable[..., "CompletedProcess[str]"]:
+def called(verb: str, encoding: str = "utf-8") -> Callable[..., "CompletedProcess[str]"]:
     """As `runner`, in this process and without the cost of another one.
 
     For verbs and refusals without worker processes, whose output is Python's. `train` ends its process.
@@ -32,7 +32,7 @@ def called(verb: str) -> Callable[..., "CompletedProcess[str]"]:
     def run(*arguments: object) -> "CompletedProcess[str]":
         words = [verb, *map(str, arguments)]
         # With an encoding, on which the form of tyro's messages depends.
-        output, errors = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))
+        output, errors = (TextIOWrapper(BytesIO(), encoding, write_through=True) for _ in range(2))
         with (
             patch.object(sys, "argv", ["sa1b", *words]),
             redirect_stdout(output),
