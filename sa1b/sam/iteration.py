@@ -65,10 +65,9 @@ class Iteration:
         token and head. There are two graphs for each number of images in a micro-batch.
         """
         # With torch 2.11 on a GPU, this analysis fails in these graphs.
-        options: dict[str, str | int | bool | Callable[..., Any]] | None = None
-        if backend == "inductor":
-            options = {"triton.coalesce_tiling_analysis": False}
-        self._compiled = torch.compile(self._compare_equal, fullgraph=True, backend=backend, options=options)
+        options: Any = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
+        compare = self._compare_equal
+        self._compiled = torch.compile(compare, fullgraph=True, backend=backend, options=options)
 
     def compiles(self, counts: Sequence[int] | None) -> bool:
         """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`.
