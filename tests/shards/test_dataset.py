@@ -4,8 +4,10 @@ import io
 import json
 import shutil
 import tarfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import duckdb
 import numpy as np
@@ -23,7 +25,7 @@ from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import record
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
-from sa1b.shards.manifest import read_tasks, table_name
+from sa1b.shards.manifest import read_tasks, table_name, versions
 from sa1b.sources.discovery import discover
 
 IMAGES = 14
@@ -228,3 +230,9 @@ def test_indices_and_ids_are_integers(root: Path, wrong: Any) -> None:
         ds[wrong]
     with pytest.raises(TypeError, match="must be an integer"):
         ds.by_id(wrong)
+
+
+def test_the_versions_need_no_installed_package() -> None:
+    version = metadata.version
+    with patch.object(metadata, "version", lambda name: version({"sa1b": "missing"}.get(name, name))):
+        assert versions()["sa1b"] == sa1b.__version__
