@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 Purpose = Literal["parameters", "gradients", "optimizer", "batches", "communication", "activations"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
+_DEVICE = torch.ops.prim.device.default
 _SENDS = ("fsdp", "c10d", "_c10d_functional")  # namespaces of operations on buffers that ranks exchange
 
 
@@ -78,6 +79,8 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # DTensor calls the operation on local tensors, which come here
+        if func is _DEVICE and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # two thirds of all calls; the mode's own way takes a quarter of the time
         result = func(*args, **(kwargs or {}))
         before = self.bytes
         for tensor in _tensors(result):
