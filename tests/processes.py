@@ -20,6 +20,7 @@ interpreter options (`python -W error`), and commands with other values of the v
 """
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -36,16 +37,19 @@ import threading
 import time
 import types
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sa1b import console, verbs
 from tests import forked_workers
 
 REPOSITORY = Path(__file__).parents[1]
 PRELOADED = (
+    "sa1b.cli",
     "sa1b.train",
     "sa1b.programs.export.source_tars",
     "sa1b.programs.gallery.page",
@@ -408,6 +412,17 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def _use_huge_pages() -> None:
+    """Put this process's memory in pages of 2 MB, which halves the time of its forks. Older kernels refuse it."""
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, kind, _, _, inode = line.split()[:5]
+        start, end = (int(address, 16) >> 21 for address in addresses.split("-"))
+        if kind == "rw-p" and inode == "0" and end > start + 1:
+            address, length = start + 1 << 21, end - start - 1 << 21
+            madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), 25)  # MADV_COLLAPSE
+
+
 def _end(settings: dict[str, Any], streams: list[int]) -> NoReturn:
     """Run the command and end this process like the interpreter, but without destroying its modules.
 
@@ -450,7 +465,14 @@ if __name__ == "__main__":
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    for verb in verbs.in_order():
+        verbs.module_of(verb)
+    # The first one imports and compiles what the others of a process use.
+    console.parse(verbs.module_of("reshard").main, ["a.tar", "--out", "root"], "reshard")
     gc.collect()
     gc.freeze()  # a child's collections do not copy the memory of these modules
     gc.enable()
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # what the server made is not for its children to remove
+    _use_huge_pages()
     _end(*_serve(requests, about))
