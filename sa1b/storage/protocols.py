@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sa1b.errors import UsageError
@@ -100,6 +101,23 @@ def _s3_options(root: str, options: Mapping[str, Any], timeout: float, in_flight
     return {"config_kwargs": settings | options.get("config_kwargs", {})}
 
 
+@cache
+def _service_models(folders: str | None) -> Any:
+    """botocore's descriptions of services. Without sharing, parsing them is most of the time of a connection."""
+    return importlib.import_module("botocore.loaders").create_loader(folders)
+
+
+def _adapt_s3(system: Any) -> None:
+    """Unless the user has passed a session, use one that shares the descriptions of services with all others."""
+    if system.session is not None:
+        return
+    session = importlib.import_module("aiobotocore.session").AioSession(**system.kwargs)
+    session.lazy_register_component(
+        "data_loader", lambda: _service_models(session.get_config_variable("data_path"))
+    )
+    system.session = session
+
+
 def _signed(system: Any, root: str, options: Mapping[str, Any], in_flight: int) -> SignedUrls | None:
     return SignedUrls(system, in_flight) if can_presign(root, options) else None
 
@@ -152,6 +170,7 @@ KINDS = (
         options=_s3_options,
         urls=_signed,
         objects=S3Objects,
+        adapt=_adapt_s3,
     ),
     StoreKind(
         ("gs", "gcs"),
