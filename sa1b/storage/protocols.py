@@ -103,12 +103,12 @@ def _s3_options(root: str, options: Mapping[str, Any], timeout: float, in_flight
 
 @cache
 def _service_models(folders: str | None) -> Any:
-    """botocore's descriptions of services. Without sharing, parsing them is most of the time of a connection."""
+    """botocore's descriptions of services. Parsing them takes most of the time of a new connection."""
     return importlib.import_module("botocore.loaders").create_loader(folders)
 
 
 def _adapt_s3(system: Any) -> None:
-    """Unless the user has passed a session, use one that shares the descriptions of services with all others."""
+    """Share the descriptions of services between file systems, except with a session of the user."""
     if system.session is not None:
         return
     session = importlib.import_module("aiobotocore.session").AioSession(**system.kwargs)

@@ -45,7 +45,9 @@ def through(
         return data, reader.counters(), proxy.ask({"do": "log"})["faults"]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.05, 0.2])
+@pytest.mark.parametrize(
+    "rate", [0.0, pytest.param(0.01, marks=pytest.mark.slow), pytest.param(0.05, marks=pytest.mark.slow), 0.2]
+)
 def test_bytes_and_sequence_are_those_of_the_clean_run(store: Store, rate: float) -> None:
     count = 600 if rate == 0.01 else 300
     ranges = store.ranges(count, seed=int(1000 * rate))
@@ -164,7 +166,7 @@ def outage(store: Store, seconds: float, policy: RetryPolicy) -> Counters:
 
 
 def test_an_outage_is_waited_out(store: Store) -> None:
-    assert outage(store, 2, HASTY).resets > 0
+    assert outage(store, 0.5, HASTY).resets > 0
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
     KIND ROOT endings       leaves its loop in three ways; prints the resources that remain after each
     KIND ROOT endless       prints a line for each batch until it is interrupted, then the remaining resources
-    METHOD ROOT signalled   receives SIGTERM, continues, and exits while the iterator exists
-    METHOD ROOT forgotten   leaves an iterator and its stream to the garbage collector, and exits
+    METHOD ROOT signalled   leaves an iterator and its stream to the garbage collector; with another iterator
+                            receives SIGTERM, continues, and exits while the iterator exists
     workers ROOT murders    kills one of its workers and continues with new ones, four times; prints the batches
 
 KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them, "loader+workers" for one after the
@@ -162,12 +162,12 @@ def signalled(method: str, root: Path) -> None:
     say(rest=rest, alive=[worker.is_alive() for worker in reading._workers])
 
 
-def forgotten(method: str, root: Path) -> None:
-    """Leave an iterator in a cycle of references, as the traceback of an error does, and exit."""
+def forgotten(root: Path) -> None:
+    """Leave an iterator in a cycle of references, as the traceback of an error does."""
     # Seconds that a DataLoader waits for each worker, which did not receive its message, before SIGTERM.
     torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.1
     reading: Any = iter(
-        DataLoader(stream_of(root), batch_size=None, num_workers=2, multiprocessing_context=method)
+        DataLoader(stream_of(root), batch_size=None, num_workers=2, multiprocessing_context="fork")
     )
     next(reading)
     workers, reading.cycle = reading._workers, reading
@@ -175,7 +175,7 @@ def forgotten(method: str, root: Path) -> None:
     gc.collect()
     for worker in workers:
         worker.join(60)
-    say(alive=[worker.is_alive() for worker in workers])
+    say(forgotten=[worker.is_alive() for worker in workers])
 
 
 def murders(root: Path) -> None:
@@ -239,11 +239,11 @@ def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage: see held()
     kind, folder, what = sys.argv[1:]
     if what == "signalled":
+        forgotten(Path(folder))
         signalled(kind, Path(folder))
-    elif what == "forgotten":
-        forgotten(kind, Path(folder))
     elif what == "murders":
         murders(Path(folder))
     else:

@@ -34,7 +34,7 @@ def piece(position: int) -> int:
 def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Path, short_path: Path) -> None:
     whole = recorded(root, 60)
     segments = names()
-    process = start("workers", root, "murders", short_path / "tmp")
+    process = start("workers", root, "murders", short_path / "tmp", forked=True)
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
     lives = [json.loads(line) for line in out.splitlines()]
@@ -56,31 +56,23 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_outlive_signals_to_the_group_until_the_process_has_saved(
+def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_process_has_saved(
     root: Path, short_path: Path, method: str
 ) -> None:
     process = start(method, root, "signalled", short_path / "tmp")
-    whole = recorded(root, 10)
-    assert json.loads(first_lines(process, 1)[0])["digest"] == whole[0]
-    os.killpg(process.pid, signal.SIGUSR1)
-    os.killpg(process.pid, signal.SIGTERM)
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors.decode()
-    assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
-    wait_for_end(process.pid, 300)
-
-
-def test_workers_of_an_iterator_that_is_collected_as_garbage_end_and_the_process_exits(
-    root: Path, short_path: Path
-) -> None:
-    process = start("fork", root, "forgotten", short_path / "tmp")
     try:
+        whole = recorded(root, 10)
+        assert json.loads(first_lines(process, 1)[0]) == {"forgotten": [False, False]}
+        assert json.loads(first_lines(process, 1)[0])["digest"] == whole[0]
+        os.killpg(process.pid, signal.SIGUSR1)
+        os.killpg(process.pid, signal.SIGTERM)
         out, errors = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, errors.decode()) == (0, "")
-    assert json.loads(out) == {"alive": [False, False]}
+    assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
+    wait_for_end(process.pid, 300)
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(

@@ -27,7 +27,7 @@ def test_nothing_is_left_after_the_end_an_early_close_or_an_error_of_the_caller(
     root: Path, short_path: Path
 ) -> None:
     before, segments = files(root), names()
-    process = start("+".join(KINDS), root, "endings", short_path / "tmp")
+    process = start("+".join(KINDS), root, "endings", short_path / "tmp", forked=True)
     out, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (0, b"")
     ways = [json.loads(line) for line in out.splitlines()]
