@@ -50,7 +50,15 @@ from tests import forked_workers
 REPOSITORY = Path(__file__).parents[1]
 PRELOADED = (
     "sa1b.cli",
+    "tests.train.preloaded",
+    # Modules that only some settings load. torch's part of "zero1" compiles functions: 0.4 s.
+    "sa1b.engine.ranks.compression",
+    "sa1b.engine.ranks.pipeline",
+    "sa1b.engine.ranks.zero1",
+    "sa1b.engine.watch.stragglers",
+    "sa1b.engine.watch.watchdog",
     "sa1b.train",
+    "sa1b.programs.doctor.all_checks",
     "sa1b.programs.export.source_tars",
     "sa1b.programs.gallery.page",
     "sa1b.ingest.reshard",
@@ -60,6 +68,7 @@ PRELOADED = (
     "tests.warm_up",  # with the compiled kernels of ingest
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.run",
+    "torch.utils.serialization.config",
     "torch._dynamo",  # torch's optimizers import this module at their first step
     "pytest",
     "hypothesis.strategies",
