@@ -6,6 +6,7 @@ that torchrun sets; they are forked (tests/processes.py), which saves 3 s of pro
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -162,6 +163,37 @@ def start(
         outputs = [Path(folder, str(rank)).read_text() for rank in range(ranks)]
     assert not hanging, f"{len(hanging)} of {ranks} ranks hang: {outputs}"
     return Ended([process.wait() for process in processes], outputs)
+
+
+def refusals(
+    root: Path, out: Path, runs: Sequence[Sequence[str]], *flags: str, ranks: int = 1, mode: str = "none"
+) -> list[Ended]:
+    """How each of these runs ended, which the same ranks start in turn; SAM's.
+
+    None of them may get as far as the group of the ranks, except the last one.
+    """
+    common = ["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.train.rank",
+        "several",
+        json.dumps([[*common, *one] for one in runs]),
+    ]
+    with rank_environments(ranks) as environments:
+        started = [
+            Process(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, env=one
+            )
+            for one in environments
+        ]
+        outputs = [process.communicate(timeout=PATIENCE)[0] for process in started]
+    parts = [re.split(r"^exit code (\d+)\n", output, flags=re.MULTILINE) for output in outputs]
+    assert [len(part) for part in parts] == [2 * len(runs) + 1] * ranks, outputs
+    return [
+        Ended([int(part[number + 1]) for part in parts], [part[number] for part in parts])
+        for number in range(0, 2 * len(runs), 2)
+    ]
 
 
 def train_to_end(root: Path, out: Path, *flags: str, ranks: int = 1, mode: str = "none", **more: Any) -> Path:

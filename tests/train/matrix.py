@@ -47,6 +47,13 @@ MODES: dict[str, tuple[str, tuple[str, ...], dict[int, tuple[str, ...]]]] = {
         {2: (), 3: ()},
     ),
 }
+
+
+def model_of(mode: str) -> str:
+    """The smallest model that a mode can train; the second one cannot be divided into stages."""
+    return "sam" if mode == "pipeline" else "reconstruction"
+
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 

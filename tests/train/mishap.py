@@ -18,6 +18,7 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
             "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to);
             with "only", by nothing else except a microsecond for each look at it
+    apart   files that other ranks have written are not waited for
     record  nothing happens
 
 With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" that is named; "never": it waits.
@@ -49,6 +50,7 @@ from sa1b import train
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.ranks import agreement
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch import phase
@@ -70,7 +72,7 @@ PLACES = {
     "warm up": (train, "warm_up", -1),
     "first evaluation": (train.Run, "evaluate", -1),
     "data": (Feed, "_next", 1),
-    "compute": (Interactive, "forward", 1),
+    "compute": (Reconstruction, "forward", 1),  # of pipelines, "stage"
     "stage": (Pipeline, "_compute", 1),
     "sync": (train, "finish", 1),
     "update": (train, "update_ema", 1),
@@ -108,6 +110,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
     elif mishap["what"] == "slow":
         _slow(mishap["seconds"], mishap["parts"], mishap.get("only", False))
+    elif mishap["what"] == "apart":
+        agreement._SHOWN_AFTER = 0.0
     elif mishap["what"] == "fill":
         _before(mishap["step"], partial(_fill, Path(mishap["disk"])))
     elif mishap["what"] == "command":

@@ -19,7 +19,7 @@ from tests.train.command import (
     start,
     starts,
 )
-from tests.train.matrix import MODES
+from tests.train.matrix import MODES, model_of
 from tests.train.test_failing_rank import WAITS
 
 Whole = Callable[..., Path]
@@ -64,7 +64,8 @@ def test_a_run_at_a_url_is_that_of_a_folder_and_its_weights_can_be_used(
 
     assert "run.claim" not in files(bucket)
     before = files(tmp_path / "scratch")  # of the refused run
-    initial = start(root, tmp_path / "next", "--init", RUN, *scratch, "--dry-run")
+    one = ("--optim.steps", "1", "--optim.warmup", "0")
+    initial = start(root, tmp_path / "next", "--init", RUN, *scratch, *one)
     assert initial.codes == [0], initial.outputs
 
     for source, flags in ((RUN, scratch), (bucket, ())):
@@ -127,7 +128,8 @@ def test_a_rank_that_raises_while_a_checkpoint_is_written_to_a_url(
     ranks = min(of_ranks)
     flags = ("--scratch", str(tmp_path / "scratch"), "--data.micro-batch", "1", *own, *of_ranks[ranks])
     mishap = {"what": "raise", "at": place, "rank": ranks - 1, "error": "KeyError"}
-    ended = start(root, RUN, *flags, *WAITS, ranks=ranks, mode=kind, mishap=mishap)
+    model = model_of(mode)
+    ended = start(root, RUN, *flags, *WAITS, ranks=ranks, mode=kind, mishap=mishap, model=model)
     assert ended.codes == [1] * ranks, ended.outputs
     where = "error" if ranks == 1 else f"error on rank {ranks - 1}"
     reason = (
@@ -138,11 +140,11 @@ def test_a_rank_that_raises_while_a_checkpoint_is_written_to_a_url(
     if place == "writing thread" and ranks > 1:  # of the other places all ranks know the error
         assert ended.outputs[0].count("ends because another rank ended or does not answer") == 1
         assert "no more" not in ended.outputs[0]
-    again = start(root, RUN, *flags, ranks=ranks, mode=kind)
+    again = start(root, RUN, *flags, ranks=ranks, mode=kind, model=model)
     assert again.codes == [0] * ranks, again.outputs
-    expected = whole("none", 1)
+    expected = whole("none", 1, model)
     if mode == "powersgd":
-        expected = whole(kind, ranks, "sam", "--data.micro-batch", "1", *own)
+        expected = whole(kind, ranks, model, "--data.micro-batch", "1", *own)
     assert losses(bucket) == pytest.approx(losses(expected), rel=1e-4)
     assert "run.claim" not in files(bucket)
     assert files(tmp_path / "scratch") == []

@@ -20,12 +20,13 @@ from tests.train.command import (
     lines,
     losses,
     newest,
+    refusals,
     start,
     starts,
     train_to_end,
 )
 
-Whole = Callable[[str, int], Path]
+Whole = Callable[..., Path]
 
 
 def test_the_settings_beside_the_metrics_are_those_of_the_checkpoint_and_of_the_flags(
@@ -54,7 +55,7 @@ def test_a_folder_with_files_of_others_is_refused_as_it_is(
 
 def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    ended = start(root, tmp_path / "run", "--dry-run", ranks=2, mode="ddp")
+    ended = start(root, tmp_path / "run", "--dry-run", ranks=2, mode="ddp", model="reconstruction")
     assert ended.codes == [0, 0], "\n".join(ended.outputs)
     assert "5 images = 2 ranks x 2 micro-batches of up to 2" in ended.outputs[0]
     assert f"{STEPS} steps = 1.2 epochs of {IMAGES} images" in ended.outputs[0]
@@ -134,7 +135,8 @@ def test_folders_that_ranks_do_not_share_are_refused_before_anything_is_written(
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    ended = start(root, Path("run"), ranks=2, mode="ddp", folders=folders)
+    mishap = {"what": "apart", "all": True}
+    ended = start(root, Path("run"), ranks=2, mode="ddp", folders=folders, mishap=mishap)
     assert ended.codes == [2, 2]
     assert re.search(
         rf"error: --out run: the folder of rank 0 \(host \S+, {folders[0]}/run\) differs on ranks "
@@ -158,36 +160,37 @@ def test_a_rank_that_cannot_start_prints_why_although_rank_0_can(root: Path, tmp
 
 def test_resume_no_is_refused_where_there_are_checkpoints(root: Path, whole: Whole, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    shutil.copytree(whole("none", 1), out)
+    shutil.copytree(whole("none", 1, "reconstruction"), out)
     before = losses(out)
-    ended = start(root, out, "--resume", "no")
+    ended = start(root, out, "--resume", "no", model="reconstruction")
     assert ended.codes == [2]
     assert ended.outputs[0].startswith(f"error: --resume no: --out {out} has checkpoints")
     assert losses(out) == before
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "saved"),
-    [
-        ("--model.width", "64", "32"),
-        ("--seed", "1", "0"),
-        ("--data.block-size", "5", "1"),
-        ("--optim.freeze", "image_encoder", "(none)"),
-    ],
+OTHERS = (
+    ("--model.width", "64", "32"),
+    ("--seed", "1", "0"),
+    ("--data.block-size", "5", "1"),
+    ("--optim.freeze", "image_encoder", "(none)"),
 )
+
+
 def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_value(
-    root: Path, whole: Whole, tmp_path: Path, flag: str, value: str, saved: str
+    root: Path, whole: Whole, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(whole("none", 1), out)
-    ended = start(root, out, flag, value)
-    assert ended.codes == [2]
-    remedy = f"drop {flag}" if saved == "(none)" else f"pass {flag} {saved}"
-    trained = f"no {flag}" if saved == "(none)" else f"{flag} {saved}"
-    assert ended.outputs[0].strip().splitlines()[-1] == (
-        f"error: --out {out}: was trained with {trained}, this run has {flag} {value}; {remedy}, or pass another --out "
-        f"with --init {out}"
-    )
+    # A folder for each, because a process keeps the lock of its run.
+    outs = [shutil.copytree(whole("none", 1), tmp_path / flag) for flag, _, _ in OTHERS]
+    runs = [("--out", str(out), flag, value) for out, (flag, value, _) in zip(outs, OTHERS, strict=True)]
+    found = refusals(root, outs[0], runs)
+    for out, (flag, value, saved), ended in zip(outs, OTHERS, found, strict=True):
+        assert ended.codes == [2], flag
+        remedy = f"drop {flag}" if saved == "(none)" else f"pass {flag} {saved}"
+        trained = f"no {flag}" if saved == "(none)" else f"{flag} {saved}"
+        assert ended.outputs[0].strip().splitlines()[-1] == (
+            f"error: --out {out}: was trained with {trained}, this run has {flag} {value}; {remedy}, or pass "
+            f"another --out with --init {out}"
+        )
 
 
 def test_a_resume_that_trains_frozen_parts_is_refused(root: Path, tmp_path: Path) -> None:
@@ -226,45 +229,47 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
     assert "; 1 step of warm-up, then " in ended.outputs[0].splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--data.root", "nowhere"), "--data.root: nowhere: no dataset there"),
-        (("--data.view", "nosuch"), "--data.view: "),
-        (
-            ("--out", "/proc/nosuch"),
-            "--out /proc/nosuch: cannot be created (No such file or directory); pass",
-        ),
-        (("--out", "/proc"), "--out /proc: cannot be written (No such file or directory); pass a folder"),
-        (("--init", "nosuch.pth"), "--init: nosuch.pth: no such file or folder"),
-        (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
-        (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),
-        (("--evaluate-only", "--evaluation.view", "nosuch"), "--evaluation.view: "),
-        (
-            ("--data.global-batch", "100000000000", "--data.micro-batch", "100000000000"),
-            "--data.micro-batch 100000000000: a micro-batch of 100,000,000,000 images takes 1,254,400,000,",
-        ),
-        (
-            ("--data.target-size", "1000000"),
-            "--data.target-size 1000000: a micro-batch of 2 images takes 2,000,000,024,576 bytes (64 pixels, ",
-        ),
-        (
-            ("--model.width", "1000000000"),
-            "--model.width 1000000000, --model.depth 2, --model.channels 32, --model.image-size 64: the weights",
-        ),
-        (
-            ("--model.depth", "1000000000"),
-            "--model.width 32, --model.depth 1000000000, --model.channels 32, --model.image-size 64: the we",
-        ),
-    ],
-)
-def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(
-    root: Path, tmp_path: Path, flags: tuple[str, ...], message: str
-) -> None:
-    ended = start(root, tmp_path / "run", *flags)
-    assert ended.codes == [2]
-    assert f"error: {message}" in ended.outputs[0]
-    assert "Traceback" not in ended.outputs[0]
+ABSENT = [
+    (("--data.root", "nowhere"), "--data.root: nowhere: no dataset there"),
+    (("--data.view", "nosuch"), "--data.view: "),
+    (
+        ("--out", "/proc/nosuch"),
+        "--out /proc/nosuch: cannot be created (No such file or directory); pass",
+    ),
+    (("--out", "/proc"), "--out /proc: cannot be written (No such file or directory); pass a folder"),
+    (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
+    (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),
+    (("--evaluate-only", "--evaluation.view", "nosuch"), "--evaluation.view: "),
+    (
+        ("--data.global-batch", "100000000000", "--data.micro-batch", "100000000000"),
+        "--data.micro-batch 100000000000: a micro-batch of 100,000,000,000 images takes 1,254,400,000,",
+    ),
+    (
+        ("--data.target-size", "1000000"),
+        "--data.target-size 1000000: a micro-batch of 2 images takes 2,000,000,024,576 bytes (64 pixels, ",
+    ),
+    (
+        ("--model.width", "1000000000"),
+        "--model.width 1000000000, --model.depth 2, --model.channels 32, --model.image-size 64: the weights",
+    ),
+    (
+        ("--model.depth", "1000000000"),
+        "--model.width 32, --model.depth 1000000000, --model.channels 32, --model.image-size 64: the we",
+    ),
+    (("--init", "gone.pth"), "--init: gone.pth: no such file or folder"),
+]
+
+
+def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(root: Path, tmp_path: Path) -> None:
+    garbage = tmp_path / "weights.pth"
+    garbage.write_bytes(b"nothing of the kind")
+    cases = [*ABSENT, (("--init", str(garbage)), f"--init: {garbage}")]
+    found = refusals(root, tmp_path / "run", [flags for flags, _ in cases])
+    for (flags, message), ended in zip(cases, found, strict=True):
+        assert ended.codes == [2], flags
+        assert f"error: {message}" in ended.outputs[0], flags
+        assert "Traceback" not in ended.outputs[0], flags
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path) -> None:
@@ -275,29 +280,12 @@ def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path
         with (damaged / dataset.shards[int(dataset.table.shard[row])]).open("r+b") as file:
             file.seek(int(dataset.table.offset[row]) + 200)
             file.write(bytes(50))
-    ended = start(damaged, tmp_path / "run")
+    ended = start(damaged, tmp_path / "run", model="reconstruction")
     assert ended.codes == [0]
     logged = [json.loads(line) for line in (tmp_path / "run" / "damaged.jsonl").read_text().splitlines()]
     assert {line["image_id"] for line in logged} == {int(dataset.table.image_id[row]) for row in (3, 4)}
     (said,) = [line for line in ended.outputs[0].splitlines() if "damaged sample" in line]
     assert f"rank 0, shard {logged[0]['shard']}, image {logged[0]['image_id']})" in said
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "no such file"), (b"nothing of the kind", "weights.pth")],
-)
-def test_weights_that_cannot_be_read_are_refused_in_a_line(
-    root: Path, tmp_path: Path, content: bytes | None, message: str
-) -> None:
-    weights = tmp_path / "weights.pth"
-    if content is not None:
-        weights.write_bytes(content)
-    ended = start(root, tmp_path / "run", "--init", str(weights))
-    assert ended.codes == [2]
-    assert message in ended.outputs[0]
-    assert "Traceback" not in ended.outputs[0]
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_starts_from_the_weights_of_another(root: Path, whole: Whole, tmp_path: Path) -> None:

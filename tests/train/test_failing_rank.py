@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.command import output_of, start, torchrun
+from tests.train.matrix import model_of
 from tests.train.mishap import MOMENTS, PLACES
 
 # Longer than a test waits: a rank that waits for another one until the timeout counts as hanging.
@@ -82,7 +83,10 @@ def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
     last = ranks - 1
     mishap = {"what": "raise", "at": place, "rank": last, "error": "KeyError"}
     flags += ("--optim.ema", "0.5")
-    ended = start(parted, tmp_path / "run", *WAITS, *flags, ranks=ranks, mode=kind, mishap=mishap)
+    model = "sam" if "evaluation" in place else model_of(mode)
+    ended = start(
+        parted, tmp_path / "run", *WAITS, *flags, ranks=ranks, mode=kind, mishap=mishap, model=model
+    )
     assert ended.codes[last] == 1, ended.outputs
     where = f"error on rank {last}" if ranks > 1 else "error"
     assert ended.outputs[last].count(f"{where}: KeyError: 'no more'\n") == 1, ended.outputs
@@ -94,15 +98,17 @@ def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
             assert output.count("ends because another rank ended or does not answer") == 1
 
 
-def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: Path, forked: bool) -> None:
     mishap = {"what": "raise", "error": "OSError", "rank": 1, "step": 1}
-    process = torchrun(root, tmp_path / "run", *WAITS, ranks=2, mode="ddp", mishap=mishap)
+    process = torchrun(root, tmp_path / "run", *WAITS, ranks=2, mode="ddp", mishap=mishap, forked=forked)
     output = output_of(process, tmp_path / "run")
     assert process.returncode == 1
     assert output.count("error on rank 1: no more\n") == 1
     assert output.count("OSError: no more") == 1  # in torchrun's summary
-    assert "To enable traceback see" in output  # of the other rank, which has no reason of its own
     assert output.count("[rank0]:") == 0  # torch's prefix of a traceback
+    if not forked:
+        assert "To enable traceback see" in output  # of the other rank, which has no reason of its own
 
 
 def test_a_single_process_finishes_its_checkpoint_before_it_ends(root: Path, tmp_path: Path) -> None:

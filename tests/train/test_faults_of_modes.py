@@ -12,21 +12,27 @@ from tests import processes
 from tests.disks import small_disk
 from tests.processes import REPOSITORY
 from tests.train.command import IMAGES, Ended, figures, lines, losses, make_root, newest, start, train_to_end
-from tests.train.matrix import MODES
+from tests.train.matrix import MODES, model_of
 
 ONE_IMAGE = ("--data.micro-batch", "1")  # of two samples that are left, three ranks have one, one and none
 Whole = Callable[..., Path]
 
 
 def run(
-    root: Path, out: Path, mode: str, *flags: str, mishap: dict[str, Any] | None = None, most: bool = False
+    root: Path,
+    out: Path,
+    mode: str,
+    *flags: str,
+    mishap: dict[str, Any] | None = None,
+    most: bool = False,
+    model: str | None = None,
 ) -> Ended:
     """A run on the fewest or the most ranks of the mode; a mishap without a rank is that of the last one."""
     kind, own, of_ranks = MODES[mode]
     ranks = max(of_ranks) if most else min(of_ranks)
     flags = (*ONE_IMAGE, *own, *of_ranks[ranks], *flags)
     mishap = mishap and {"rank": ranks - 1, **mishap}
-    return start(root, out, *flags, ranks=ranks, mode=kind, mishap=mishap)
+    return start(root, out, *flags, ranks=ranks, mode=kind, mishap=mishap, model=model or model_of(mode))
 
 
 def in_modes(quick: str | None) -> pytest.MarkDecorator:
@@ -40,7 +46,8 @@ def assert_resumes(root: Path, out: Path, mode: str, whole: Whole) -> None:
     assert set(ended.codes) == {0}, ended.outputs
     kind, own, of_ranks = MODES[mode]
     exact = mode != "powersgd"  # which is compared with itself
-    expected = whole("none", 1) if exact else whole(kind, min(of_ranks), "sam", *ONE_IMAGE, *own)
+    model = model_of(mode)
+    expected = whole("none", 1, model) if exact else whole(kind, min(of_ranks), model, *ONE_IMAGE, *own)
     assert losses(out) == pytest.approx(losses(expected), rel=1e-4)
 
 
@@ -93,17 +100,26 @@ def test_a_folder_that_becomes_read_only(
 
 
 @pytest.fixture(scope="module")
-def spoilt(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mishap = {"what": "nan", "step": 2, "times": 1}
-    return train_to_end(root, tmp_path_factory.mktemp("spoilt") / "run", mishap=mishap)
+def spoilt(root: Path, shared: Callable[..., Path]) -> Callable[[str], Path]:
+    def of_mode(mode: str) -> Path:
+        model, mishap = model_of(mode), {"what": "nan", "step": 2, "times": 1}
+
+        def make(folder: Path) -> None:
+            train_to_end(root, folder / "run", mishap=mishap, model=model)
+
+        return shared(f"spoilt-{model}", make) / "run"
+
+    return of_mode
 
 
 @in_modes(None)  # test_not_finite.py
-def test_a_loss_that_is_not_finite_on_one_rank(root: Path, tmp_path: Path, spoilt: Path, mode: str) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank(
+    root: Path, tmp_path: Path, spoilt: Callable[[str], Path], mode: str
+) -> None:
     out = tmp_path / "run"
     ended = run(root, out, mode, mishap={"what": "nan", "step": 2, "times": 1})
     assert set(ended.codes) == {0}, ended.outputs
-    found, expected = (figures(one, "loss") for one in (out, spoilt))
+    found, expected = (figures(one, "loss") for one in (out, spoilt(mode)))
     assert found[2] == expected[2] == [3, None]
     del found[2], expected[2]
     assert found == [pytest.approx(one, rel=0.05 if mode == "powersgd" else 1e-4) for one in expected]
@@ -124,10 +140,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_samples_for_three_ranks_and_more(two: Path, tmp_path: Path, mode: str) -> None:
     """In a step, of which micro-batches of one image leave two, and in an evaluation of two images."""
     flags: tuple[str, ...] = ("--data.view", "most", "--optim.steps", "3", "--model.depth", "3")
+    flags += ("--checkpoint.every", "3")
     if mode != "pipeline":  # no rank has the complete model
         flags += ("--evaluation.view", "two", "--evaluation.every", "3")
     one = train_to_end(two, tmp_path / "one", *flags)
-    ended = run(two, tmp_path / "run", mode, *flags, most=True)
+    ended = run(two, tmp_path / "run", mode, *flags, most=True, model="sam")
     assert set(ended.codes) == {0}, ended.outputs
     rounding = 0.05 if mode == "powersgd" else 1e-4
     assert losses(tmp_path / "run") == pytest.approx(losses(one), rel=rounding)

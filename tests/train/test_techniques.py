@@ -15,7 +15,7 @@ from sa1b.engine.step import run
 from sa1b.engine.technique import Place
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.processes import run as run_forked
-from tests.train.command import FLAGS, losses
+from tests.train.command import FLAGS, SECOND_FLAGS, losses
 from tests.train.without import TECHNIQUES
 
 
@@ -37,7 +37,7 @@ def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int]
             with out.with_name(f"{rank}.log").open("w") as log:
                 processes.append(
                     Process(
-                        [*command, *FLAGS, *flags],
+                        [*command, *SECOND_FLAGS, *flags],
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=REPOSITORY,
@@ -49,15 +49,16 @@ def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks"), [("none", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+    ("mode", "ranks"),
+    [("ddp", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", 1), ("fsdp", 2)))],
 )
 def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
-    root: Path, whole: Callable[[str, int], Path], tmp_path: Path, mode: str, ranks: int
+    root: Path, whole: Callable[..., Path], tmp_path: Path, mode: str, ranks: int
 ) -> None:
     codes, output = start(root, tmp_path / "run", "--parallel.mode", mode, ranks=ranks)
     assert codes == [0] * ranks, output
     assert output.splitlines()[-1] == "imported: []"
-    assert losses(tmp_path / "run") == losses(whole(mode, ranks))
+    assert losses(tmp_path / "run") == losses(whole(mode, ranks, "reconstruction"))
 
 
 def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(

@@ -17,6 +17,7 @@ TECHNIQUES = (
     *("ranks.zero1", "ranks.compression", "ranks.pipeline"),
     *("planner", "watch.stragglers", "watch.watchdog"),
 )
+SECOND = "tests.engine.reconstruction"  # a model
 MODULES = tuple(f"sa1b.engine.{name}" for name in TECHNIQUES)
 
 
@@ -32,18 +33,19 @@ class Absent:
 
 
 def main() -> int:
-    for name in [one for one in sys.modules if one.partition(".")[0] == "sa1b"]:
+    for name in [one for one in sys.modules if one.partition(".")[0] == "sa1b" or one == SECOND]:
         del sys.modules[name]
     sys.meta_path.insert(0, Absent())
     import torch
 
     from sa1b import train
+    from tests.engine import reconstruction
 
     torch.set_num_threads(1)
     if sys.argv[1] == "refused":
         print(json.dumps([train.main(arguments=flags) for flags in json.loads(sys.argv[2])]))
         return 0
-    code = train.main()
+    code = train.main(reconstruction.PRESETS)
     there = [name for name in sys.modules if name.startswith(MODULES)]
     print(f"imported: {there}")
     return code
