@@ -33,6 +33,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -404,6 +405,7 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
     os.chdir(settings["folder"])
     os.environ.clear()
     os.environ.update(settings["environment"])
+    tempfile.tempdir = None  # look up TMPDIR again
     forked_workers.use_fork()
     vars(multiprocessing.process)["ORIGINAL_DIR"] = settings["folder"]
     multiprocessing.process.current_process().authkey = os.urandom(32)

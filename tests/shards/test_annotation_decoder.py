@@ -67,7 +67,7 @@ spelled = numbers.map(json.dumps) | st.from_regex(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(["bbox", "crop_box", "point_coords", "predicted_iou", "area", "id"]),
     st.lists(spelled, min_size=4, max_size=4),
@@ -146,11 +146,12 @@ def test_an_image_over_the_limit_is_left_to_the_path_that_names_it():
     assert decode_usual(text, IMAGE_ID, tiny.SIZE[0] * tiny.SIZE[1] - 1) is None
 
 
-def test_both_paths_give_the_same_verdict_on_mutated_files(monkeypatch):
-    """20,000 mutations of small files: reason, columns and warnings with the decoder and without it."""
+@pytest.mark.parametrize("count", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_both_paths_give_the_same_verdict_on_mutated_files(monkeypatch, count):
+    """Mutations of small files: reason, columns and warnings with the decoder and without it."""
     draw = random.Random(0)
     originals = [tiny.encode(tiny.document(IMAGE_ID, seed, masks=seed % 3)) for seed in range(9)]
-    texts = [annotation_fuzz.mutate(draw.choice(originals), draw) for _ in range(20_000)]
+    texts = [annotation_fuzz.mutate(draw.choice(originals), draw) for _ in range(count)]
 
     def verdict(text):
         try:
@@ -165,4 +166,4 @@ def test_both_paths_give_the_same_verdict_on_mutated_files(monkeypatch):
     monkeypatch.setattr(annotation, "decode_usual", lambda *arguments: None)
     for text, found in zip(texts, fast, strict=True):
         assert verdict(text) == found, text
-    assert sum(not isinstance(found, str) for found in fast) > 2000
+    assert sum(not isinstance(found, str) for found in fast) > count / 10

@@ -100,7 +100,7 @@ def test_the_content_is_a_safetensors_file_as_documented() -> None:
     assert (area == annotations.area).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_damage_is_an_error_or_harmless_and_never_a_crash(data: st.DataObject) -> None:
     content = bytearray(zstandard.decompress(_RECORD))

@@ -38,7 +38,7 @@ def skip_extended(data, position, stop):
 LONG = tar_bytes([("a/" * 60 + "sa_9.jpg", b"x" * 700)], end=b"") + GOOD
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_the_reader_never_raises_and_accounts_for_every_byte(read, data):
     archive = bytearray(LONG)

@@ -61,7 +61,13 @@ def in_child(way: str, reader: Reader, ranges: list[Range]) -> tuple[list[bytes]
 
 @pytest.mark.parametrize("root", ["s3", "local"])
 @pytest.mark.parametrize(
-    ("way", "used"), [("fork", True), ("fork", False), ("forkserver", True), ("spawn", True)]
+    ("way", "used"),
+    [
+        ("fork", True),
+        ("fork", False),
+        pytest.param("forkserver", True, marks=pytest.mark.slow),
+        ("spawn", True),
+    ],
 )
 def test_a_child_reads_whether_or_not_its_parent_did_and_the_parent_reads_on(
     store: Store, way: str, used: bool, root: str

@@ -80,7 +80,7 @@ def test_workers_of_a_data_loader_read(store: Store, workers: int, way: str | No
     assert now["authorized"] == before["authorized"]
 
 
-@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=SLOW)])
 def test_errors_keep_their_class_on_the_way_out_of_a_worker(store: Store, way: str) -> None:
     with Reader("s3://data", options=store.options(), deadline=120) as reader:
         reads = Reads(reader, [Range("a.bin", 0, 5, 1)])

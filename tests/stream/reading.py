@@ -130,6 +130,8 @@ def endings(kind: str, root: Path) -> None:
 
 def endless(kind: str, root: Path) -> None:
     """Read until the process is interrupted or killed."""
+    # Seconds after which an idle worker sees that its process has ended.
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.1
     before = held()
 
     def read() -> None:

@@ -42,7 +42,7 @@ def test_a_temporary_folder_too_long_for_a_socket_is_an_error_of_the_training_pr
     root: Path, short_path: Path
 ) -> None:
     folder = short_path / ("x" * 100)
-    process = start("workers", root, "endless", folder)
+    process = start("workers", root, "endless", folder, forked=True)
     try:
         _, errors = process.communicate(timeout=300)
     finally:

@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "persistent, spawn": {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
 }
 
-examples = settings(deadline=None, max_examples=150)
+examples = settings(deadline=None, max_examples=60)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_every_epoch_is_covered_once_with_equally_many_micro_batches(
     assert len(ranks[0]) <= len(plans[0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(20, 200), st.sampled_from([1, 2, 8]), st.data())
 def test_sizes_may_change_at_any_step_of_three_epochs(count: int, block: int, data: st.DataObject) -> None:
     order = Order(count, "d", 2, block, endless=False)

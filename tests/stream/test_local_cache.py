@@ -84,11 +84,11 @@ def half(bucket: Path) -> int:
 def test_batches_are_those_of_the_folder(
     bucket: Path, server: Service, tmp_path: Path, block_size: int, is_whole: bool
 ) -> None:
-    expected = epochs(local(bucket, block_size=block_size), 3)
+    expected = epochs(local(bucket, block_size=block_size), 2)
     given = {"block_size": block_size, "cache_bytes": EVERY if is_whole else half(bucket)}
-    assert_same(epochs(remote(server.port, cache=tmp_path / "stream", **given), 3), expected)
+    assert_same(epochs(remote(server.port, cache=tmp_path / "stream", **given), 2), expected)
     loader = sa1b.Loader(remote(server.port, cache=tmp_path / "loader", **given), threads=3, quiet=True)
-    assert_same([batch for _ in range(3) for batch in loader], expected)
+    assert_same([batch for _ in range(2) for batch in loader], expected)
 
 
 def test_the_second_epoch_makes_no_request(bucket: Path, server: Service, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_number_of_workers_does_not_change_what_is_cached(
     bucket: Path, server: Service, tmp_path: Path
 ) -> None:
     found = set()
-    for workers in (0, 1, 3):
+    for workers in (0, 3):
         folder = tmp_path / str(workers)
         epochs(remote(server.port, cache=folder, cache_bytes=half(bucket)), 1, num_workers=workers)
         found.add(tuple(sorted((path.name, path.read_bytes()) for path in folder.rglob("*.sparse"))))

@@ -25,7 +25,7 @@ from sa1b.stream.order import (
 )
 
 ROOT = Path(__file__).parents[2]
-examples = settings(max_examples=100, deadline=None, derandomize=True)
+examples = settings(max_examples=50, deadline=None, derandomize=True)
 counts = st.one_of(
     st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 97, 101, 255, 256, 257, 1009, 1024, 4095, 4096]),
     st.integers(1, 3000),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 
-examples = settings(deadline=None, max_examples=150)
+examples = settings(deadline=None, max_examples=60)
 
 
 def plans(order: Order | Sequential, batch: int, micro: int, world_size: int) -> list[Plan]:

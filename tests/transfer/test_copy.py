@@ -28,6 +28,9 @@ from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.transfer.copying import content, copied, damage
 
 SHARD = "sa1b-000001-0001.tar"
+KINDS = ("folder", "bucket")
+SAME = [pytest.param(kind, kind, marks=pytest.mark.slow) for kind in KINDS]
+LATER = [pytest.param(step, kind, marks=pytest.mark.slow) for step, kind in zip((4, 1), KINDS, strict=True)]
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def source(request, root, bucket):
     return found
 
 
-@pytest.mark.parametrize("source", ["folder", "bucket"], indirect=True)
+@pytest.mark.parametrize("source", KINDS, indirect=True)
 def test_a_copy_has_the_same_bytes(source, target):
     summary = copied(source, target)
     assert content(target) == content(source)
@@ -125,7 +128,7 @@ def test_a_lost_shard_of_a_finished_source_is_copied_again(root, target):
     assert content(target) == content(FolderStore(root))
 
 
-@pytest.mark.parametrize("source", ["folder", "bucket"], indirect=True)
+@pytest.mark.parametrize(("source", "target"), [*zip(KINDS, KINDS[::-1], strict=True), *SAME], indirect=True)
 @pytest.mark.parametrize(
     ("name", "repair"),
     [
@@ -188,7 +191,7 @@ def test_damage_in_transit_is_read_again(root, bucket, monkeypatch, tmp_path):
     assert content(FolderStore(tmp_path / "back")) == content(FolderStore(root))
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("step", "target"), [*zip((1, 4), KINDS, strict=True), *LATER], indirect=["target"])
 @pytest.mark.parametrize("change", ["replace", "drop", "add"])
 def test_a_source_that_changes_during_its_copy_is_copied_by_the_next(
     root, target, tmp_path, monkeypatch, step, change
