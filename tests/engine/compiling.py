@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from sa1b.engine.settings import ParallelConfig
 from sa1b.sam.interactive import Interactive
@@ -15,6 +14,9 @@ from tests.engine.launch import group
 
 def counted(config: ParallelConfig, recompute: bool) -> dict[str, Any]:
     """Two steps with compiled blocks, after a warm-up with two images."""
+    # This imports triton, which complains at the end of a process that imported it before `gc.freeze`.
+    from torch._dynamo.utils import counters
+
     compile_before, model_before, build = torch.compile, training.MODEL, training.build
     sizes = {2}
 

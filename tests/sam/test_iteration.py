@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam
@@ -88,6 +87,8 @@ def test_losses_with_padding_equal_those_without_it():
     ],
 )
 def test_two_graphs_for_any_numbers_of_masks_and_clicks(recipe, sizes, autocast, tolerance):
+    from torch._dynamo.testing import CompileCounterWithBackend  # triton: see tests/engine/compiling.py
+
     plain, compiled = pair(recipe, **sizes)
     graphs = CompileCounterWithBackend("aot_eager")
     compiled.iteration.compile(graphs)
