@@ -29,8 +29,6 @@ from tests.worker_tasks import (
     sleep_or_double,
     stall,
     stall_or_double,
-    stop,
-    stop_within_a_message,
 )
 
 
@@ -109,25 +107,30 @@ def test_leaving_without_an_answer_is_a_death_even_with_code_0() -> None:
     assert "code 0" in events[0].value
 
 
-def test_a_worker_without_progress_is_killed_and_tried_again_and_progress_counts_as_life(
+def test_a_worker_without_progress_is_killed_and_tried_again_once_and_the_others_finish(
     tmp_path: Path, forked: None
 ) -> None:
-    events = list(supervise(stall, [(str(tmp_path / "marker"), 1)], workers=1, stall_timeout=STALL))
-    ends = [(event.kind, event.value) for event in events if event.kind != "progress"]
-    assert ends == [("died", f"no progress for {STALL} s"), ("done", "done")]
-
-
-def test_a_worker_that_stalls_twice_is_named_and_the_others_finish(tmp_path: Path, forked: None) -> None:
-    marker = tmp_path / "marker"
-    tasks = [("stall", str(marker)), ("double", "")]
-    events = supervise(stall_or_double, tasks, workers=2, retries=5, stall_timeout=STALL)
-    ends = [(event.task, event.kind, event.value) for event in events if event.kind != "progress"]
-    assert sorted(ends) == [
-        (0, "died", f"no progress for {STALL} s"),
-        (0, "lost", f"no progress for {STALL} s"),
-        (1, "done", 2),
-    ]
-    assert len(marker.read_text()) == 2
+    kinds = ("stall once", "stall", "stop", "stop within a message", "double")
+    ends: dict[str, list[object]] = {kind: [] for kind in kinds}
+    tasks = [(kind, str(tmp_path / kind)) for kind in kinds]
+    for event in supervise(stall_or_double, tasks, workers=len(tasks), retries=5, stall_timeout=STALL):
+        kind = kinds[event.task]
+        if event.kind != "progress":
+            ends[kind].append((event.kind, event.value))
+        elif kind == "stop within a message":
+            status = Path(f"/proc/{event.value}/stat")
+            # Nothing is read meanwhile, so its buffer is full.
+            while status.read_text().split(") ")[1][0] != "T":
+                time.sleep(0.01)
+    died, lost = ((end, f"no progress for {STALL} s") for end in ("died", "lost"))
+    assert ends == {
+        "stall once": [died, ("done", "done")],  # the second time its reports count as life
+        "stall": [died, lost],
+        "stop": [died, lost],
+        "stop within a message": [died, ("done", "done")],
+        "double": [("done", 2)],
+    }
+    assert len((tmp_path / "stall").read_text()) == 2
 
 
 def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path, forked: None) -> None:
@@ -135,23 +138,6 @@ def test_reports_that_wait_for_a_busy_caller_are_signs_of_life(tmp_path: Path, f
     assert next(events).kind == "progress"
     time.sleep(STALL + 1)  # the worker has long ended
     assert {event.kind for event in events} == {"progress", "done"}
-
-
-def test_a_stopped_process_is_a_stalled_one(forked: None) -> None:
-    events = [event.kind for event in supervise(stop, [()], workers=1, stall_timeout=STALL)]
-    assert events == ["died", "lost"]
-
-
-def test_a_process_that_stops_within_a_message_is_a_stalled_one(tmp_path: Path, forked: None) -> None:
-    tasks = [(str(tmp_path / "marker"),)]
-    events = supervise(stop_within_a_message, tasks, workers=1, stall_timeout=STALL)
-    status = Path(f"/proc/{next(events).value}/stat")
-    while status.read_text().split(") ")[1][0] != "T":  # nothing is read meanwhile, so its buffer is full
-        time.sleep(0.01)
-    assert [(event.kind, event.value) for event in events] == [
-        ("died", f"no progress for {STALL} s"),
-        ("done", "done"),
-    ]
 
 
 def test_a_failure_says_which_error_of_the_operating_system_it_is() -> None:

@@ -65,11 +65,14 @@ def stall(marker: str, times: int, report: Report) -> str:
 
 
 def stall_or_double(kind: str, marker: str, report: Report) -> object:
-    return stall(marker, 99, report) if kind == "stall" else double(1, report)
-
-
-def stop(report: Report) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    match kind:
+        case "stall" | "stall once":
+            return stall(marker, 99 if kind == "stall" else 1, report)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "stop within a message":
+            return stop_within_a_message(marker, report)
+    return double(1, report)
 
 
 def stop_within_a_message(marker: str, report: Report) -> str:
