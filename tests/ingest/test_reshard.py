@@ -112,7 +112,7 @@ def command_output(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def long_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("long") / "sa_000007.tar"
-    synthetic.write_tar(source, images=150, first_id=1, long_side=320)
+    tiny.make_tar(source, range(250))
     return source
 
 
@@ -125,9 +125,9 @@ def undisturbed(long_source: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[processes.Process, Path, Path]]:
     """A run whose worker is in the middle of its source: the process, the source and the root."""
-    process = subprocess.Popen(
+    process = processes.Process(
         command(long_source, tmp_path / "root"),
         cwd=REPOSITORY,
         text=True,
@@ -147,11 +147,12 @@ def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Pop
 
 
 def test_a_killed_worker_is_replaced_and_the_result_is_the_same(
-    long_run: tuple[subprocess.Popen[str], Path, Path], undisturbed: dict[str, bytes]
+    long_run: tuple[processes.Process, Path, Path], undisturbed: dict[str, bytes]
 ) -> None:
     process, _, root = long_run
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    (worker,) = (pid for pid in children if b"resource_tracker" not in lines[pid])
     os.kill(int(worker), signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -161,7 +162,7 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(
 
 
 def test_ctrl_c_leaves_nothing_broken(
-    long_run: tuple[subprocess.Popen[str], Path, Path], undisturbed: dict[str, bytes]
+    long_run: tuple[processes.Process, Path, Path], undisturbed: dict[str, bytes]
 ) -> None:
     process, source, root = long_run
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group hears it
