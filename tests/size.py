@@ -24,13 +24,34 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "sa1b"
 
 
+class Text:
+    """What the figures need of a Python file: all syntax trees together would take 100 MB.
+
+    Attributes:
+        docstring_lines: lines of its docstrings.
+        imports: its imports, anywhere in the text.
+    """
+
+    def __init__(self, path: Path) -> None:
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        self.docstring_lines, self.imports = 0, list[ast.Import | ast.ImportFrom]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and ast.get_docstring(node, clean=False):
+                self.docstring_lines += (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self.imports.append(node)
+
+
+text_of = cache(Text)
+
+
 @cache
-def modules() -> dict[str, ast.Module]:
-    """Name of a module -> its syntax tree."""
-    found: dict[str, Route] = {}
+def modules() -> dict[str, Text]:
+    """Name of a module -> what is known of it."""
+    found: dict[str, Text] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPOSITORY).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = text_of(path)
     return found
 
 
@@ -41,21 +62,18 @@ def lines(folder: Path) -> int:
 
 def docstring_lines() -> int:
     """Lines of docstrings in the package."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = (node for tree in modules().values() for node in ast.walk(tree) if isinstance(node, kinds))
-    with_docstring = (node.body[0] for node in nodes if ast.get_docstring(node, clean=False))
-    return sum((first.end_lineno or 0) - first.lineno + 1 for first in with_docstring)
+    return sum(text.docstring_lines for text in modules().values())
 
 
 def imports() -> dict[str, set[str]]:
     """Module -> the modules of the package that it imports, anywhere in its text."""
     graph: dict[str, set[str]] = {}
-    for name, tree in modules().items():
+    for name, text in modules().items():
         graph[name] = set()
-        for node in ast.walk(tree):
+        for node in text.imports:
             if isinstance(node, ast.Import):
                 graph[name] |= {alias.name for alias in node.names} & modules().keys()
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
                     graph[name] |= {whole if whole in modules() else str(node.module)} & modules().keys()

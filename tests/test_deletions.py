@@ -138,16 +138,14 @@ def sites() -> Iterator[tuple[str, str]]:
     """Module and function of each call that may delete a file, and the call as text."""
     for path in sorted((REPOSITORY / "sa1b").rglob("*.py")):
         module = path.relative_to(REPOSITORY / "sa1b").as_posix()
-        tree = ast.parse(path.read_text())
-        functions = {
-            child: node.name  # of nested functions the inner one, which comes later
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            for child in ast.walk(node)
-        }
-        for node in ast.walk(tree):
+        waiting: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), "")]
+        while waiting:
+            node, function = waiting.pop()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                function = node.name
             if _deletes(node):
-                yield f"{module} {functions.get(node, '')}", ast.unparse(node)
+                yield f"{module} {function}", ast.unparse(node)
+            waiting += [(child, function) for child in ast.iter_child_nodes(node)]
 
 
 def _deletes(node: ast.AST) -> bool:

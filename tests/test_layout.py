@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.size import text_of
+
 REPOSITORY = Path(__file__).parents[1]
 MODULES = sorted(path for folder in ("sa1b", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
 
@@ -83,9 +85,8 @@ def test_the_core_asks_for_no_class_of_an_optional_technique() -> None:
 def imports_of(path: Path) -> set[str]:
     """The modules and names that a file imports, each followed by a dot."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {f"{one.name}." for one in node.names}
+    for node in text_of(path).imports:
+        found |= {f"{one.name}." for one in node.names}
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.", *(f"{node.module}.{one.name}." for one in node.names)}
     return found

@@ -55,9 +55,9 @@ def changed(**image):
     return encode(found)
 
 
-def mask_changed(number=1, **values):
+def mask_changed(number=1, image_id=BAD, **values):
     """The bad image's annotation file with other values in one mask."""
-    found = document(BAD)
+    found = document(image_id)
     found["annotations"][number] |= values
     return encode(found)
 

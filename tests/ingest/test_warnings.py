@@ -1,5 +1,6 @@
 """Images that are kept although something is odd: each is listed, with every mask concerned."""
 
+import itertools
 import json
 import math
 import os
@@ -10,9 +11,9 @@ import pytest
 
 from sa1b.shards import annotation
 from sa1b.shards.annotation_columns import MAX_LISTED_MASKS
-from tests.ingest.bad_pairs import BAD, mask_changed
+from tests.ingest.bad_pairs import BAD, GOOD, mask_changed, typed
 from tests.shards import tiny
-from tests.shards.tiny import document, encode, pair
+from tests.shards.tiny import document, encode, pair, pair_members, pairs
 
 
 def odd(image_id, masks, *numbers):
@@ -93,22 +94,28 @@ SOME = [math.nan, -math.inf, 2**53 + 1, 2**63]
 @pytest.mark.parametrize(
     "value", [pytest.param(one, marks=() if one in SOME else pytest.mark.slow) for one in NUMBERS], ids=repr
 )
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("integers", [False, True], ids=["floats beside", "integers beside"])
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_any_number_in_any_field_comes_back_exactly(kept, field, value, integers):
-    mask = document(BAD)["annotations"][1]
-    if integers:
-        mask |= {key: [int(v) for v in mask[key]] for key in ("bbox", "crop_box")}
-    if field in ("bbox", "crop_box"):
-        for place in range(4):
-            kept(
-                text=mask_changed(**mask | {field: [*mask[field][:place], value, *mask[field][place + 1 :]]})
-            )
-    elif field == "point_coords":
-        kept(text=mask_changed(**mask | {field: [[mask[field][0][0], value]]}))
-    else:
-        kept(text=mask_changed(**mask | {field: value}))
+def test_any_number_in_any_field_comes_back_exactly(ingest, value):
+    texts = {}
+    for field, integers in itertools.product(FIELDS, (False, True)):  # floats or integers beside it
+        for place in range(4) if field in ("bbox", "crop_box") else (0,):
+            mask = document(BAD + len(texts))["annotations"][1]
+            if integers:
+                mask |= {key: [int(v) for v in mask[key]] for key in ("bbox", "crop_box")}
+            if field in ("bbox", "crop_box"):
+                mask[field][place] = value
+            elif field == "point_coords":
+                mask[field][0][1] = value
+            else:
+                mask[field] = value
+            texts[BAD + len(texts)] = mask_changed(image_id=BAD + len(texts), **mask)
+    members = [member for image_id, text in texts.items() for member in pair_members(image_id, text=text)]
+    outcome = ingest([*pairs(GOOD), *members])
+    assert outcome.refused == []
+    for image_id, text in texts.items():
+        jpeg, stored = outcome.samples[image_id]
+        assert (jpeg, typed(stored)) == (pair(image_id)[0], typed(json.loads(text)))
+    assert {line["image_id"] for line in outcome.warnings} <= texts.keys()
 
 
 @pytest.mark.parametrize("beside", ["bbox", "crop_box"])

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sa1b.masks import raster_torch
+from tests import processes
 from tests.masks.samples import examples, pixel_masks, to_runs
 from tests.masks.triton_cases import DTYPES, check_case, check_odd_cases, draw_masks, join
 
@@ -107,7 +108,8 @@ def test_without_triton_the_import_says_what_to_install():
         "try: import sa1b.masks.raster_triton\n"
         "except ImportError as error: print(error)\n"
     )
-    assert "pip install 'sa1b[kernels]'" in python("-c", code)
+    done = processes.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pip install 'sa1b[kernels]'" in done.stdout
 
 
 @examples
