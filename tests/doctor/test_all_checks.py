@@ -26,6 +26,11 @@ from tests.shards import tiny_source
 doctor = runner("doctor")
 HOST = socket.gethostname()
 PATIENCE = 120  # seconds
+FEW_FILES = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+runpy.run_module("sa1b", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +156,7 @@ def test_ranks_that_differ_are_named_and_equal_ones_merged() -> None:
     )
     with rank_environments(3) as (first, second, _):
         # Rank 1 has sent its findings to the store when rank 0 starts, which therefore waits for rank 2 only.
-        few = ["bash", "-c", 'ulimit -Sn 300; exec "$@"', "bash", *words]
+        few = [sys.executable, "-c", FEW_FILES, *words[3:]]
         environment = {**second, "NCCL_DEBUG": "TRACE"}
         done = processes.run(few, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -174,16 +179,8 @@ def test_a_rank_that_cannot_reach_the_others_reports_its_own_findings() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens
         port = str(closed.getsockname()[1])
-        environment = {
-            **os.environ,
-            **{
-                "RANK": "1",
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-        }
+        of_rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **of_rank, "MASTER_PORT": port}
         done = processes.run(
             command("--only", "rendezvous", "--only", "clock", "--timeout", 1, "--seconds", 0.1),
             env=environment, capture_output=True, text=True,

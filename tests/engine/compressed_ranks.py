@@ -32,7 +32,9 @@ def curves() -> dict[str, dict[str, Any]]:
     found = {}
     for name, config in CURVES.items():
         with group(config) as rank_info:
-            run = begin(rank_info, config, 3 if "micro" in name else 1, optim=replace(OPTIM, steps=STEPS))
+            run = begin(
+                rank_info, config, 3 if "micro" in name else 1, optim=replace(OPTIM, steps=STEPS), second=True
+            )
             for number in range(STEPS - 1):
                 run.step(number)
             with Traffic() as traffic:
@@ -48,7 +50,7 @@ def curves() -> dict[str, dict[str, Any]]:
 def interrupted() -> dict[str, Any]:
     """States of PowerSGD before and after a skipped step, and after the steps with and without it."""
     with group(POWER) as rank_info:
-        run = begin(rank_info, POWER)
+        run = begin(rank_info, POWER, second=True)
         fresh = state(run)
         for number in range(4):
             run.step(number)
@@ -62,7 +64,7 @@ def interrupted() -> dict[str, Any]:
         run.step(4)
         end = run.weights()
     with group(POWER) as rank_info:
-        run = begin(rank_info, POWER)
+        run = begin(rank_info, POWER, second=True)
         for number in range(5):
             run.step(number)
         straight = run.weights()
@@ -74,10 +76,10 @@ def interrupted() -> dict[str, Any]:
 def buckets() -> dict[tuple[str, float], dict[str, Any]]:
     """Steps with buckets of several sizes, in MiB: their number, losses of this rank, weights and state."""
     found = {}
-    for mode, size in (("ddp", 1), ("ddp", 0.2), ("ddp", 0.03), ("zero1", 0.03)):
+    for mode, size in (("ddp", 1), ("ddp", 0.1), ("ddp", 0.01), ("zero1", 0.01)):
         config = replace(POWER, mode=mode)
         with group(config) as rank_info:
-            run = begin(rank_info, replace(config, bucket=size))
+            run = begin(rank_info, replace(config, bucket=size), second=True)
             for number in range(4):
                 run.step(number)
             assert isinstance(run.module, DistributedDataParallel)
@@ -94,10 +96,10 @@ def buckets() -> dict[tuple[str, float], dict[str, Any]]:
 def without_gradient_for_a_step() -> dict[str, float]:
     """Norms of a weight's gradient after the reduction: in a step without a gradient, and two steps later."""
     with group(POWER) as rank_info:
-        run = begin(rank_info, POWER)
+        run = begin(rank_info, POWER, second=True)
         for number in range(3):
             run.step(number)
-        name = "model.image_encoder.blocks.0.attn.qkv.weight"
+        name = "blocks.0.qkv.weight"
         parameter = unwrap(run.module).get_parameter(name)
         handle = parameter.register_hook(torch.zeros_like)
         powersgd = reduction_of(run.module)
@@ -114,14 +116,12 @@ def without_gradient_for_a_step() -> dict[str, float]:
 
 def spoiled_step(run: Run, number: int) -> None:
     """The backward pass of a step with a gradient that is not finite on one rank, without the optimizer."""
-    from tests.engine.training import micro_batches
-
     last = run.rank_info.world_size - 1
-    parameter = next(p for name, p in run.named() if name.endswith("attn.qkv.weight"))
+    parameter = next(p for name, p in run.named() if name.endswith("qkv.weight"))
     handle = parameter.register_hook(
         lambda gradient: gradient * torch.nan if run.rank_info.rank == last else gradient
     )
-    for micro in micro_batches(run.rank_info, number, 1):
+    for micro in run.batches(run.rank_info, number, 1):
         run.accumulate(micro, last=True)
     handle.remove()
     run.optimizer.zero_grad()

@@ -28,7 +28,7 @@ from tests.engine.launch import group
 from tests.engine.training import MODEL, OPTIM, MicroBatch, Run, samples
 
 IMAGES, MICRO_BATCHES = 2, 4
-STEPS = {"fp32": 4, "bf16": 3}
+STEPS = {"fp32": 3, "bf16": 2}  # the second one has a micro-batch without masks
 DEPTH = 3
 
 

@@ -340,7 +340,7 @@ def save_four(folder: Path, at: int | None) -> int:
     return killer.steps
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_at_a_request_resumes_from_a_complete_checkpoint(
     every: int, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_sixteen_ranks_share_the_parameters_of_a_sharded_model(of_ddp: StepMemor
 
 def test_recomputed_blocks_take_less_memory() -> None:
     config = settings(16, mode="ddp")
+    config = replace(config, recipe=replace(config.recipe, clicks=0))  # half of the decoder's operations
     all_kept = measure(config, 16)
     less = measure(replace(config, model=replace(config.model, checkpoint_blocks="all")), 16)
     assert less.activations < all_kept.activations

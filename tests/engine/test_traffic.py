@@ -7,7 +7,7 @@ import pytest
 from sa1b.engine.settings import ParallelConfig
 from tests.engine import traffic
 from tests.engine.launch import launch
-from tests.engine.training import build
+from tests.engine.training import build_second
 
 CASES = {
     "ddp": ParallelConfig(mode="ddp"),
@@ -15,11 +15,13 @@ CASES = {
     "fsdp": ParallelConfig(mode="fsdp"),
     "grad_op": ParallelConfig(mode="fsdp", shard="grad_op"),
     "bf16": ParallelConfig(mode="fsdp", reduce="bf16"),
-    "size": ParallelConfig(mode="fsdp", wrap="size:5K"),
+    "size": ParallelConfig(mode="fsdp", wrap="size:20K"),
     "one group": ParallelConfig(mode="fsdp", wrap="none"),
 }
-MODEL = sum(4 * parameter.numel() for parameter in build().parameters())  # bytes
-UNITS = [sum(4 * p.numel() for part in unit for p in part.parameters()) for unit in build().fsdp_units()]
+MODEL = sum(4 * parameter.numel() for parameter in build_second().parameters())  # bytes
+UNITS = [
+    sum(4 * p.numel() for part in unit for p in part.parameters()) for unit in build_second().fsdp_units()
+]
 GRADIENTS = ("allreduce", "reduce_scatter")
 
 Sent = dict[str, list[int]]

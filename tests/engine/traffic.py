@@ -41,7 +41,7 @@ def of_steps(configs: dict[str, tuple[ParallelConfig, int]]) -> dict[str, dict[s
     found = {}
     for name, (config, accumulation) in configs.items():
         with group(config) as rank_info:
-            run = begin(rank_info, config, accumulation)
+            run = begin(rank_info, config, accumulation, second=True)
             run.step(0)
             with Traffic() as traffic:
                 run.step(1)

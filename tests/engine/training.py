@@ -1,4 +1,4 @@
-"""A training run of a few steps on a SAM with a few thousand parameters, in the form of the training loop."""
+"""A training run of a few steps on a SAM or the second model, in the form of the training loop."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -24,6 +24,7 @@ from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import Targets
+from tests.engine.reconstruction import Reconstruction
 
 SIZE, RASTER = 32, 8
 MODEL = ModelConfig(
@@ -37,6 +38,7 @@ OPTIM = OptimConfig(
 )
 
 MicroBatch = tuple[Tensor, Targets, Tensor]
+Batches = Callable[[RankInfo, int, int], Iterator[tuple[Any, ...]]]
 
 
 def build(seed: int = 0) -> Interactive:
@@ -85,6 +87,19 @@ def micro_batches(rank_info: RankInfo, step: int, accumulation: int) -> Iterator
         yield samples(range(low, high))
 
 
+def build_second(seed: int = 0) -> Reconstruction:
+    """The second model, whose step takes a tenth of the time of SAM's."""
+    torch.manual_seed(seed)
+    return Reconstruction(SIZE, 16, 32, 2)
+
+
+def second_batches(rank_info: RankInfo, step: int, accumulation: int) -> Iterator[tuple[Any, ...]]:
+    """Like `micro_batches`, for the second model."""
+    for images, _, positions in micro_batches(rank_info, step, accumulation):
+        hide = (torch.arange((SIZE // 16) ** 2) + positions[:, None]) % 3 == 0
+        yield images, hide, torch.ones(len(images)), torch.zeros(len(images))
+
+
 @dataclass
 class Run:
     """A run between two steps, and its recorded values."""
@@ -96,11 +111,12 @@ class Run:
     module: nn.Module
     optimizer: Optimizer
     scaler: GradScaler
+    batches: Batches = micro_batches
     losses: list[float] = field(default_factory=list)  # sums of this rank
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # clipped gradient of the first step
 
-    def accumulate(self, micro: MicroBatch, *, last: bool) -> tuple[Tensor, Tensor]:
+    def accumulate(self, micro: tuple[Any, ...], *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
             sums = forward_backward(
                 self.module, micro, 1.0, self.config.precision, self.rank_info, self.scaler
@@ -110,7 +126,7 @@ class Run:
     def step(self, number: int, spoil: Callable[[nn.Module], object] = lambda _: None) -> None:
         set_lr(self.optimizer, lr_at(self.optim, BATCH, number))
         loss, count = torch.zeros(()), torch.zeros(())
-        for index, micro in enumerate(micro_batches(self.rank_info, number, self.accumulation)):
+        for index, micro in enumerate(self.batches(self.rank_info, number, self.accumulation)):
             one, counted = self.accumulate(micro, last=index + 1 == self.accumulation)
             loss, count = loss + one, count + counted
         spoil(self.module)
@@ -148,11 +164,12 @@ def begin(
     optim: OptimConfig = OPTIM,
     state: Any = None,
     primed: bool = True,
+    second: bool = False,
 ) -> Run:
-    """A run before its first step, new or from a state."""
-    interactive = build(seed=0 if state is None else 1)
-    freeze(interactive, optim)
-    module = wrap(interactive, config, rank_info)
+    """A run before its first step, new or from a state; `second`: of the second model."""
+    model = (build_second if second else build)(seed=0 if state is None else 1)
+    freeze(model, optim)
+    module = wrap(model, config, rank_info)
     optimizer = make_optimizer(module, optim, BATCH, mode_of(config).optimizer)
     run = Run(
         rank_info,
@@ -162,6 +179,7 @@ def begin(
         module,
         optimizer,
         grad_scaler(config.precision, rank_info.device),
+        second_batches if second else micro_batches,
     )
     if state is not None:
         set_state_dict(
@@ -169,5 +187,5 @@ def begin(
         )
         agree(module, rank_info)
     if primed:
-        warm_up(module, lambda: run.accumulate(samples(range(2)), last=True))
+        warm_up(module, lambda: run.accumulate(next(run.batches(rank_info, 0, 1)), last=True))
     return run

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sa1b.engine.ranks.process_group import start
 from sa1b.programs.scaling.cases import Case
 from sa1b.programs.scaling.rank import Launch, TrainingStep, measure, synthetic_batch
 from sa1b.recipes.presets import PRESETS, SamConfig
-from sa1b.workers import supervise
-from tests import processes
+from tests.engine.launch import launch
 
 SIZE = 64
 CPU = torch.device("cpu")
@@ -32,14 +32,8 @@ def step_of(case: Case) -> TrainingStep:
     return TrainingStep(config, start(config.parallel))
 
 
-def take_alone(environment: dict[str, str], modes: tuple[str, ...], report) -> list[str]:  # type: ignore[no-untyped-def]
+def take_alone(modes: tuple[str, ...]) -> list[str]:
     """On rank 0, steps that exchange nothing, while rank 1 waits; in some modes of two ranks, or a pipeline."""
-    import os
-
-    import torch.distributed as dist
-
-    os.environ |= environment
-    torch.set_num_threads(1)
     problems = []
     for mode in modes:
         step = step_of(Case(mode, "bf16", 2, 2, 1))
@@ -66,8 +60,8 @@ def take_alone(environment: dict[str, str], modes: tuple[str, ...], report) -> l
         return problems
     case = Case("pipeline", "bf16", 2, 1, 1)
     config = config_of(case)
-    launch = Launch(config, (case,), 2, "cpu", 1, (), 0, Path(), 30)
-    times = measure(case, launch, start(config.parallel))
+    given = Launch(config, (case,), 2, "cpu", 1, (), 0, Path(), 30)
+    times = measure(case, given, start(config.parallel))
     if (len(times.synchronised), times.alone) != (2, ()):
         problems.append(f"pipeline: {times}")
     return problems
@@ -83,18 +77,7 @@ def take_alone(environment: dict[str, str], modes: tuple[str, ...], report) -> l
     ids="-".join,
 )
 def test_steps_alone_exchange_nothing_and_no_step_changes_the_weights(modes: tuple[str, ...]) -> None:
-    with processes.rank_environments(2) as environments:
-        names = (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "TORCHELASTIC_USE_AGENT_STORE",
-        )
-        tasks = [({name: one[name] for name in names}, modes) for one in environments]
-        events = list(supervise(take_alone, tasks, workers=2, retries=0, stall_timeout=120))
-    assert [(one.kind, one.value) for one in events] == [("done", []), ("done", [])]
+    assert launch(take_alone, 2, modes) == [[], []]
 
 
 @pytest.mark.parametrize("masks", [1, 7])

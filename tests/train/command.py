@@ -118,6 +118,7 @@ def start(
     folders: Sequence[Path] = (),
     stuck: int | None = None,
     until: Callable[[], bool] | None = None,
+    program: str = "tests.train.rank",
 ) -> Ended:
     """Run the command on so many ranks and wait.
 
@@ -135,7 +136,7 @@ def start(
             with Path(folder, str(rank)).open("w") as log:
                 processes.append(
                     Process(
-                        [sys.executable, "-m", "tests.train.rank", model, json.dumps(mishap), *arguments],
+                        [sys.executable, "-m", program, model, json.dumps(mishap), *arguments],
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         cwd=folders[rank] if folders else REPOSITORY,

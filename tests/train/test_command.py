@@ -288,12 +288,6 @@ def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path
     assert f"rank 0, shard {logged[0]['shard']}, image {logged[0]['image_id']})" in said
 
 
-def test_a_run_starts_from_the_weights_of_another(root: Path, whole: Whole, tmp_path: Path) -> None:
-    out = train_to_end(root, tmp_path / "run", "--init", str(whole("none", 1)))
-    assert len(losses(out)) == STEPS
-    assert losses(out)[0] < losses(whole("none", 1))[0]
-
-
 def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole) -> None:
     found = lines(whole("ddp", 2))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

@@ -83,17 +83,8 @@ def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path,
 
 
 def test_scores_are_printed_where_the_predicted_masks_cannot_be_written(parted: Path, trained: Path) -> None:
-    ended = start(
-        parted,
-        "/proc/nosuch",
-        "--init",
-        str(trained),
-        *EVALUATED,
-        "--evaluate-only",
-        "--json",
-        "--parallel.mode",
-        "none",
-    )
+    flags = ("--init", str(trained), *EVALUATED, "--evaluate-only", "--json", "--parallel.mode", "none")
+    ended = start(parted, "/proc/nosuch", *flags)
     assert ended.codes == [1]
     *_, scores, said = ended.outputs[0].splitlines()
     assert json.loads(scores) == [line["evaluation"] for line in lines(trained) if "evaluation" in line][-1]

@@ -1,10 +1,10 @@
 """Optional techniques hang on the training loop, which trains without their modules."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,9 @@ from sa1b.engine.checkpoint import checkpoints
 from sa1b.engine.ranks import parallel
 from sa1b.engine.step import run
 from sa1b.engine.technique import Place
-from tests.processes import REPOSITORY, Process, rank_environments
+from tests.processes import REPOSITORY, rank_environments
 from tests.processes import run as run_forked
-from tests.train.command import FLAGS, SECOND_FLAGS, losses
+from tests.train.command import FLAGS, losses, start
 from tests.train.without import TECHNIQUES
 
 
@@ -28,26 +28,6 @@ def test_every_technique_has_one_place() -> None:
     assert train.PLANNER is run.PLANNER
 
 
-def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int], str]:
-    """Run the command without the techniques; returns the exit codes and the output of rank 0."""
-    command = [sys.executable, "-m", "tests.train.without", "--data.root", str(root), "--out", str(out)]
-    with rank_environments(ranks) as environments:
-        processes = []
-        for rank, environment in enumerate(environments):
-            with out.with_name(f"{rank}.log").open("w") as log:
-                processes.append(
-                    Process(
-                        [*command, *SECOND_FLAGS, *flags],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        cwd=REPOSITORY,
-                        env=environment,
-                    )
-                )
-        codes = [process.wait(300) for process in processes]
-    return codes, out.with_name("0.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("mode", "ranks"),
     [("ddp", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", 1), ("fsdp", 2)))],
@@ -55,9 +35,10 @@ def start(root: Path, out: Path, *flags: str, ranks: int = 1) -> tuple[list[int]
 def test_the_loop_trains_the_same_without_the_modules_of_the_techniques(
     root: Path, whole: Callable[..., Path], tmp_path: Path, mode: str, ranks: int
 ) -> None:
-    codes, output = start(root, tmp_path / "run", "--parallel.mode", mode, ranks=ranks)
-    assert codes == [0] * ranks, output
-    assert output.splitlines()[-1] == "imported: []"
+    given: dict[str, Any] = {"ranks": ranks, "mode": mode, "model": "reconstruction"}
+    ended = start(root, tmp_path / "run", program="tests.train.without", **given)
+    assert ended.codes == [0] * ranks, ended.outputs
+    assert ended.outputs[0].splitlines()[-1] == "imported: []"
     assert losses(tmp_path / "run") == losses(whole(mode, ranks, "reconstruction"))
 
 

@@ -1,4 +1,4 @@
-"""The training command without its optional techniques: `python -m tests.train.without --flags`.
+"""The training command without its optional techniques: `python -m tests.train.without MODEL null --flags`.
 
 `python -m tests.train.without refused RUNS` prints the exit codes of several runs that are refused, RUNS being
 the flags of each as JSON.
@@ -45,6 +45,7 @@ def main() -> int:
     if sys.argv[1] == "refused":
         print(json.dumps([train.main(arguments=flags) for flags in json.loads(sys.argv[2])]))
         return 0
+    del sys.argv[1:3]
     code = train.main(reconstruction.PRESETS)
     there = [name for name in sys.modules if name.startswith(MODULES)]
     print(f"imported: {there}")
