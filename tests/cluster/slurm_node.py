@@ -94,11 +94,7 @@ class Node:
         for name in self.names:
             settings += _NODE.format(name=name, host=host, port=_free_port(), cpus=cpus)
         (self.folder / "slurm.conf").write_text(settings)
-        self.environment = {
-            **os.environ,
-            "PATH": _path(),
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-        }
+        self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
         try:
             key = self.folder / "munge.key"
             subprocess.run(["mungekey", "--create", "--keyfile", str(key)], check=True, env=self.environment)

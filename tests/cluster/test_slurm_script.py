@@ -118,10 +118,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(arguments: Sequence[str], tmp_p
 @pytest.mark.parametrize("arguments", [[], ARGUMENTS])
 def test_scripts_are_valid(arguments: Sequence[str], tmp_path: Path) -> None:
     site = Site("p", "a", "1:00:00", 3, "7G", "n", "my logs", ("export X='y z'",), ("--qos=high",), 60, 2)
-    for script in (
-        *scripts(arguments, site),
-        *scripts(arguments, Site()),
-    ):
+    for script in (*scripts(arguments, site), *scripts(arguments, Site())):
         (tmp_path / "job.sh").write_text(script)
         subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
     found = options(train_script(arguments, site, nodes=2, gpus=8))

@@ -100,10 +100,7 @@ def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tm
         (("--rate", "-1"), "--rate -1: must be more than 0"),
         (("--only", "disk"), "--only disk: no such check; they are: versions, "),
         (("--skip", ""), "--skip : no such check"),
-        (
-            ("--only", "ring", "--skip", "ring"),
-            "--only ring: no check is left; omit one of them from --skip",
-        ),
+        (("--only", "ring", "--skip", "ring"), "--only ring: no check is left; omit one of them from --skip"),
         (("",), "ROOT '': must be a dataset directory"),
         (("a", "b"), "b: one argument too many"),
         (("--rnig",), "--rnig: no such flag"),

@@ -43,8 +43,7 @@ def test_operations_of_the_encoder_are_what_torch_counts_but_for_relative_positi
 @pytest.mark.parametrize("features", [0, 24])
 @pytest.mark.parametrize("candidates", [SINGLE, AMBIGUOUS], ids=["single", "ambiguous"])
 def test_operations_of_the_decoder_are_what_torch_counts_but_for_those_of_tokens_alone(
-    candidates: slice,
-    features: int,
+    candidates: slice, features: int
 ) -> None:
     config = dataclasses.replace(SMALL, image_size=1024, pixel_features=features)
     model = Sam(config).eval()

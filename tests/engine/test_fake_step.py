@@ -44,12 +44,7 @@ def test_the_peak_is_that_of_real_steps_within_10_percent_in_all_modes(world_siz
     kinds = [
         {"mode": mode, "precision": precision, **more}
         for precision in ("fp32", "bf16")
-        for mode, more in (
-            ("ddp", {}),
-            ("zero1", {}),
-            ("fsdp", {}),
-            ("fsdp", {"shard": "grad_op"}),
-        )
+        for mode, more in (("ddp", {}), ("zero1", {}), ("fsdp", {}), ("fsdp", {"shard": "grad_op"}))
     ]
     if world_size == 1:
         kinds += [{"mode": "none", "precision": precision} for precision in ("fp32", "bf16", "fp16")]

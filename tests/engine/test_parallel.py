@@ -234,9 +234,7 @@ def test_a_weight_that_changed_on_one_rank_is_named(ranks: Ranks, work: Work, ot
         assert f"ranks [{work[0] - 1}] hold" in rank["weight"]
 
 
-def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(
-    ranks: Ranks,
-) -> None:
+def test_a_buffer_that_changed_on_one_rank_is_named_under_fsdp(ranks: Ranks) -> None:
     for rank in ranks((2, False)):
         assert "positional_encoding_gaussian_matrix: differs" in rank["buffer"]
 

@@ -20,11 +20,7 @@ BASE = result(0.1)
             ["communication: compute more for each exchange", "doctor"],
         ),
         (result(0.15, data=0.05), "efficiency 67%: data wait 33%", ["bench shards` names the stage"]),
-        (
-            result(0.2),
-            "efficiency 50%: slower computation 50%",
-            ["ranks share caches and memory bandwidth"],
-        ),
+        (result(0.2), "efficiency 50%: slower computation 50%", ["ranks share caches and memory bandwidth"]),
         (
             result(0.25, 0.05, 0.08),
             "efficiency 40%: data wait 32%, communication exposed 20%, slower computation 8%",
@@ -40,11 +36,7 @@ BASE = result(0.1)
             "communication exposed 50% (the rounds differ by 80%: measure again)",
             [],
         ),
-        (
-            result(0.2, None),
-            "slower computation and communication 50% (not separated: out of memory)",
-            [],
-        ),
+        (result(0.2, None), "slower computation and communication 50% (not separated: out of memory)", []),
     ],
 )
 def test_a_low_efficiency_is_explained(slow: CaseResult, line: str, advice: list[str]) -> None:

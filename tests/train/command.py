@@ -227,13 +227,7 @@ def torchrun(
         *("--parallel.mode", mode, *flags),
     ]
     with _log(out).open("w") as log:
-        return Process(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-            start_new_session=True,
-        )
+        return Process(command, stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY, start_new_session=True)
 
 
 def output_of(process: Process, out: Path) -> str:

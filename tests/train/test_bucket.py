@@ -11,14 +11,7 @@ import pytest
 from tests import processes
 from tests.processes import REPOSITORY
 from tests.storage.service import Service
-from tests.train.command import (
-    assert_same_state,
-    checkpoint_steps,
-    losses,
-    newest,
-    start,
-    starts,
-)
+from tests.train.command import assert_same_state, checkpoint_steps, losses, newest, start, starts
 from tests.train.matrix import MODES, model_of
 from tests.train.test_failing_rank import WAITS
 

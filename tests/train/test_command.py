@@ -107,10 +107,7 @@ def test_weights_to_begin_with_may_be_gone_when_a_run_goes_on(
 def test_a_usage_error_is_printed_by_rank_0_only(root: Path, tmp_path: Path) -> None:
     ended = start(root, tmp_path / "run", "--optim.warmup", "10", ranks=2, mode="ddp")
     assert ended.codes == [2, 2]
-    assert ended.outputs == [
-        "error: --optim.warmup 10: must be less than --optim.steps 4\n",
-        "",
-    ]
+    assert ended.outputs == ["error: --optim.warmup 10: must be less than --optim.steps 4\n", ""]
 
 
 def test_an_unknown_flag_is_refused_by_name_by_rank_0_only(root: Path, tmp_path: Path) -> None:
@@ -232,10 +229,7 @@ def test_the_learning_rate_is_said_before_there_is_a_progress_bar(root: Path, tm
 ABSENT = [
     (("--data.root", "nowhere"), "--data.root: nowhere: no dataset there"),
     (("--data.view", "nosuch"), "--data.view: "),
-    (
-        ("--out", "/proc/nosuch"),
-        "--out /proc/nosuch: cannot be created (No such file or directory); pass",
-    ),
+    (("--out", "/proc/nosuch"), "--out /proc/nosuch: cannot be created (No such file or directory); pass"),
     (("--out", "/proc"), "--out /proc: cannot be written (No such file or directory); pass a folder"),
     (("--optim.freeze", "nosuch"), "--optim.freeze nosuch: no such part; choose from image_encoder"),
     (("--optim.freeze", "nosuch", "--dry-run"), "--optim.freeze nosuch: no such part; choose from"),

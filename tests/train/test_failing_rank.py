@@ -69,8 +69,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "place"),
-    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in PLACED],
+    ("mode", "place"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in PLACED]
 )
 def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
     parted: Path, tmp_path: Path, mode: str, place: str

@@ -19,20 +19,16 @@ Whole = Callable[..., Path]
 
 
 def run(
-    root: Path,
-    out: Path,
-    mode: str,
-    *flags: str,
-    mishap: dict[str, Any] | None = None,
-    most: bool = False,
-    model: str | None = None,
+    root: Path, out: Path, mode: str, *flags: str, mishap: dict[str, Any] | None = None, most: bool = False
 ) -> Ended:
-    """A run on the fewest or the most ranks of the mode; a mishap without a rank is that of the last one."""
+    """A run on the fewest or, with SAM, the most ranks of the mode; a mishap without a rank is that of the last one."""
     kind, own, of_ranks = MODES[mode]
     ranks = max(of_ranks) if most else min(of_ranks)
     flags = (*ONE_IMAGE, *own, *of_ranks[ranks], *flags)
     mishap = mishap and {"rank": ranks - 1, **mishap}
-    return start(root, out, *flags, ranks=ranks, mode=kind, mishap=mishap, model=model or model_of(mode))
+    return start(
+        root, out, *flags, ranks=ranks, mode=kind, mishap=mishap, model="sam" if most else model_of(mode)
+    )
 
 
 def in_modes(quick: str | None) -> pytest.MarkDecorator:
@@ -144,7 +140,7 @@ def test_two_samples_for_three_ranks_and_more(two: Path, tmp_path: Path, mode: s
     if mode != "pipeline":  # no rank has the complete model
         flags += ("--evaluation.view", "two", "--evaluation.every", "3")
     one = train_to_end(two, tmp_path / "one", *flags)
-    ended = run(two, tmp_path / "run", mode, *flags, most=True, model="sam")
+    ended = run(two, tmp_path / "run", mode, *flags, most=True)
     assert set(ended.codes) == {0}, ended.outputs
     rounding = 0.05 if mode == "powersgd" else 1e-4
     assert losses(tmp_path / "run") == pytest.approx(losses(one), rel=rounding)

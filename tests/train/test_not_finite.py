@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.command import (
-    STEPS,
-    figures,
-    ids_of_steps,
-    newest,
-    start,
-    tensors,
-    train_to_end,
-)
+from tests.train.command import STEPS, figures, ids_of_steps, newest, start, tensors, train_to_end
 
 
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -13,10 +13,7 @@ LARGE = "area_fraction >= 0.005 and area_fraction <= 0.5"
 
 def command(*arguments: object) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "sa1b", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "sa1b", *map(str, arguments)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

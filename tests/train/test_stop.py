@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes import Process
-from tests.train.command import (
-    PATIENCE,
-    checkpoint_steps,
-    losses,
-    output_of,
-    processes_of,
-    start,
-    torchrun,
-)
+from tests.train.command import PATIENCE, checkpoint_steps, losses, output_of, processes_of, start, torchrun
 
 LONG = ("--optim.steps", "100000")
 

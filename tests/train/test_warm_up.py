@@ -25,7 +25,7 @@ DECODER = ("--model.compile-decoder",)
                 *(("ddp", 2, ()), ("ddp", 2, RECOMPUTE)),
                 *(("ddp", 2, DECODER), ("fsdp", 2, DECODER)),
             )
-        ),
+        )
     ],
 )
 def test_no_step_compiles_anything(
