@@ -16,10 +16,10 @@ import pytest
 from sa1b.console import command
 from sa1b.programs.cluster import verb_slurm as cli
 from sa1b.programs.cluster.slurm import Site, doctor_script, reshard_script, train_script
-from tests.cli.verb import runner
+from tests.cli.verb import called
 from tests.processes import REPOSITORY
 
-slurm = runner("slurm")
+slurm = called("slurm")
 TRAIN = ["--preset", "vit_b", "--data.root", "shards", "--out", "run"]
 INHERITED = "head='' port='' ranks='' preempted=''"  # from the script, in the shell of a node
 DDP = [*TRAIN, "--parallel.mode", "ddp"]

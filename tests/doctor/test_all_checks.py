@@ -18,7 +18,7 @@ from sa1b.programs.doctor.check import CheckTogether, RankExchange, RankProcess,
 from sa1b.programs.doctor.report import Finding
 from sa1b.programs.doctor.synchronisation import GROUP, process_group, rank_sum
 from tests import processes
-from tests.cli.verb import runner
+from tests.cli.verb import called, runner
 from tests.engine.launch import launch
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny_source
@@ -107,7 +107,7 @@ def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tm
     ],
 )
 def test_a_wrong_command_line(arguments: tuple[str, ...], message: str) -> None:
-    done = doctor(*arguments)
+    done = called("doctor")(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert message in line
