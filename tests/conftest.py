@@ -5,9 +5,16 @@ random order: `pytest --randomly-seed=SEED` repeats a run that printed SEED, `py
 of the files.
 """
 
+import contextlib
+import ctypes
 import gc
 import os
 import signal
+
+# The memory of a large array goes back to the system with the array. Without this, glibc keeps blocks up to the size
+# of the largest one that was freed, which adds up to hundreds of MB in a test process.
+with contextlib.suppress(AttributeError):  # another C library
+    ctypes.CDLL(None).mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD
 
 # What torch prints about connections of processes that ended is not about a test.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -368,15 +368,13 @@ class _Pickler(ForkingPickler):
     """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
 
     def reducer_override(self, value: object) -> Any:
-        if not isinstance(value, Tensor) or value.nbytes > _SMALL or not value.is_contiguous():
-            return NotImplemented
-        data = (
-            value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-        )
-        return _tensor, (data, value.dtype, tuple(value.shape), value.stride())
+        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= _SMALL and value.is_contiguous():
+            row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
+        return NotImplemented
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return found.as_strided(shape, stride)
 

@@ -9,7 +9,6 @@ from sa1b.errors import Sa1bError, SourceError, printable
 from sa1b.sources.remote_sources import named_links, remote_sources
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.stored_file import Link, RemoteFile, link_of, read_links
-from sa1b.storage.reader import PIECE
 from tests.cli.verb import runner
 from tests.shards import tiny
 from tests.sources.strange_server import SECRET, StrangeServer
@@ -26,9 +25,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def large(folder: Path) -> Path:
+def large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder with a file of several ranges instead of the tar."""
-    (folder / NAME).write_bytes(hashlib.shake_256(b"x").digest(3 * PIECE))
+    monkeypatch.setattr("sa1b.storage.reader.PIECE", 1 << 20)
+    (folder / NAME).write_bytes(hashlib.shake_256(b"x").digest(3 << 20))
     return folder
 
 

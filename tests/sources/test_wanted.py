@@ -11,6 +11,7 @@ from sa1b.names import member_name
 from sa1b.sources.pairing import WantedPairs
 from sa1b.sources.tar_stream import Damage, Member
 
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 30)]
 BLOCK = range(223_750, 223_750 + 11_186)  # as in a tar of SA-1B
 
 
@@ -65,9 +66,7 @@ def test_an_id_outside_of_the_block_is_excluded_after_a_part_of_the_tar(seed: in
     assert not near.is_whole
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 30))]
-)
+@pytest.mark.parametrize("seed", [*range(5), *MORE])
 def test_no_id_of_a_tar_is_excluded(seed: int) -> None:
     chosen = np.random.default_rng(seed).choice(np.array(BLOCK), 5, replace=False).tolist()
     wanted = WantedPairs(ids_of(*chosen, BLOCK[0], BLOCK[-1], BLOCK[0] - 300), is_block=True)

@@ -218,7 +218,6 @@ def test_faults_change_no_byte_of_an_upload(
         Service("fault_proxy", _port(ceph_bucket), 5, rate, *FAULTS) as proxy,
         through(proxy, ceph_bucket, replace(HASTY, min_throughput=5e6)) as store,
     ):
-        began = time.monotonic()
         for seed in range(2):
             path, data = file_of(tmp_path / "staged", size, seed)
             stored: list[int] = []
@@ -230,9 +229,6 @@ def test_faults_change_no_byte_of_an_upload(
                 store.put(f"tasks/{number}.json", b"%d" % (seed + number))
                 assert ceph_bucket.read(f"tasks/{number}.json") == b"%d" % (seed + number)
         log = proxy.ask({"do": "log"})
-        print(
-            f"\n{len(log['faults'])} faults in {log['requests']} requests, {time.monotonic() - began:.1f} s"
-        )
         assert len(log["faults"]) > log["requests"] * rate / 2
     assert ceph_bucket.uploads() == []
     assert not list(ceph_bucket.scratch.iterdir())

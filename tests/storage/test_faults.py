@@ -18,6 +18,7 @@ from tests.storage.conftest import HASTY, UNHURRIED, Store, WaitedTime
 from tests.storage.fault_proxy import KINDS
 from tests.storage.service import Service
 
+RARE = [pytest.param(rate, marks=pytest.mark.slow) for rate in (0.01, 0.05)]
 # What a broken request is counted as. A connection that is reset before its answer may be opened again by
 # the HTTP client itself, so of those not every one is seen.
 COUNTED = {
@@ -45,9 +46,7 @@ def through(
         return data, reader.counters(), proxy.ask({"do": "log"})["faults"]
 
 
-@pytest.mark.parametrize(
-    "rate", [0.0, pytest.param(0.01, marks=pytest.mark.slow), pytest.param(0.05, marks=pytest.mark.slow), 0.2]
-)
+@pytest.mark.parametrize("rate", [0.0, *RARE, 0.2])
 def test_bytes_and_sequence_are_those_of_the_clean_run(store: Store, rate: float) -> None:
     count = 600 if rate == 0.01 else 300
     ranges = store.ranges(count, seed=int(1000 * rate))

@@ -15,6 +15,7 @@ from tests.storage.conftest import HASTY, Store
 from tests.storage.service import REPOSITORY, Service
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+SERVED = [pytest.param("forkserver", True, marks=pytest.mark.slow)]
 
 
 def reader_of(store: Store, root: str) -> Reader:
@@ -60,15 +61,7 @@ def in_child(way: str, reader: Reader, ranges: list[Range]) -> tuple[list[bytes]
 
 
 @pytest.mark.parametrize("root", ["s3", "local"])
-@pytest.mark.parametrize(
-    ("way", "used"),
-    [
-        ("fork", True),
-        ("fork", False),
-        pytest.param("forkserver", True, marks=pytest.mark.slow),
-        ("spawn", True),
-    ],
-)
+@pytest.mark.parametrize(("way", "used"), [("fork", True), ("fork", False), ("spawn", True), *SERVED])
 def test_a_child_reads_whether_or_not_its_parent_did_and_the_parent_reads_on(
     store: Store, way: str, used: bool, root: str
 ) -> None:

@@ -198,9 +198,8 @@ def test_an_endless_stream_spans_epochs_and_goes_on_after_the_last_batch(root: P
     stream = stream_of(root, epochs=None)
     loader = loader_of(way, stream)
     whole = list(expected(root, 0, stop=60))
-    assert [digest(batch) for batch in islice(loader, 12)] == whole[
-        :12
-    ]  # batches; the last ones belong to the second epoch
+    # The last of these batches belong to the second epoch.
+    assert [digest(batch) for batch in islice(loader, 12)] == whole[:12]
     assert [digest(batch) for batch in islice(loader, 7)] == whole[12:19]
     assert [digest(batch) for batch in islice(loader, 5)] == whole[18:23]  # the step again as a whole
     with pytest.raises(TypeError, match="has no length"):

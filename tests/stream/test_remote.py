@@ -166,9 +166,7 @@ def test_batches_of_runs_are_those_of_the_folder(bucket: Path, server: Service) 
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize(
-    "rate", [*(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.01, 0.05)), 0.2]
-)
+@pytest.mark.parametrize("rate", [*(pytest.param(one, marks=pytest.mark.slow) for one in (0.01, 0.05)), 0.2])
 def test_faults_on_the_way_change_nothing(bucket: Path, server: Service, tmp_path: Path, rate: float) -> None:
     damage_log = tmp_path / "damage_log.jsonl"
     steps = {0.01: 8, 0.05: 3, 0.2: 1}[rate] * STEPS  # some dozens of faults
