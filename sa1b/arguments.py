@@ -6,14 +6,61 @@ Integers of numpy are accepted as integers; True and 1.0 are not.
 import os
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex, cast
+from typing import ParamSpec, SupportsIndex, TypeVar, cast
 from urllib.parse import urlsplit
 
 from sa1b.errors import UsageError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.
+_ELSEWHERE = {
+    "batch_size": "pass global_batch, the images of a step on all ranks, or micro_batch, those of one batch",
+    "num_workers": "pass Loader(stream, threads=...), or DataLoader(stream, num_workers=...)",
+    "shuffle": "pass order='shuffle' or order='sequential'",
+    "size": "pass image_size, the side of the padded square",
+    "point_coords": "pass points",
+    "point_labels": "pass labels",
+    "box": "pass boxes",
+    "multimask_output": "pass all_candidates=True for the three masks of a prompt",
+    "pred_iou_thresh": "pass min_predicted_iou",
+    "stability_score_thresh": "pass min_stability",
+    "stability_score_offset": "pass stability_offset",
+    "box_nms_thresh": "pass max_box_iou",
+    "crop_n_layers": "pass crop_layers",
+    "crop_nms_thresh": "pass crop_max_box_iou",
+    "crop_overlap_ratio": "pass crop_overlap",
+    "crop_n_points_downscale_factor": "pass crop_points_divisor",
+}
+
+
+def unknown_argument(function: str, name: str, known: Collection[str]) -> TypeError:
+    """The error for an argument that a function does not have; it names the one that is meant, or all."""
+    near = get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+    return TypeError(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
+
+
+def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a public function: for an unknown argument it raises `unknown_argument`."""
+    known = [name for name in signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in known:
+                raise unknown_argument(function.__qualname__.removesuffix(".__init__"), name, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:

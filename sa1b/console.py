@@ -176,8 +176,11 @@ def _of_system(error: OSError) -> str:
 
 
 @contextmanager
-def usage_errors(prog: str | None) -> Iterator[None]:
-    """Context of a call of tyro: an error in the command line becomes a UsageError of one line."""
+def usage_errors(prog: str | None, source: str | None = None) -> Iterator[None]:
+    """Context of a call of tyro: an error in the command line becomes a UsageError of one line.
+
+    source: flag for the data of a command without positional arguments; the message for one names it.
+    """
     box = io.StringIO()
     try:
         with redirect_stderr(box):
@@ -185,13 +188,13 @@ def usage_errors(prog: str | None) -> Iterator[None]:
     except SystemExit as ended:
         if not ended.code:
             raise
-        raise UsageError(_refusal(box.getvalue(), prog)) from None
+        raise UsageError(_refusal(box.getvalue(), prog, source)) from None
     finally:
         if not _BOX.match(box.getvalue()):
             sys.stderr.write(box.getvalue())
 
 
-def _refusal(box: str, prog: str | None) -> str:
+def _refusal(box: str, prog: str | None, source: str | None) -> str:
     """The message in a box of tyro, on one line. The box has a message, a rule and help for arguments."""
     lines = box.splitlines()
     inside = [row for row in lines if row.startswith("│")] or lines[2:]
@@ -203,6 +206,8 @@ def _refusal(box: str, prog: str | None) -> str:
     if text.startswith("Missing from"):
         text = f"{', '.join(_named(message))}: missing"
     elif found := re.match(r"Unrecognized options: ([^ ,]+)", text):
+        if source is not None and not found[1].startswith("-"):
+            return f"{found[1]}: has no flag before it; pass {source} {found[1]} if it is the data"
         near = [_named(other) for other in others if other[0].startswith("Perhaps you meant")]
         return _unknown(found[1], [name.split()[0] for names in near for name in names], prog)
     for pattern, form in _FORMS:

@@ -1,13 +1,17 @@
 """Checks of arguments: integers of any library are accepted, other values are refused by name."""
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+import sa1b
 from sa1b.arguments import number, path, plain_root, plain_words, whole_number
 from sa1b.cli import main
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS
+from sa1b.sam.model import Sam
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
@@ -96,3 +100,24 @@ def test_a_folder_that_the_shell_did_not_name_is_refused(words: list[str], messa
 def test_other_words_are_kept() -> None:
     words = ["--filter", "", "--note=", "a~b", "--out", "S3://b/x"]
     assert plain_words(words) == [*words[:-1], "s3://b/x"]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "way_out"),
+    [
+        ("Stream", "batch_size", "pass global_batch, the images of a step on all ranks, or micro_batch"),
+        ("Stream", "size", "pass image_size"),
+        ("Loader", "num_workers", "pass Loader(stream, threads=...), or DataLoader("),
+        ("Loader", "thread", "did you mean 'threads'?"),
+        ("predict", "point_coords", "pass points"),
+        ("generate_masks", "pred_iou_thresh", "pass min_predicted_iou"),
+        ("generate_masks", "zzz", "choose from points_per_side, "),
+    ],
+)
+def test_names_of_other_libraries_lead_to_the_own_ones(function: str, name: str, way_out: str) -> None:
+    model = Sam(PRESETS["tiny"].model)
+    arguments: dict[str, tuple[Any, ...]] = {"Stream": ("shards",), "Loader": (None,)}
+    needed = {"global_batch": 1} if function == "Stream" else {}
+    message = re.escape(f"{function}({name}=...): no such argument; {way_out}")
+    with pytest.raises(TypeError, match=f"^{message}"):
+        getattr(sa1b, function)(*arguments.get(function, (model, None)), **needed, **{name: 1})

@@ -218,7 +218,7 @@ def parse(
         if root:
             default = replace(default, data=replace(default.data, root=root))
         prog = prog or vocabulary.program()
-        stack.enter_context(usage_errors(prog))
+        stack.enter_context(usage_errors(prog, "--data.root"))
         config: Config = tyro.cli(
             type(default),
             prog=prog,

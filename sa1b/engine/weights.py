@@ -60,7 +60,8 @@ def find_weights(
     elif source.name == "checkpoints" and files.steps(source):
         raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
     elif not is_checkpoint(source):
-        raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}")
+        tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
+        raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
         found = files.read(source)
     return str(found.folder), tensors.read_weights(found.folder, found.metadata)

@@ -8,7 +8,7 @@ scaled by the ratio of the sizes, as there; `sa1b.predict` scales the centres of
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sa1b.arguments import number, whole_number
+from sa1b.arguments import number, unknown_argument, whole_number
 from sa1b.masks import geometry, overlap
 from sa1b.masks.grid import framed_size
 from sa1b.masks.logits import LogitAxis, areas, logit_axis, runs_of_logits
@@ -150,6 +150,9 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
         TypeError: a setting has another name.
     """
     check_model(model)
+    known = [one.name for one in fields(GeneratorConfig)]
+    for name in settings.keys() - known:
+        raise unknown_argument("generate_masks", name, known)
     return generate(model, rgb_pixels(image), GeneratorConfig(**settings))
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sa1b.arguments import check_arguments
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
@@ -84,6 +85,7 @@ def _embedding(model: Sam, pixels: npt.NDArray[np.uint8]) -> ImageEmbedding:
     return ImageEmbedding(features, height, width)
 
 
+@check_arguments
 @torch.no_grad()
 def predict(
     model: Sam,

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import torch
 
-from sa1b.arguments import number, whole_number
+from sa1b.arguments import check_arguments, number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
@@ -68,6 +68,7 @@ class Loader:
         ValueError: an argument is invalid, or the device is not available; the message names it.
     """
 
+    @check_arguments
     def __init__(
         self,
         stream: Stream,

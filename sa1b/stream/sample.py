@@ -15,14 +15,13 @@ Masks without foreground, and masks without a pixel in a transform's window, are
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import number, whole_number
+from sa1b.arguments import number, unknown_argument, whole_number
 from sa1b.hashing import Purpose, as_uniforms, below, permutation, random_word, random_words
 from sa1b.masks import geometry
 from sa1b.masks.geometry import boxes_and_points
@@ -113,15 +112,13 @@ def check_names(options: Iterable[str], others: Iterable[str]) -> None:
     """Refuse names that are not those of `SampleOptions`; others: all other arguments of the stream.
 
     Raises:
-        TypeError: the message contains the most similar argument.
+        TypeError: the message names the argument that is meant.
     """
     known = [one.name for one in fields(SampleOptions)]
     every = [*sorted(others), *known]
     for name in options:
         if name not in known:
-            near = get_close_matches(name, every, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(every)}"
-            raise TypeError(f"Stream({name}=...): no such argument; {hint}")
+            raise unknown_argument("Stream", name, every)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

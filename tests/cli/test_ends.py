@@ -48,6 +48,10 @@ def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -
         (("export", "r", "--out", "b", "--to", "voc"), "error: --to voc: must be one of 'sa1b', "),
         (("gallery", "r", "--id", "x"), "error: --id x: not a valid value; "),
         (("verify", "a", "b"), "error: b: one argument too many; "),
+        (
+            ("train", "shards"),
+            "error: shards: has no flag before it; pass --data.root shards if it is the data",
+        ),
         (("verify", "r", "--jsn"), "error: --jsn: no such flag; did you mean --json? see "),
         (
             ("train", "--data.golbal-batch", "3"),

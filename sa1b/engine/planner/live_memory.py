@@ -80,7 +80,7 @@ class LiveMemory(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # DTensor calls the operation on local tensors, which come here
         if func is _DEVICE and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # two thirds of all calls; the mode's own way takes a quarter of the time
+            return args[0].fake_device  # most calls; the mode's own way is slower
         result = func(*args, **(kwargs or {}))
         before = self.bytes
         for tensor in _tensors(result):
