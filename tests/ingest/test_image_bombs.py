@@ -186,7 +186,7 @@ SOURCES = {
         tiny.member("x", b"5 a=\n" * 200_000, kind=b"x") + tiny.tar_bytes(pairs(GOOD))
     ),
     "128 MB of noise": lambda: squeezed(b"noise" * (16 << 20) + tiny.tar_bytes(pairs(GOOD))),
-    "128 MB of zeros": lambda: squeezed(tiny.tar_bytes(pairs(GOOD))) + squeezed(bytes(32 << 20)) * 4,
+    "256 MB of zeros": lambda: squeezed(tiny.tar_bytes(pairs(GOOD))) + squeezed(bytes(32 << 20)) * 8,
     "images of 384 MB that wait": waiting_members,
 }
 
@@ -280,7 +280,7 @@ def test_a_mask_record_that_claims_to_be_huge_is_refused(results, name):
         ("a long name of 16 MB", "bad_size"),
         ("a pax header of a million records", ""),
         ("128 MB of noise", "bad_header"),
-        ("128 MB of zeros", "zero_tail"),
+        ("256 MB of zeros", "zero_tail"),
         ("images of 384 MB that wait", "jpg_unpaired"),
     ],
 )
