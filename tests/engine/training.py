@@ -187,5 +187,6 @@ def begin(
         )
         agree(module, rank_info)
     if primed:
-        warm_up(module, lambda: run.accumulate(next(run.batches(rank_info, 0, 1)), last=True))
+        first = next(run.batches(RankInfo(0, 1, 0, rank_info.device), 0, 2))  # two images
+        warm_up(module, lambda: run.accumulate(first, last=True))
     return run

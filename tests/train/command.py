@@ -166,12 +166,12 @@ def start(
     return Ended([process.wait() for process in processes], outputs)
 
 
-def refusals(
+def in_turn(
     root: Path, out: Path, runs: Sequence[Sequence[str]], *flags: str, ranks: int = 1, mode: str = "none"
 ) -> list[Ended]:
-    """How each of these runs ended, which the same ranks start in turn; SAM's.
+    """How each of these runs of SAM ended, which the same ranks start in turn.
 
-    None of them may get as far as the group of the ranks, except the last one.
+    Before the last one, none may fail after the group of the ranks was made.
     """
     common = ["--data.root", str(root), "--out", str(out), *FLAGS, "--parallel.mode", mode, *flags]
     command = [

@@ -1,4 +1,4 @@
-"""The output, files and refusals of the training command."""
+"""The output, files and in_turn of the training command."""
 
 import json
 import re
@@ -17,10 +17,10 @@ from tests.train.command import (
     IMAGES,
     STEPS,
     assert_same_state,
+    in_turn,
     lines,
     losses,
     newest,
-    refusals,
     start,
     starts,
     train_to_end,
@@ -104,17 +104,13 @@ def test_weights_to_begin_with_may_be_gone_when_a_run_goes_on(
     assert len(losses(out)) == STEPS
 
 
-def test_a_usage_error_is_printed_by_rank_0_only(root: Path, tmp_path: Path) -> None:
-    ended = start(root, tmp_path / "run", "--optim.warmup", "10", ranks=2, mode="ddp")
-    assert ended.codes == [2, 2]
-    assert ended.outputs == ["error: --optim.warmup 10: must be less than --optim.steps 4\n", ""]
-
-
-def test_an_unknown_flag_is_refused_by_name_by_rank_0_only(root: Path, tmp_path: Path) -> None:
-    ended = start(root, tmp_path / "run", "--optim.speed", "10", ranks=2, mode="ddp")
-    assert ended.codes == [2, 2]
-    assert "--optim.speed" in ended.outputs[0]
-    assert ended.outputs[1] == ""
+def test_a_usage_error_and_an_unknown_flag_are_printed_by_rank_0_only(root: Path, tmp_path: Path) -> None:
+    runs = [("--optim.warmup", "10"), ("--optim.speed", "10")]
+    invalid, unknown = in_turn(root, tmp_path / "run", runs, ranks=2, mode="ddp")
+    assert invalid.codes == unknown.codes == [2, 2]
+    assert invalid.outputs == ["error: --optim.warmup 10: must be less than --optim.steps 4\n", ""]
+    assert "--optim.speed" in unknown.outputs[0]
+    assert unknown.outputs[1] == ""
 
 
 def test_a_rank_with_another_flag_ends_all_ranks_with_its_name(root: Path, tmp_path: Path) -> None:
@@ -179,7 +175,7 @@ def test_a_checkpoint_of_another_model_or_order_is_refused_by_the_flag_and_its_v
     # A folder for each, because a process keeps the lock of its run.
     outs = [shutil.copytree(whole("none", 1), tmp_path / flag) for flag, _, _ in OTHERS]
     runs = [("--out", str(out), flag, value) for out, (flag, value, _) in zip(outs, OTHERS, strict=True)]
-    found = refusals(root, outs[0], runs)
+    found = in_turn(root, outs[0], runs)
     for out, (flag, value, saved), ended in zip(outs, OTHERS, found, strict=True):
         assert ended.codes == [2], flag
         remedy = f"drop {flag}" if saved == "(none)" else f"pass {flag} {saved}"
@@ -258,7 +254,7 @@ def test_what_is_not_there_ends_with_2_and_the_name_of_its_flag(root: Path, tmp_
     garbage = tmp_path / "weights.pth"
     garbage.write_bytes(b"nothing of the kind")
     cases = [*ABSENT, (("--init", str(garbage)), f"--init: {garbage}")]
-    found = refusals(root, tmp_path / "run", [flags for flags, _ in cases])
+    found = in_turn(root, tmp_path / "run", [flags for flags, _ in cases])
     for (flags, message), ended in zip(cases, found, strict=True):
         assert ended.codes == [2], flags
         assert f"error: {message}" in ended.outputs[0], flags

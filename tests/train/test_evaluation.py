@@ -12,6 +12,7 @@ from sa1b.views.view import open_view
 from tests.train.command import (
     STEPS,
     checkpoint_steps,
+    in_turn,
     lines,
     losses,
     output_of,
@@ -68,14 +69,6 @@ def test_it_says_the_figure_for_people_too(parted: Path, trained: Path) -> None:
     assert f"on {during['masks']} masks" in ended.outputs[0]
 
 
-def test_views_that_share_images_are_refused(parted: Path, tmp_path: Path) -> None:
-    flags = ("--evaluation.view", "held-out", "--evaluation.every", "3")
-    ended = start(parted, tmp_path / "run", *flags)
-    assert ended.codes == [2]
-    assert "error: --evaluation.view held-out: shares " in ended.outputs[0]
-    assert "images with the training data" in ended.outputs[0]
-
-
 def test_evaluating_changes_nothing_in_the_training(parted: Path, trained: Path, tmp_path: Path) -> None:
     plain = train_to_end(parted, tmp_path / "run", *EVALUATED, ranks=2, mode="ddp")
     losses = [[line["loss"] for line in lines(out) if "loss" in line] for out in (plain, trained)]
@@ -94,23 +87,25 @@ def test_scores_are_printed_where_the_predicted_masks_cannot_be_written(parted: 
     assert "resumes" not in ended.outputs[0]
 
 
-def test_predictions_of_others_are_not_replaced(parted: Path, trained: Path, tmp_path: Path) -> None:
+def test_shared_images_predictions_of_others_and_missing_weights_are_refused(
+    parted: Path, trained: Path, tmp_path: Path
+) -> None:
     (tmp_path / "predictions.jsonl").write_text("mine")
-    flags = ("--init", str(trained), *EVALUATED, "--evaluate-only")
-    ended = start(parted, tmp_path, *flags)
-    assert ended.codes == [2]
-    assert (
-        f"error: --out {tmp_path}: predictions.jsonl in it is not of a run of this program"
-        in ended.outputs[0]
-    )
+    new, alone = tmp_path / "run", (*EVALUATED, "--evaluate-only")
+    runs = [
+        ("--evaluation.view", "held-out", "--evaluation.every", "3"),
+        ("--out", str(tmp_path), "--init", str(trained), *alone),
+        alone,
+    ]
+    shared, others, missing = in_turn(parted, new, runs)
+    assert shared.codes == others.codes == missing.codes == [2]
+    assert "error: --evaluation.view held-out: shares " in shared.outputs[0]
+    assert "images with the training data" in shared.outputs[0]
+    refused = f"error: --out {tmp_path}: predictions.jsonl in it is not of a run of this program"
+    assert refused in others.outputs[0]
     assert (tmp_path / "predictions.jsonl").read_text() == "mine"
-
-
-def test_without_weights_there_is_nothing_to_evaluate(parted: Path, tmp_path: Path) -> None:
-    ended = start(parted, tmp_path / "run", *EVALUATED, "--evaluate-only")
-    assert ended.codes == [2]
-    missing = f"error: --evaluate-only: --out {tmp_path / 'run'} has no checkpoint; pass --init WEIGHTS, or the --out of a run\n"
-    assert ended.outputs == [missing]
+    without = f"--out {new} has no checkpoint; pass --init WEIGHTS, or the --out of a run"
+    assert missing.outputs == [f"error: --evaluate-only: {without}\n"]
 
 
 def test_no_evaluation_is_noted_twice_when_a_run_begins_again(

@@ -20,9 +20,9 @@ from tests.train.command import (
     assert_same_state,
     checkpoint_steps,
     figures,
+    in_turn,
     losses,
     newest,
-    refusals,
     start,
     tensors,
     train_to_end,
@@ -182,7 +182,7 @@ NOT_IN_A_PIPELINE = [
 def test_settings_that_do_not_fit_a_pipeline_are_refused(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     runs = [flags for flags, _ in NOT_IN_A_PIPELINE]
-    found = refusals(root, out, runs, *ONE_IMAGE, ranks=2, mode="pipeline")
+    found = in_turn(root, out, runs, *ONE_IMAGE, ranks=2, mode="pipeline")
     for (flags, message), ended in zip(NOT_IN_A_PIPELINE, found, strict=True):
         assert ended.codes == [2, 2], (flags, ended.outputs)
         assert message in ended.outputs[0], flags
@@ -190,11 +190,18 @@ def test_settings_that_do_not_fit_a_pipeline_are_refused(root: Path, tmp_path: P
     assert not out.exists() or not list(out.iterdir())
 
 
-def test_a_pipeline_is_estimated_before_it_is_started(root: Path, tmp_path: Path) -> None:
-    ended = start(root, tmp_path / "run", *ONE_IMAGE, "--dry-run", ranks=2, mode="pipeline")
-    assert ended.codes == [0, 0], "\n".join(ended.outputs)
-    assert "5 images = 5 micro-batches through 2 stages, each of 1\n" in ended.outputs[0]
-    assert "not measured: the stages of a pipeline need unequal memory" in ended.outputs[0]
+def test_a_pipeline_is_estimated_before_it_is_started_and_chooses_micro_batches_that_fit(
+    root: Path, tmp_path: Path
+) -> None:
+    runs = [
+        (*ONE_IMAGE, "--dry-run"),
+        ("--data.micro-batch", "None", "--data.global-batch", "6", "--dry-run"),
+    ]
+    own, chosen = in_turn(root, tmp_path / "run", runs, ranks=2, mode="pipeline")
+    assert own.codes == chosen.codes == [0, 0], (own.outputs, chosen.outputs)
+    assert "5 images = 5 micro-batches through 2 stages, each of 1\n" in own.outputs[0]
+    assert "not measured: the stages of a pipeline need unequal memory" in own.outputs[0]
+    assert "6 images = 2 micro-batches through 2 stages, each of 3\n" in chosen.outputs[0]
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -215,10 +222,3 @@ def test_a_run_resumes_with_another_precision(
         train_to_end(root, out, *ema, "--parallel.precision", precision, mishap=mishap, model=MODEL)
     assert losses(out)[:3] == pytest.approx(losses(whole("none", 1, MODEL))[:3], rel=0.05)
     assert len(losses(out)) == STEPS or "fp16" in (before, after)
-
-
-def test_a_pipeline_chooses_micro_batches_that_fit(root: Path, tmp_path: Path) -> None:
-    flags = ("--data.micro-batch", "None", "--data.global-batch", "6", "--dry-run")
-    ended = start(root, tmp_path / "run", *flags, ranks=2, mode="pipeline")
-    assert ended.codes == [0, 0], "\n".join(ended.outputs)
-    assert "6 images = 2 micro-batches through 2 stages, each of 3\n" in ended.outputs[0]

@@ -83,7 +83,10 @@ def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run
         train_to_end(root, out, *flags, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
         # After the first step, also of a resumed run.
         assert (into / "0.timeouts").read_text() == "77.0\n" or ranks == 1
-        seen |= recorded(into, ranks)
+        of_ranks = recorded(into, ranks)
+        assert {len(parts) for parts in of_ranks.values()} == {ranks}
+        assert not seen.keys() & of_ranks.keys()
+        seen |= of_ranks
     assert [[image_id for part in seen[step] for image_id in part] for step in range(STEPS)] == ids_of_steps(
         root, STEPS
     )
