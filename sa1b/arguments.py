@@ -42,22 +42,26 @@ _ELSEWHERE = {
 }
 
 
-def unknown_argument(function: str, name: str, known: Collection[str]) -> TypeError:
-    """The error for an argument that a function does not have; it names the one that is meant, or all."""
-    near = get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
-    return TypeError(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse arguments that a function does not have.
+
+    Raises:
+        TypeError: the message names the argument that is meant, or all.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+            raise TypeError(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
 
 
 def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function: for an unknown argument it raises `unknown_argument`."""
+    """Decorate a public function with `check_names`."""
     known = [name for name in signature(function).parameters if name != "self"]
 
     @wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name in kwargs:
-            if name not in known:
-                raise unknown_argument(function.__qualname__.removesuffix(".__init__"), name, known)
+        check_names(function.__qualname__.removesuffix(".__init__"), kwargs, known)
         return function(*args, **kwargs)
 
     return checked

@@ -17,6 +17,7 @@ from sa1b import workers
 from sa1b.workers import Failure, supervise
 from tests.worker_tasks import (
     STALL,
+    act,
     chatter,
     die,
     double,
@@ -28,7 +29,6 @@ from tests.worker_tasks import (
     no_memory,
     sleep_or_double,
     stall,
-    stall_or_double,
 )
 
 
@@ -113,7 +113,7 @@ def test_a_worker_without_progress_is_killed_and_tried_again_once_and_the_others
     kinds = ("stall once", "stall", "stop", "stop within a message", "double")
     ends: dict[str, list[object]] = {kind: [] for kind in kinds}
     tasks = [(kind, str(tmp_path / kind)) for kind in kinds]
-    for event in supervise(stall_or_double, tasks, workers=len(tasks), retries=5, stall_timeout=STALL):
+    for event in supervise(act, tasks, workers=len(tasks), retries=5, stall_timeout=STALL):
         kind = kinds[event.task]
         if event.kind != "progress":
             ends[kind].append((event.kind, event.value))

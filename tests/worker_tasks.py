@@ -64,7 +64,7 @@ def stall(marker: str, times: int, report: Report) -> str:
     return "done"
 
 
-def stall_or_double(kind: str, marker: str, report: Report) -> object:
+def act(kind: str, marker: str, report: Report) -> object:
     match kind:
         case "stall" | "stall once":
             return stall(marker, 99 if kind == "stall" else 1, report)

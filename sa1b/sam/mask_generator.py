@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sa1b.arguments import number, unknown_argument, whole_number
+from sa1b.arguments import check_names, number, whole_number
 from sa1b.masks import geometry, overlap
 from sa1b.masks.grid import framed_size
 from sa1b.masks.logits import LogitAxis, areas, logit_axis, runs_of_logits
@@ -150,9 +150,7 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
         TypeError: a setting has another name.
     """
     check_model(model)
-    known = [one.name for one in fields(GeneratorConfig)]
-    for name in settings.keys() - known:
-        raise unknown_argument("generate_masks", name, known)
+    check_names("generate_masks", settings, [one.name for one in fields(GeneratorConfig)])
     return generate(model, rgb_pixels(image), GeneratorConfig(**settings))
 
 

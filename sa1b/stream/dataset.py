@@ -19,7 +19,7 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.arguments import number, path, whole_number
+from sa1b.arguments import check_names, number, path, whole_number
 from sa1b.errors import UsageError
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.stream.batch import Batch
@@ -47,7 +47,7 @@ from sa1b.stream.plan import (
     largest_share,
     process_rank,
 )
-from sa1b.stream.sample import SampleOptions, check_names
+from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
@@ -157,9 +157,8 @@ class Stream(IterableDataset[Batch]):
         found_rank, found_size = process_rank()
         self.rank = found_rank if rank is None else whole_number("rank", rank)
         self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
-        check_names(
-            options, [name for name in signature(Stream).parameters if name not in ("root", "options")]
-        )
+        known = [name for name in signature(Stream).parameters if name not in ("root", "options")]
+        check_names("Stream", options, [*sorted(known), *(one.name for one in fields(SampleOptions))])
         self._arguments = {
             "root": root,
             "global_batch": global_batch,

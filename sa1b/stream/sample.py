@@ -13,7 +13,7 @@ or thread. The strategies:
 Masks without foreground, and masks without a pixel in a transform's window, are never chosen.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import number, unknown_argument, whole_number
+from sa1b.arguments import number, whole_number
 from sa1b.hashing import Purpose, as_uniforms, below, permutation, random_word, random_words
 from sa1b.masks import geometry
 from sa1b.masks.geometry import boxes_and_points
@@ -106,19 +106,6 @@ class SampleOptions:
             named["min_pixels_size"] = self.image_size
         named["decoder"] = f"{self.decoder}-{_RESAMPLING}"
         return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
-
-
-def check_names(options: Iterable[str], others: Iterable[str]) -> None:
-    """Refuse names that are not those of `SampleOptions`; others: all other arguments of the stream.
-
-    Raises:
-        TypeError: the message names the argument that is meant.
-    """
-    known = [one.name for one in fields(SampleOptions)]
-    every = [*sorted(others), *known]
-    for name in options:
-        if name not in known:
-            raise unknown_argument("Stream", name, every)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
