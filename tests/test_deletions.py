@@ -63,7 +63,7 @@ REASONS = {
     "engine/watch/watchdog/__init__.py _close_stacks": "the empty file of stacks that this process made",
     "programs/export/coco.py finish": TEMPORARY,
     "programs/export/export.py export": "a part that the record of the export lists; only with --overwrite",
-    "programs/export/export_record.py remove": "a part that the record of the export lists; only with --overwrite",
+    "programs/export/export_part.py remove": "a part that the record of the export lists; only with --overwrite",
     "programs/export/export_format.py __exit__": TEMPORARY,
     "programs/export/export_format.py _link": TEMPORARY,
     "programs/export/export_format.py commit": "a file of a part; those of others were refused before",

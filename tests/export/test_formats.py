@@ -17,7 +17,7 @@ from sa1b.errors import ShardError, UsageError
 from sa1b.programs.export import image_files
 from sa1b.programs.export.export import export
 from sa1b.programs.export.export_format import joined
-from sa1b.programs.export.export_record import ExportRecord
+from sa1b.programs.export.export_part import ExportRecord
 from sa1b.programs.export.image_files import EfficientVit, Folders, Images, Sam2
 from sa1b.programs.export.parquet import Parquet
 from sa1b.programs.export.verb_export import main

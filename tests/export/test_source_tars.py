@@ -10,7 +10,7 @@ import pytest
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.programs.export import source_tars
 from sa1b.programs.export.export import export as export_format
-from sa1b.programs.export.export_record import ExportRecord
+from sa1b.programs.export.export_part import ExportRecord
 from sa1b.programs.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
@@ -234,17 +234,17 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sa1b.programs.export import export_record
+from sa1b.programs.export import export_part
 from sa1b.programs.export.export import export
 from sa1b.programs.export.source_tars import SourceTars
 if __name__ == "__main__":
-    finish, done = export_record.ExportRecord.finish, []
+    finish, done = export_part.ExportRecord.finish, []
     def killed(record, name, written):
         finish(record, name, written)
         done.append(name)
         if len(done) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-    export_record.ExportRecord.finish = killed
+    export_part.ExportRecord.finish = killed
     export(Path(sys.argv[1]), Path(sys.argv[2]), SourceTars(4), workers=2, quiet=True)
 """
 

@@ -1,7 +1,7 @@
 """Export of a dataset directory in any format: choice of the images, workers, record, resuming.
 
 To resume an interrupted export, run the same command: complete parts are skipped, see
-sa1b.programs.export.export_record. The formats are described in sa1b.programs.export.export_format.
+sa1b.programs.export.export_part. The formats are described in sa1b.programs.export.export_format.
 """
 
 import os
@@ -19,8 +19,14 @@ from sa1b.arguments import was_url
 from sa1b.console import counted
 from sa1b.errors import ShardError, UsageError
 from sa1b.programs.export.export_format import Format, Ids, Rows, remove_temporary
-from sa1b.programs.export.export_part import content_digest, sample_bytes, write_part
-from sa1b.programs.export.export_record import ExportRecord, Written, read_record
+from sa1b.programs.export.export_part import (
+    ExportRecord,
+    Written,
+    content_digest,
+    read_record,
+    sample_bytes,
+    write_part,
+)
 from sa1b.progress import Bar, bar
 from sa1b.report import first_names
 from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_dataset
