@@ -13,7 +13,7 @@ import pytest
 import torch
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, logits, overlap, raster, raster_torch
+from sa1b.masks import coco, geometry, logits, raster, raster_torch
 from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import at_source
 
@@ -165,7 +165,7 @@ def test_boxes_pycocotools(benchmark, images):
 
 @pytest.mark.benchmark(group="iou 100 x 100")
 def test_iou(benchmark, images):
-    run(benchmark, lambda runs: overlap.iou(runs, runs), images)
+    run(benchmark, lambda runs: geometry.iou(runs, runs), images)
 
 
 @pytest.mark.benchmark(group="iou 100 x 100")
@@ -227,4 +227,4 @@ def test_logits_enlarged_by_torch(benchmark, images):
 def test_suppress(benchmark, images):
     boxes = np.concatenate([geometry.bbox_sa1b(image) for image in images])
     boxes = np.concatenate([boxes, boxes + 5, boxes + 300])[:3000]
-    run(benchmark, lambda scores: overlap.suppress(boxes, scores, 0.7), [np.arange(3000) % 97])
+    run(benchmark, lambda scores: geometry.suppress(boxes, scores, 0.7), [np.arange(3000) % 97])

@@ -4,8 +4,7 @@ A mask is stored as runs (`Runs`) and is rasterised last, directly at the reques
 
     runs          all masks of an image as two arrays: run lengths and offsets
     coco          COCO's compressed strings to runs and back
-    geometry      area, boxes, points, crop, flips, resize and the padded frame, on runs
-    overlap       intersection and IoU, on runs; suppression of boxes that overlap
+    geometry      area, boxes, points, crop, flips, resize, padded frame, intersection and IoU, on runs
     logits        masks that a model predicts, enlarged to the pixels of their image, as runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
     polygons      polygons to runs and back, with the pixels of pycocotools
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
         flip_horizontal,
         flip_vertical,
         frame,
+        intersection,
+        iou,
         nth_foreground,
         resize,
+        suppress,
         uniform_point,
     )
     from sa1b.masks.grid import framed_size
-    from sa1b.masks.overlap import intersection, iou, suppress
     from sa1b.masks.raster import rasterize, rasterize_frame
     from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
 
@@ -81,12 +82,14 @@ MODULES = {
         "flip_horizontal",
         "flip_vertical",
         "frame",
+        "intersection",
+        "iou",
         "nth_foreground",
         "resize",
+        "suppress",
         "uniform_point",
     ),
     "grid": ("framed_size",),
-    "overlap": ("intersection", "iou", "suppress"),
     "raster": ("rasterize", "rasterize_frame"),
     "runs": ("MAX_PIXELS", "MaskError", "Runs", "SizeError"),
 }

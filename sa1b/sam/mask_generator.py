@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sa1b.arguments import check_names, number, whole_number
-from sa1b.masks import geometry, overlap
+from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
 from sa1b.masks.logits import LogitAxis, areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
@@ -165,7 +165,7 @@ def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig)
     if len(crops) > 1:
         smaller_first = -(every.crop_boxes[:, 2] * every.crop_boxes[:, 3])
         boxes = geometry.bbox_sa1b(every.runs)
-        every = every.select(overlap.suppress(boxes, smaller_first, config.crop_max_box_iou))
+        every = every.select(geometry.suppress(boxes, smaller_first, config.crop_max_box_iou))
     return every
 
 
@@ -209,7 +209,7 @@ def _of_crop(
     finished += [future.result() for future in waiting]
     every = _joined(finished, height, width)
     boxes = geometry.bbox_sa1b(every.runs)
-    return every.select(overlap.suppress(boxes, every.predicted_iou, config.max_box_iou))
+    return every.select(geometry.suppress(boxes, every.predicted_iou, config.max_box_iou))
 
 
 def _grid(crop: Crop) -> npt.NDArray[np.float64]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sa1b.kernel import plain
-from sa1b.masks import coco, grid, overlap, pixel_kernels, raster, shape_kernels, string_kernels
+from sa1b.masks import coco, geometry, grid, pixel_kernels, raster, shape_kernels, string_kernels
 from tests.masks.samples import examples, masks_and_runs, to_runs
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def test_masks_import_neither_torch_nor_pycocotools():
     python(
         "import sys, sa1b.masks\n"
         "for name in sa1b.masks.__all__: getattr(sa1b.masks, name)\n"
-        "import sa1b.masks.coco, sa1b.masks.geometry, sa1b.masks.raster, sa1b.masks.geometry, sa1b.masks.overlap\n"
+        "import sa1b.masks.coco, sa1b.masks.geometry, sa1b.masks.raster\n"
         "assert not {'torch', 'pycocotools', 'cv2'} & set(sys.modules)"
     )
 
@@ -140,9 +140,9 @@ def test_threads_get_the_same():
 
     def work(runs):
         decoded = coco.decode(coco.encode(runs), 50, 60)
-        return raster.rasterize_frame(decoded, 64, 32), overlap.iou(decoded, decoded)
+        return raster.rasterize_frame(decoded, 64, 32), geometry.iou(decoded, decoded)
 
     with ThreadPoolExecutor(4) as pool:
         for (pixels, ratios), runs in zip(pool.map(work, images), images, strict=True):
             np.testing.assert_array_equal(pixels, raster.rasterize_frame(runs, 64, 32))
-            np.testing.assert_array_equal(ratios, overlap.iou(runs, runs))
+            np.testing.assert_array_equal(ratios, geometry.iou(runs, runs))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sa1b
-from sa1b.masks import Runs, coco, geometry, overlap, raster
+from sa1b.masks import Runs, coco, geometry, raster
 from sa1b.masks.grid import framed_size
 from sa1b.programs.synthetic.source_tars import write_tar
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig
@@ -210,7 +210,7 @@ def test_masks_are_those_of_the_published_class(
         one.select(np.lexsort((*one.points.T, geometry.area(one.runs), -one.predicted_iou.round(4))))
         for one in (found, expected)
     )
-    assert overlap.iou(mine.runs, other.runs).diagonal().min() > 0.99
+    assert geometry.iou(mine.runs, other.runs).diagonal().min() > 0.99
     assert np.allclose(mine.points, other.points)
     assert np.array_equal(mine.crop_boxes, other.crop_boxes)
     assert np.allclose(mine.predicted_iou, other.predicted_iou, atol=1e-4)
@@ -224,7 +224,7 @@ def test_an_image_resized_by_torchvision_has_nearly_the_same_masks(
 ) -> None:
     image, settings = photo(300, 200), {"min_predicted_iou": 0.0, "min_stability": 0.7}
     expected = by_theirs(original, theirs, image, GeneratorConfig(**POINTS, **settings))
-    found = overlap.iou(sa1b.generate_masks(model, image, **POINTS, **settings).runs, expected.runs)
+    found = geometry.iou(sa1b.generate_masks(model, image, **POINTS, **settings).runs, expected.runs)
     assert (found.max(axis=0) > 0.9).mean() > 0.8
 
 
@@ -312,7 +312,7 @@ def test_a_trained_model_has_the_same_masks_in_the_published_class(original: Any
             image = decode(sample.jpeg)
             expected = by_theirs(original, theirs, image, GeneratorConfig(**settings))
             found = sa1b.generate_masks(model, image, **settings)
-            both = overlap.iou(found.runs, expected.runs)
+            both = geometry.iou(found.runs, expected.runs)
             masks += max(len(found), len(expected))
             shared += int((both.max(axis=1, initial=0) > 0.9).sum())
     assert masks > 40
