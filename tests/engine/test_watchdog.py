@@ -118,13 +118,12 @@ def test_a_blocked_read_is_named_with_its_shard_and_a_rank_in_c_still_writes_its
     with (two.folder / "read-1").open("w"):
         two.wait_for_step()
 
-    (two.folder / "lock-1").touch()  # not even its watchdog can run
+    os.mkfifo(two.folder / "lock-1")  # not even its watchdog can run
     two.wait_for(r"rank 1 \(host .*\) does not answer", rank=0)
-    two.wait_for_step()
-    wait(
-        lambda: re.search(r"Timeout .*\n.*watched.py\", line \d+ in lock", stacks.read_text(), re.S),
-        "no stacks",
-    )
+    in_c = r"^Stack .*\n  File .*watched.py\", line \d+ in lock_interpreter"
+    wait(lambda: re.search(in_c, stacks.read_text(), re.M), "no stacks")
+    with (two.folder / "lock-1").open("w"):
+        two.wait_for_step()
     (two.folder / "end").touch()
     assert [rank.wait(PATIENCE) for rank in two.ranks] == [0, 0]
 

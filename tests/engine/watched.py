@@ -5,7 +5,7 @@ A file FOLDER/<what>-<rank> makes the rank hang:
 
     loop    in a loop of Python, until the file is removed
     read    in the phase "data", in opening the file, which is a FIFO
-    lock    in a function in C that keeps the interpreter's lock, for 4 s
+    lock    in a function in C that keeps the interpreter's lock: opening the file, which is a FIFO
 
 `python -m tests.engine.watched PORT_FILE` is the store of the ranks, which writes its port to the file.
 """
@@ -39,7 +39,7 @@ def hang(folder: Path, rank: int) -> None:
 
 
 def lock_interpreter(path: Path) -> None:
-    ctypes.PyDLL(None).sleep(4)  # unlike CDLL, it keeps the lock
+    ctypes.PyDLL(None).open(bytes(path), os.O_RDONLY)  # unlike CDLL, it keeps the lock
     path.unlink()
 
 

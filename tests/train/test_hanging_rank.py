@@ -53,10 +53,11 @@ def assert_named(what: str, outputs: list[str], out: Path) -> None:
 def test_it_is_named_and_again_when_it_is_killed(
     root: Path, tmp_path: Path, what: str, mode: str, ranks: int
 ) -> None:
-    report = tmp_path / "run" / "stall.txt"
+    report, stacks = tmp_path / "run" / "stall.txt", tmp_path / "run" / "stacks-1.txt"
 
     def reported() -> bool:
-        return report.exists() and re.search(HANGS[what], report.read_text()) is not None
+        named = report.exists() and re.search(HANGS[what], report.read_text()) is not None
+        return named and (what == "freeze" or (stacks.exists() and "mishap.py" in stacks.read_text()))
 
     codes, outputs, out = hang(root, tmp_path, what, ranks=ranks, mode=mode, until=reported)
     assert codes == [1, -signal.SIGKILL, 1][:ranks]

@@ -14,8 +14,10 @@ others, and every rank detects the stall on its own. Then
 
 Nothing is ended. The timeout of the collectives ends the run, and the message of each rank then has the name
 of the rank that it waited for. A rank that is stopped, dead or disconnected publishes nothing, and the others
-detect it by that. If a C function holds the interpreter's lock, `faulthandler` writes the stacks from a
-thread that does not need the lock.
+detect it by that. If a C function holds the interpreter's lock, neither thread runs: a timer of the process
+then sends SIGALRM, whose handler writes the stack of the main thread without the lock. It does not write the
+other stacks: if the process was only stopped, its threads run again, and their stacks change while they are
+read.
 
 Measured on two CPU cores with the tiny preset, whose steps of 8 images take 0.6 s and more: the phases of a
 step with two micro-batches take 23 µs of the main thread, publishing and watching 70 µs a second of the two
@@ -23,6 +25,7 @@ threads. Together this is 0.01 % of a step.
 """
 
 import faulthandler
+import signal
 import sys
 import threading
 import time
@@ -74,6 +77,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sa1b-watchdog", daemon=True)
         self._stacks: IO[bytes] | None = None
+        self._timer = threading.Lock()  # held where the timer is set
         self._reports = False  # whether this rank prints the stall that lasts
         self._since = 0.0  # since when this rank observes the others without a gap
 
@@ -131,12 +135,14 @@ class Watchdog:
             stalled = idle if following > self.limit else 0.0
 
     def _arm(self) -> None:
-        """Let `faulthandler` write the stacks if this thread cannot run for the seconds of a stall."""
+        """Let the main thread's stack be written if this thread cannot run for the seconds of a stall."""
         if self._stacks is None and self._out.is_dir():
             with suppress(OSError):
                 self._stacks = self._stacks_path.open("ab", buffering=0)
-        if self._stacks is not None:
-            faulthandler.dump_traceback_later(self.limit, file=self._stacks)
+        with self._timer:
+            if self._stacks is not None and not self._stop.is_set():
+                faulthandler.register(signal.SIGALRM, file=self._stacks, all_threads=False)
+                signal.setitimer(signal.ITIMER_REAL, self.limit)
 
     @property
     def _stacks_path(self) -> Path:
@@ -150,7 +156,9 @@ class Watchdog:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _close_stacks(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        with self._timer:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.unregister(signal.SIGALRM)
         if self._stacks is not None:
             with suppress(OSError):
                 if not self._stacks.tell():
