@@ -36,6 +36,10 @@ from tests import forked_workers, skipped
 settings.register_profile("sa1b", derandomize=bool(os.environ.get("CI")), deadline=None)
 settings.load_profile("sa1b")
 
+# Files, functions and cases that take over a second or two on a machine with two cores.
+LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
+_SECONDS = 5.0  # of a test that is not among them, after which the last lines of `make test` name it
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _workers_of_tests() -> Iterator[None]:
@@ -57,14 +61,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import only files with such tests: a machine with a GPU may lack what the others import."""
+    """Files without a test that -m asks for are not imported.
+
+    Imports take seconds, and a machine with a GPU may lack what other tests than those of `-m gpu` import.
+    """
     if config.option.markexpr == "gpu" and collection_path.match("test_*.py"):
         return "mark.gpu" not in collection_path.read_text() or None
-    return None
+    is_named = collection_path.is_relative_to(config.rootpath) and is_long(
+        collection_path.relative_to(config.rootpath).as_posix()
+    )
+    return is_named and "not long" in config.option.markexpr or None
 
 
+def is_long(name: str) -> bool:
+    """Whether a test, its function or its file is in long.txt."""
+    return not LONG.isdisjoint((name, name.partition("[")[0], name.partition("::")[0]))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the markers are compared with -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
@@ -94,3 +112,7 @@ def _seed_of_torch() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in skipped.lines(map(skipped.reason, terminalreporter.stats.get("skipped", []))):
         terminalreporter.write_line(line)
+    passed = terminalreporter.stats.get("passed", [])
+    slow = {one.nodeid: one.duration for one in passed if one.duration > _SECONDS and not is_long(one.nodeid)}
+    for name, seconds in slow.items() if "not long" in terminalreporter.config.option.markexpr else ():
+        terminalreporter.write_line(f"{seconds:.0f} s, and not in tests/long.txt: {name}")

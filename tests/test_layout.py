@@ -32,6 +32,13 @@ def test_contributing_says_which_tests_belong_to_which_room() -> None:
     assert {name for name in named if not (REPOSITORY / name).exists()} == set()
 
 
+def test_each_line_of_long_tests_names_a_test() -> None:
+    for line in (REPOSITORY / "tests" / "long.txt").read_text().splitlines():
+        file, _, name = line.partition("[")[0].partition("::")
+        text = (REPOSITORY / file).read_text()
+        assert all(re.search(rf"(def|class) {part}\b", text) for part in name.split("::") if part), line
+
+
 def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not {path.stem for path in MODULES} & {"utils", "util", "helpers", "helper", "common", "misc"}
 
