@@ -58,7 +58,7 @@ def main(
         raise UsageError("--warnings: checks nothing; omit --deep and --state")
     check_scratch_flag(scratch, root)
     with loading():
-        from sa1b.verify.quarantine_check import SHOWN, WarningList
+        from sa1b.verify.image_list_check import SHOWN, WarningList
         from sa1b.verify.verify import check_is_dataset, verify
     if warnings:
         check_is_dataset(root)

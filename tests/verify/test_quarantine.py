@@ -7,7 +7,7 @@ import pytest
 
 from sa1b.console import command
 from sa1b.shards import manifest
-from sa1b.verify.quarantine_check import WarningList
+from sa1b.verify.image_list_check import WarningList
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check, flip
 

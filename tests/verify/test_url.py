@@ -15,7 +15,7 @@ from sa1b.shards.manifest import table_name
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.objects import Upload
-from sa1b.verify.quarantine_check import WarningList
+from sa1b.verify.image_list_check import WarningList
 from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
 from tests.verify.checking import check, content, flip
 

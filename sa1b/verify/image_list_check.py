@@ -1,5 +1,14 @@
-"""Checks of quarantine/ against the task files, and the images that ingest kept with a warning."""
+"""Checks of views/ and quarantine/, the lists of images beside the dataset; images kept with a warning.
 
+Of a view the fields and the digest are checked, its image ids and row numbers, and that the images are in the
+dataset. Its condition is not evaluated. The digest of a view is computed from its image ids and its condition
+on masks (see sa1b.views.view). So a changed condition no longer matches the digest in the file's name.
+"""
+
+import hashlib
+import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,18 +16,121 @@ from typing import Any
 
 import numpy as np
 
-from sa1b.console import counted
-from sa1b.shards.documents import Task
+from sa1b.console import command, counted
+from sa1b.report import first_names
+from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view
 from sa1b.shards.image_ids import missing_ids
-from sa1b.shards.manifest import QUARANTINE
+from sa1b.shards.manifest import QUARANTINE, VIEWS
 from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines, read_warnings
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.atomic import sha256_of
+from sa1b.storage.atomic import json_bytes, sha256_of
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
-from sa1b.verify.report import Findings, Problem, VerifyRemedy
+from sa1b.verify.report import Findings, Problem, VerifyRemedy, short
 
 SHOWN = 20  # images of one reason on the screen
+_NAME = re.compile(r"[0-9a-f]{64}\.json")
+_GONE = "images_gone"
+_Problem = tuple[str, str]  # kind and message of a finding
+
+
+def check_views(store: Store, table: SampleTable | None) -> tuple[Findings, list[str]]:
+    """Findings in views/, and notes. Without a readable sample table, images are not looked up."""
+    findings = Findings()
+    notes: list[str] = []
+    present = store.names(VIEWS)
+    names = [name for name in present if _NAME.fullmatch(name)]
+    for name in names:
+        path = store.url(f"{VIEWS}/{name}")
+        try:
+            raw = store.read(f"{VIEWS}/{name}")
+            document = json.loads(raw)
+            problem = _form(document, name.removesuffix(".json"))
+            if problem is None and raw != json_bytes(document):
+                problem = "not the bytes that are written for its content"
+        except (OSError, ValueError, RecursionError) as error:
+            document, problem = {}, short(error)
+        if problem is not None:
+            remedy = f"remove {shlex.quote(path)} and rebuild the view with `{command('view')}`"
+            findings.add(Problem("view_unreadable", f"{VIEWS}/{name}", problem, remedy))
+            continue
+        for file, (kind, message) in _data(store, document, name, table).items():
+            if kind == _GONE:  # the view is intact, and so is the dataset: sources were dropped
+                notes.append(
+                    f"{VIEWS}/{file}: {message}, as after --drop; remove the view, or rebuild it with "
+                    f"{_again(store.root, document)}"
+                )
+                continue
+            findings.add(Problem(kind, f"{VIEWS}/{file}", message, _again(store.root, document)))
+    known = {
+        f"{name.removesuffix('.json')}{ending}" for name in names for ending in (".json", ".ids", ".rows")
+    }
+    other = [name for name in present if name not in known]
+    if other:
+        notes.append(f"files in {VIEWS}/ that belong to no view: {first_names(other)}")
+    return findings, notes
+
+
+def _form(document: Any, digest: str) -> str | None:
+    """Why the document of a view is invalid; None if it is valid."""
+    if not isinstance(document, dict) or document.get("format") != VIEW_FORMAT:
+        return "not the document of a view"
+    try:
+        check_view(document)
+    except FieldError as error:
+        return str(error)
+    where, ids = document.get("masks_where"), document["ids_sha256"]
+    made = ids if where is None else hashlib.sha256(f"{ids} {where}".encode()).hexdigest()
+    if not document.get("digest") == digest == made:
+        return f"its ids and condition have the digest {made}, the file is named {digest}"
+    return None
+
+
+def _data(
+    store: Store, document: dict[str, Any], name: str, table: SampleTable | None
+) -> dict[str, _Problem]:
+    """File -> the problem with the image ids or the row numbers of a view."""
+    found: dict[str, _Problem] = {}
+    data = {}
+    for ending, width in (("ids", 8), ("rows", 4)):
+        one = f"{name.removesuffix('json')}{ending}"
+        try:
+            data[ending] = store.read(f"{VIEWS}/{one}")
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            found[one] = ("view_data_missing", "not there" if missing else short(error))
+            continue
+        sha256 = hashlib.sha256(data[ending]).hexdigest()
+        if len(data[ending]) != width * document["images"] or sha256 != document[f"{ending}_sha256"]:
+            message = f"{len(data[ending]):,} bytes, sha256 {sha256}: not those of the view"
+            found[one] = ("view_data_damaged", message)
+    if found or table is None:
+        return found
+    same = document["dataset"]["ids_sha256"] == table.ids_digest
+    if same and not _fit(np.frombuffer(data["rows"], "<u4"), table, document["ids_sha256"]):
+        return {
+            f"{name.removesuffix('json')}rows": (
+                "view_data_damaged",
+                "its row numbers are not those of its images",
+            )
+        }
+    lost = len(missing_ids(np.frombuffer(data["ids"], "<u8"), table.image_id))
+    return {name: (_GONE, f"{lost:,} of its images are not in the dataset")} if lost else {}
+
+
+def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
+    """Whether row numbers are those of the images with this digest."""
+    if len(rows) and int(rows.max()) >= len(table):
+        return False
+    return hashlib.sha256(table.image_id[rows].astype("<u8").tobytes()).hexdigest() == ids_sha256
+
+
+def _again(root: str, document: dict[str, Any]) -> str:
+    """The command that rebuilds a view."""
+    chosen = document.get("chosen_by")
+    flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
+    flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]
+    return f"`{' '.join([command('view'), shlex.quote(root), *flags])}`"
 
 
 class QuarantineCheck:
@@ -45,9 +157,9 @@ class QuarantineCheck:
                 self._source(name, task)
         strangers = sorted(present - tasks.keys() - active)
         if strangers:
-            shown = ", ".join(strangers[:5]) + (" …" if len(strangers) > 5 else "")
             self.notes.append(
-                f"{QUARANTINE}/ contains refused members of sources that are not in the dataset: {shown}"
+                f"{QUARANTINE}/ contains refused members of sources that are not in the dataset: "
+                f"{first_names(strangers)}"
             )
 
     def _source(self, name: str, task: Task) -> None:
@@ -83,9 +195,9 @@ class QuarantineCheck:
             self._list_digest(name, list_name, digest)
         other = [file for file in self.store.names(f"{QUARANTINE}/{name}") if file not in listed]
         if other:
-            shown = ", ".join(other[:5]) + (" …" if len(other) > 5 else "")
             self.notes.append(
-                f"{QUARANTINE}/{name}: {len(other):,} files that {REFUSED} does not list: {shown}"
+                f"{QUARANTINE}/{name}: {len(other):,} files that {REFUSED} does not list: "
+                f"{first_names(other)}"
             )
 
     def _compare(self, source: str, file: str, what: str, found: int, recorded: int | None) -> None:
