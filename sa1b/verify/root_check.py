@@ -25,10 +25,9 @@ from sa1b.storage.claim import ENDING, live_holders
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root
 from sa1b.verify.image_list_check import QuarantineCheck, check_views
-from sa1b.verify.leftovers import leftover_notes, unlisted_notes, unlisted_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.report import Findings, Problem, VerifyRemedy, VerifyReport, short
-from sa1b.verify.task_check import TaskCheck
+from sa1b.verify.task_check import TaskCheck, leftover_notes, unlisted_notes, unlisted_shards
 
 _TABLE_HEADER, _TABLE_HEADER_USED = 128, 88  # bytes, see sa1b.shards.sample_table
 _TRIES = 10  # attempts to read all files of one version of dataset.json

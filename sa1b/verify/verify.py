@@ -18,11 +18,11 @@ from sa1b.storage.open import open_store
 from sa1b.storage.resume_record import ResumeRecord
 from sa1b.storage.store import Root, Store
 from sa1b.verify.batches import Died, in_batches
-from sa1b.verify.leftovers import files_of_shards
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.report import Problem, VerifyRemedy, VerifyReport, short
 from sa1b.verify.root_check import RootCheck
 from sa1b.verify.shard_check import check_shard
+from sa1b.verify.task_check import files_of_shards
 from sa1b.workers import Supervise, supervise
 
 
