@@ -10,7 +10,8 @@ image is kept unchanged and listed.
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,21 @@ class Annotations:
         if select is None:
             return coco.decode_joined(self.rle, self.rle_bytes, self.height, self.width)
         return coco.decode_selected(self.rle, self.rle_bytes, select, self.height, self.width)
+
+    def keep(self, which: npt.NDArray[np.bool_]) -> "Annotations":
+        """Only the masks of `which`, bool [N], also in `text`."""
+        text = self.text
+        if text is not None:
+            document = json.loads(text)
+            if self.origin() is not None:
+                document[PROVENANCE]["masks"] = list(compress(document[PROVENANCE]["masks"], which))
+            document["annotations"] = list(compress(document["annotations"], which))
+            text = json.dumps(document).encode()
+        others = ("image_id", "width", "height", "rle", "text")
+        columns: dict[str, Any] = {
+            one.name: self.column(one.name)[which] for one in fields(self) if one.name not in others
+        }
+        return replace(self, rle=self.rle[np.repeat(which, self.rle_bytes)], text=text, **columns)
 
     def origin(self) -> dict[str, npt.NDArray[Any]] | None:
         """Fields of a file in COCO's format by mask; None: the masks come from no such file.

@@ -296,10 +296,11 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
     return rows
 
 
-def images_of(root: str, which: str) -> npt.NDArray[np.uint64]:
-    """The image ids of a view of a dataset directory, uint64 [n], ascending; none: ManifestError."""
+def images_of(root: str, which: str) -> tuple[npt.NDArray[np.uint64], Predicate | None]:
+    """The image ids of a view of a dataset directory, uint64 [n], ascending, and its condition on masks."""
     dataset = Dataset(root)
-    return open_view(dataset.reader, dataset.table, which).image_ids(dataset.table)
+    view = open_view(dataset.reader, dataset.table, which)
+    return view.image_ids(dataset.table), view.masks_where
 
 
 def copy_view(root: str, dest: str, which: str) -> str:

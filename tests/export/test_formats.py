@@ -373,16 +373,22 @@ def test_missing_ids_are_listed_with_code_3(roots, tmp_path, capsys):
     assert document["skipped"] == ["sa_000001-0000", "sa_000002-0000"]
 
 
-def test_a_condition_on_masks_is_not_applied_and_a_note_says_so(roots, tmp_path, capsys):
+def test_a_view_chooses_masks_too(roots, tmp_path):
     chosen = Selection(masks_where="area < 100", images_where="image_id < 103")
     select(roots["plain"], chosen, name="small", quiet=True)
-    assert main(str(roots["plain"]), to="sam2", out=tmp_path / "a", view="small") == 0
-    assert "note: --view small has a condition on masks; the export has all masks" in capsys.readouterr().err
+    main(str(roots["plain"]), to="sam2", out=tmp_path / "a", ids=None, view="small")
     dataset = Dataset(roots["plain"])
+    left = 0
     for image_id in (100, 101, 102):
-        document = json.loads((tmp_path / f"a/gt_folder/sa_{image_id}.json").read_text())
-        assert document == dataset.by_id(image_id).annotations.to_json()
-    assert len(list((tmp_path / "a/gt_folder").iterdir())) == 3
+        expected = dataset.by_id(image_id).annotations.to_json()
+        every = expected["annotations"]
+        expected["annotations"] = [one for one in every if one["area"] < 100]
+        left += len(every) - len(expected["annotations"])
+        assert json.loads((tmp_path / f"a/gt_folder/sa_{image_id}.json").read_text()) == expected
+    assert left
+    select(roots["plain"], Selection(masks_where="area < 50", images_where="image_id < 103"), name="less")
+    with pytest.raises(UsageError, match=r"already has .*, not from an export of these images"):
+        main(str(roots["plain"]), to="sam2", out=tmp_path / "a", view="less")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from sa1b.masks.raster import rasterize
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
 from sa1b.programs.export.parquet import Parquet
+from sa1b.programs.export.verb_export import main as command
 from sa1b.programs.export.yolo import Yolo
+from sa1b.views.selection import Selection, select
 from tests.shards import tiny
 from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source
 
@@ -64,7 +66,7 @@ def test_coco_reads_the_same_masks_boxes_and_images(exported, segmentation, caps
                 run_lengths = api.annToRLE(one)
                 assert one["bbox"] == pycocotools.toBbox(run_lengths).tolist()
                 assert (one["area"], one["mask_id"]) == (pycocotools.area(run_lengths), mask_id)
-                assert (one["category_id"], one["iscrowd"]) == (0, 0)
+                assert (one["category_id"], one["iscrowd"]) == (1, 0)
         assert sorted(api.anns) == list(range(1, len(api.anns) + 1))
     assert not expected
 
@@ -115,6 +117,38 @@ def test_lines_of_labels_are_the_masks(exported):
             ious.append((painted & mask).sum() / (painted | mask).sum())
             assert (painted >= mask).all()  # the loss that the module's docstring names: only surplus pixels
     assert not expected
+
+
+def test_train_and_val_of_ultralytics_are_the_images_of_two_views(exported, tmp_path):
+    root = str(exported / "root")
+
+    def view(name, where, masks="area < 200"):
+        select(root, Selection(images_where=where, masks_where=masks), name=name, quiet=True)
+        return name
+
+    view("train", "image_id < 110"), view("held-out", "image_id > 200")
+    for train in ("train", None):
+        out = tmp_path / str(train)
+        command(root, to="yolo-seg", out=out, view=train, val_view="held-out", images_per_file=6)
+        lists = dict(line.split(": ", 1) for line in (out / "data.yaml").read_text().splitlines())
+        ids = {}
+        for name in ("train", "val"):
+            lines = [line for one in json.loads(lists[name]) for line in (out / one).read_text().split()]
+            ids[name] = {int(line.split("sa_")[1].removesuffix(".jpg")) for line in lines}
+        held_out = {one for one in samples(exported) if one > 200}
+        others = {one for one in samples(exported) if one < 110 or train is None} - held_out
+        assert ids == {"train": others, "val": held_out}
+        for number in ids["train"] | ids["val"]:
+            expected = [mask.sum() for mask in samples(exported)[number].masks()]
+            text = (out / "labels" / f"sa_{number}.txt").read_text()
+            assert len(text.splitlines()) == sum(0 < area < 200 for area in expected)
+    for other, why in (
+        (view("all", "width > 0"), "are also in"),
+        (view("any", "width < 0 or image_id < 110", "area < 3"), "another condition"),
+    ):
+        with pytest.raises(UsageError, match=f"--val-view held-out: .*{why}.* --view {other}; make both"):
+            command(root, to="yolo-seg", out=tmp_path / "no", view=other, val_view="held-out")
+    assert not (tmp_path / "no").exists()
 
 
 def test_datasets_reads_images_and_masks(exported, tmp_path):

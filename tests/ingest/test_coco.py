@@ -24,6 +24,7 @@ from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.programs.annotate.images import InputImage, read_image
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
+from sa1b.programs.export.verb_export import main as export_command
 from sa1b.programs.query.verb_query import main as query
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
@@ -533,11 +534,16 @@ def test_categories_are_columns_that_select_masks_and_are_exported(tmp_path, cap
     assert [one["iscrowd"] for one in document["annotations"]] == [0, 1, 0]
     assert document["annotations"][0]["keypoints"] == [1, 2]
     assert [(one["id"], one["name"]) for one in document["categories"]] == [(3, "dog"), (7, "cat")]
+    export_command(str(root), to="coco", out=tmp_path / "dogs", view="dogs")
+    chosen = json.loads((tmp_path / "dogs" / "annotations.json").read_text())
+    del document["annotations"][1]
+    document["annotations"][1]["id"] = 2
+    assert chosen == document
 
 
 def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, capsys):
     """From COCO to shards and back; the indexes of an SA-1B source lack the columns of COCO files."""
-    names = {3: "größe 犬 🐕", 4: "o'neil", 9: "no mask"}
+    names = {1: "no mask", 3: "größe 犬 🐕", 4: "o'neil"}
     categories = [
         {"id": key, "name": name, "supercategory": "tïer", "color": [key]} for key, name in names.items()
     ]
@@ -603,6 +609,10 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
         json.loads((tmp_path / name / "annotations.json").read_text()) for name in (repr(Coco()), "twice")
     )
     assert second == first
+    export(root, tmp_path / "all", Coco(), workers=1, quiet=True)
+    every = json.loads((tmp_path / "all" / "annotations.json").read_text())
+    assert [(one["id"], one["name"]) for one in every["categories"]][3:] == [(5, "object")]
+    assert {one["category_id"] for one in every["annotations"] if one["image_id"] == 700} == {5}
 
 
 def test_an_image_becomes_the_same_jpeg_in_ingest_and_before_annotation(coco):

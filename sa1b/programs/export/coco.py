@@ -4,10 +4,11 @@
     annotations.json             all images; or annotations-0000.json, ... with a number of images in each
     parts/annotations-0000.json  beside annotations.json: the files that it was joined from, for a rerun
 
-Masks of files in COCO's format keep their category, `iscrowd` and further fields; others have category 0,
-`object`. `bbox` is COCO's box of the mask (x, y, width, height in pixels), `area` its
-pixels. Annotations are numbered from 1 in each file, because COCO's tools need unique ids above 0. `mask_id`
-and the other fields of SA-1B are kept, and `sa1b reshard` reads them again.
+Masks of files in COCO's format keep their category, `iscrowd` and further fields; others have the category
+`object`, whose id is 1 or, if a file uses 1, one above those of the files. `bbox` is COCO's box of the mask
+(x, y, width, height in pixels), `area` its pixels. Annotations are numbered from 1 in each file, because
+COCO's tools need unique ids above 0. `mask_id` and the other fields of SA-1B are kept, and `sa1b reshard`
+reads them again.
 """
 
 import json
@@ -40,7 +41,7 @@ _HEAD = '{"annotations": [\n'
 _MIDDLE = '], "images": [\n'
 _CATEGORIES = '], "categories": [\n'
 _TAIL = "]}\n"
-_OBJECT = {"id": 0, "name": "object", "supercategory": ""}
+_OBJECT = {"id": 1, "name": "object", "supercategory": ""}
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Coco(Format):
             same masks. A mask without a pixel has run lengths.
         annotations_only: write no JPEGs.
         categories: those of the sources as JSON, in every file, also without a mask.
+        object_id: id of the category `object`.
     """
 
     images_per_file: int | None = None
     segmentation: Segmentation = "rle"
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
     categories: tuple[str, ...] = ()
+    object_id: int = 1
 
     @property
     def kind(self) -> str:
@@ -78,7 +81,9 @@ class Coco(Format):
         for name, _ in by_source(dataset, rows) if readings else ():
             for category in readings.get(name, {}).get("categories", ()):
                 _add(found, category, name)
-        return replace(self, categories=tuple(map(json.dumps, found.values())))
+        object_id = max(found) + 1 if 1 in found else 1
+        object_id = next((key for key, one in found.items() if one.get("name") == "object"), object_id)
+        return replace(self, categories=tuple(map(json.dumps, found.values())), object_id=object_id)
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return blocks([("annotations", rows)], self.images_per_file or IMAGES_PER_PART)
@@ -96,7 +101,7 @@ class Coco(Format):
             for sample in samples:
                 if not self.annotations_only:
                     files.write(_image_path(sample.image_id), sample.jpeg)
-                for one in annotations(sample, first, self.segmentation):
+                for one in annotations(sample, first, self.segmentation, self.object_id):
                     category = one.pop("category", _OBJECT["name"])
                     _add(categories, {**_OBJECT, "id": one["category_id"], "name": category}, part)
                     file.write(b",\n" * (first > 1) + json.dumps(one).encode())
@@ -205,7 +210,9 @@ def _entry(sample: Sample) -> dict[str, Any]:
     }
 
 
-def annotations(sample: Sample, first: int, segmentation: Segmentation) -> Iterator[dict[str, Any]]:
+def annotations(
+    sample: Sample, first: int, segmentation: Segmentation, object_id: int
+) -> Iterator[dict[str, Any]]:
     """The annotations of an image in COCO's form, numbered from `first`."""
     found, runs = sample.annotations, sample.runs
     boxes, areas = geometry.bbox(runs).tolist(), geometry.area(runs).tolist()
@@ -229,7 +236,7 @@ def annotations(sample: Sample, first: int, segmentation: Segmentation) -> Itera
         yield {
             "id": first + index,
             "image_id": sample.image_id,
-            "category_id": 0,
+            "category_id": object_id,
             "iscrowd": 0,
             **{key: value for key, value in own.items() if key not in ("id", "image_id", "mask_id")},
             "bbox": boxes[index],

@@ -33,10 +33,11 @@ from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_da
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import dataset_around
 from sa1b.storage.atomic import lock
+from sa1b.views.predicate import Predicate
 from sa1b.workers import Event, Failure, Supervise, failure_of
 from sa1b.workers import supervise as processes
 
-_Task = tuple[Path | str, Path, Format, str, Rows, Path | None]
+_Task = tuple[Path | str, Path, Format, str, Rows, Path | None, Predicate | None]
 
 
 @dataclass(slots=True)
@@ -117,6 +118,7 @@ def export(
     *,
     ids: str | Path | None = None,
     images: npt.NDArray[np.uint64] | None = None,
+    masks_where: Predicate | None = None,
     link_from: Path | None = None,
     overwrite: bool = False,
     workers: int = 1,
@@ -134,6 +136,7 @@ def export(
         ids: file of image ids to export, see sa1b.shards.image_ids. Ids that the dataset lacks are listed in
             the summary.
         images: image ids to export, uint64 [N], such as those of a view.
+        masks_where: condition that an exported mask must pass, such as that of a view; None: all masks.
         link_from: folder of an earlier export in this format. Files that are equal there become hard links.
         overwrite: replace existing files, also the complete ones of an earlier export.
         workers: worker processes; each writes one part at a time.
@@ -160,7 +163,8 @@ def export(
     chosen, missing = _chosen(dataset, ids, images)
     form = form.of(dataset, chosen)
     parts = dict(form.parts(dataset, chosen))
-    contents = {name: content_digest(table, rows, form.identity) for name, rows in parts.items()}
+    identity = form.identity if masks_where is None else f"{form.identity} {masks_where.text}"
+    contents = {name: content_digest(table, rows, identity) for name, rows in parts.items()}
     record = read_record(out)
     others = _parts_of_another_export(record, form, contents)
     if not overwrite:
@@ -187,7 +191,7 @@ def export(
         for name in others:
             record.remove(name, form.paths(name, table.image_id[:0]))
         total = sum(int(sample_bytes(table, parts[name]).sum()) for name in left)
-        tasks: list[_Task] = [(root, out, form, name, parts[name], link_from) for name in left]
+        tasks: list[_Task] = [(root, out, form, name, parts[name], link_from, masks_where) for name in left]
         with bar(total, "export", "B", quiet) as progress:
             _run(tasks, workers, record, summary, progress, supervise)
         if not summary.failed:

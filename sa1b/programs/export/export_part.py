@@ -20,6 +20,7 @@ from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.resume_record import ResumeRecord, header
+from sa1b.views.predicate import Predicate
 
 RECORD = ".export.jsonl"
 _REPORT_BYTES = 8 << 20
@@ -154,6 +155,7 @@ class _Samples:
 
     dataset: Dataset
     rows: Rows
+    masks_where: Predicate | None
     report: Callable[[int], object]
     masks: int = 0
     without_masks: list[int] = field(default_factory=list)
@@ -161,7 +163,11 @@ class _Samples:
     def __iter__(self) -> Iterator[Sample]:
         done = 0
         sizes = sample_bytes(self.dataset.table, self.rows).tolist()
-        for sample, size in zip(self.dataset.samples(self.rows.tolist()), sizes, strict=True):
+        for stored, size in zip(self.dataset.samples(self.rows.tolist()), sizes, strict=True):
+            sample = stored
+            if self.masks_where is not None:
+                kept = stored.annotations.keep(self.masks_where.masks(stored.annotations))
+                sample = replace(stored, annotations=kept)
             yield sample
             self.masks += len(sample.annotations)
             if not len(sample.annotations):
@@ -180,6 +186,7 @@ def write_part(
     name: str,
     rows: Rows,
     link_from: Path | None,
+    masks_where: Predicate | None,
     report: Callable[[int], object],
 ) -> Written:
     """Write one part, and commit its files when all are complete.
@@ -193,13 +200,14 @@ def write_part(
         name: name of the part.
         rows: rows of the sample table, int64 [N], in the order of the part.
         link_from: folder of an earlier export, see PartFiles.
+        masks_where: condition that an exported mask must pass.
         report: called with the bytes of the samples that were read since the last call.
 
     Raises:
         ShardError: a sample is damaged, or cannot be written in this format.
     """
     dataset = open_dataset(root)
-    samples = _Samples(dataset, rows, report)
+    samples = _Samples(dataset, rows, masks_where, report)
     try:
         with PartFiles(out, name, link_from) as files:
             form.write(name, samples, files)

@@ -5,14 +5,13 @@ Example: sa1b export shards --to sa1b --out tars --view small --workers 8
          sa1b export shards --to images --image-size 512 --out images512 --workers 8
          sa1b export s3://BUCKET/shards --to webdataset --join caption=captions.parquet --out tars
          sa1b export shards --to coco --out coco --segmentation polygons
-         sa1b export shards --to yolo-seg --out yolo
+         sa1b export shards --to yolo-seg --view train --val-view held-out --out yolo
          sa1b export shards --to parquet --out parquet --workers 4
 
 To resume an interrupted export, run the same command again. Exit code 0: all images are exported; 2: a part
 is not written; 3: exported, and an id of --ids is missing; 130: interrupted.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,7 +20,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import ray_tasks as engines
-from sa1b.console import loading, show
+from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
@@ -40,6 +39,7 @@ _FLAGS: dict[str, tuple[To, ...]] = {
     "--images-per-file": ("coco", "yolo-seg", "parquet"),
     "--segmentation": ("coco",),
     "--plain": ("sa1b",),
+    "--val-view": ("yolo-seg",),
     "--layout": ("folders", "images"),
     "--image-size": ("images",),
     "--quality": ("images",),
@@ -54,6 +54,7 @@ def main(
     to: To,
     out: Path,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
+    val_view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
     layout: Literal["by-source", "flat"] | None = None,
     image_size: int | None = None,
@@ -84,8 +85,10 @@ def main(
             yolo-seg: images/, labels/ and data.yaml for ultralytics; parquet: for the library datasets, with
             images and run lengths.
         out: Folder of the export; created if it is missing.
-        view: Only the images of this view: its name, digest or path. Annotation files contain all masks, also
-            if the view has a condition on masks.
+        view: Only the images of this view, and of these only the masks that pass its condition: its name,
+            digest or path.
+        val_view: For yolo-seg: view of the images for validation. The images of --view, or all others, are
+            for training.
         ids: Only these images: a text file with one id per line, a CSV, TSV or Parquet file with a column of
             ids, or the .ids file of a view; see `sa1b view`. Ids that the dataset lacks are listed, and the
             exit code is 3.
@@ -123,27 +126,36 @@ def main(
         "--image-size": image_size,
         "--join": join or None,
         "--link-from": link_from,
+        "--val-view": val_view,
     }
     _check_flags(to, [flag for flag, value in given.items() if value is not None])
     check_here("--out", out)
     check_here("--link-from", link_from)
     with loading():
+        import numpy as np
+
         from sa1b.programs.export.export import export
-        from sa1b.shards.dataset import open_dataset
-        from sa1b.views.view import open_view
+        from sa1b.programs.export.yolo import Yolo
+        from sa1b.views.view import images_of
     form = _format(
         to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
     )
-    images = None
+    images, masks_where = None, None
     if view is not None:
-        table = open_dataset(root).table
-        opened = open_view(root, table, view)
-        images = opened.image_ids(table)
-        if opened.masks_where is not None and to != "images":
-            show(
-                f"note: --view {view} has a condition on masks; the export has all masks of its images",
-                sys.stderr,
-            )
+        images, masks_where = images_of(root, view)
+    if isinstance(form, Yolo) and val_view is not None:
+        val, val_where = images_of(root, val_view)
+        if images is not None:
+            if (both := np.isin(images, val).sum()) or masks_where != val_where:
+                why = (
+                    f"{both:,} of its images are also in" if both else "its masks have another condition than"
+                )
+                raise UsageError(
+                    f"--val-view {val_view}: {why} --view {view}; make both with the same flags of "
+                    "`sa1b view`, one of them with --split held-out"
+                )
+            images = np.union1d(images, val)
+        form, masks_where = Yolo(form.images_per_list, val), val_where
     with engines.engine(engine, address, workers) as (count, supervise):
         summary = export(
             root,
@@ -151,6 +163,7 @@ def main(
             form,
             ids=ids,
             images=images,
+            masks_where=None if to == "images" else masks_where,
             link_from=link_from,
             overwrite=overwrite,
             workers=count,

@@ -3,6 +3,7 @@
     images/sa_223750.jpg        original bytes
     labels/sa_223750.txt        a line for each mask: class 0, x y of its polygon, divided by the size
     images-0000.txt, ...        paths of the images, relative to this file
+    train-0000.txt, val-0000.txt, ...    these instead, with `val`
     data.yaml                   names these files and the class
 
 A line has one polygon, so that the parts of a mask and its holes are joined by lines that are followed in
@@ -13,7 +14,7 @@ borders, so that joined parts get a line of one pixel between them, and keeps on
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +35,11 @@ class Yolo(Format):
 
     Attributes:
         images_per_list: images in a list of images.
+        val: ids of the images for validation, which are not for training; None: `train` and `val` are equal.
     """
 
     images_per_list: int = IMAGES_PER_LIST
+    val: Ids | None = field(default=None, repr=False, compare=False)
 
     @property
     def kind(self) -> str:
@@ -50,7 +53,11 @@ class Yolo(Format):
         """Nothing is refused: polygons are relative, so images may be scaled."""
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
-        return blocks([("images", rows)], self.images_per_list)
+        named = [("images", rows)]
+        if self.val is not None:
+            held_out = np.isin(dataset.table.image_id[rows], self.val)
+            named = [("train", rows[~held_out]), ("val", rows[held_out])]
+        return blocks(named, self.images_per_list)
 
     def paths(self, part: str, ids: Ids) -> list[str]:
         pairs = [path for image_id in ids.tolist() for path in _paths(image_id)]
@@ -65,8 +72,11 @@ class Yolo(Format):
                 file.write(f"./{image}\n".encode())
 
     def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
-        lists = json.dumps([f"{part}.txt" for part in parts])  # JSON is YAML
-        write_whole(out / "data.yaml", f"train: {lists}\nval: {lists}\nnames: {{0: object}}\n".encode())
+        train, val = (
+            json.dumps([f"{part}.txt" for part in parts if not part.startswith(other)])  # JSON is YAML
+            for other in ("val-", "train-")
+        )
+        write_whole(out / "data.yaml", f"train: {train}\nval: {val}\nnames: {{0: object}}\n".encode())
 
 
 def _paths(image_id: int) -> tuple[str, str]:

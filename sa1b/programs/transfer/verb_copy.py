@@ -58,7 +58,7 @@ def main(
     with loading():
         from sa1b.programs.transfer.dataset_copy import copy_dataset
         from sa1b.views.view import copy_view, images_of
-    images = None if view is None else images_of(root, view)
+    images = None if view is None else images_of(root, view)[0]
     try:
         summary = copy_dataset(
             root, dest, shards=shards, images=images, workers=workers, scratch=scratch, quiet=json_output
