@@ -233,10 +233,7 @@ _FORMS = (
         r"^(\S+): no type matching \{None\}\|FLOAT could be instantiated from \['(.*?)'\].*",
         r"\1 \2: must be a number",
     ),
-    (
-        r"^(\S+): no type matching .*\[bold\](.*?)\[/bold\].*",
-        r"\1: must be followed by \2",
-    ),
+    (r"^(\S+): no type matching .*\[bold\](.*?)\[/bold\].*", r"\1: must be followed by \2"),
     (r"^(\S+): Could not find valid parse for arguments: \['(.*?)'.*", r"\1 \2: not a valid value"),
 )
 

@@ -251,11 +251,7 @@ class _Board:
 
 
 def _work(
-    board: Any,
-    name: tuple[int, int],
-    folder: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    board: Any, name: tuple[int, int], folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[str, Any]:
     """A Ray task: returns ("done", result) or ("failed", Failure).
 

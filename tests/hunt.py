@@ -125,15 +125,7 @@ def hunted(kind: str, words: list[str], folder: Path, seed: int) -> set[str]:
             setting = {"clock": ("SA1B_TEST_CLOCK", "30"), "disk": ("SA1B_TEST_DISK", "20")}[kind]
             environment |= {"LD_PRELOAD": str(library), setting[0]: setting[1]}
         processes = "4" if kind == "order" else "2"
-        options = [
-            "-n",
-            processes,
-            "--dist",
-            "loadfile",
-            "-m",
-            "not slow",
-            f"--randomly-seed={seed}",
-        ]
+        options = ["-n", processes, "--dist", "loadfile", "-m", "not slow", f"--randomly-seed={seed}"]
         return _failed([*options, *words], environment, folder / f"{mark}.log")
 
 

@@ -10,10 +10,7 @@ from tests.storage import azurite, ceph, gcs
 
 # What a skipped test needs -> part of the reason for the skip -> how to enable the test.
 WAYS = {
-    "a package": {
-        "'gcsfs'": "pip install -e '.[gcs]'",
-        "'adlfs'": "pip install -e '.[azure]'",
-    },
+    "a package": {"'gcsfs'": "pip install -e '.[gcs]'", "'adlfs'": "pip install -e '.[azure]'"},
     "a program": {
         "Chromium": "install chromium, chromium-browser or google-chrome",
         "radosgw": ceph.INSTALL,

@@ -12,18 +12,9 @@ from tests import processes, skipped
     ("reason", "advice"),
     [
         ("no Chromium here", "1 Chromium: install chromium"),
-        (
-            "no radosgw, ceph-mon: apt-get install radosgw",
-            "1 radosgw: apt-get install",
-        ),
-        (
-            "no azurite-blob: npm install -g azurite",
-            "1 azurite-blob: npm install -g azurite",
-        ),
-        (
-            "could not import 'gcsfs': No module named 'gcsfs'",
-            "1 'gcsfs': pip install -e '.[gcs]'",
-        ),
+        ("no radosgw, ceph-mon: apt-get install radosgw", "1 radosgw: apt-get install"),
+        ("no azurite-blob: npm install -g azurite", "1 azurite-blob: npm install -g azurite"),
+        ("could not import 'gcsfs': No module named 'gcsfs'", "1 'gcsfs': pip install -e '.[gcs]'"),
         ("no real samples in /somewhere", "1 real samples: set SA1B_REAL_SAMPLES to"),
         ("Skipped: no CUDA device", "1 no CUDA device: on a machine with a GPU"),
     ],

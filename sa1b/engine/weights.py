@@ -27,9 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def find_weights(
-    source: str | PathLike[str],
-    read_file: Callable[[Path], dict[str, Tensor]],
-    scratch: Path | None = None,
+    source: str | PathLike[str], read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None = None
 ) -> tuple[str, dict[str, Tensor]]:
     """Initial weights for a run, by published names, float32, on the CPU; and their path or URL.
 

@@ -159,10 +159,7 @@ def main(
         return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
-    for flag, number in (
-        ("--images-per-shard", images_per_shard),
-        ("--connections", connections),
-    ):
+    for flag, number in (("--images-per-shard", images_per_shard), ("--connections", connections)):
         if number < 1:
             raise UsageError(f"{flag} {number}: must be at least 1")
     for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):

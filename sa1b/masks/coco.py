@@ -114,11 +114,7 @@ def decode_joined(
 
 
 def decode_selected(
-    text: Text,
-    lengths: npt.NDArray[np.integer],
-    indices: npt.ArrayLike,
-    height: int,
-    width: int,
+    text: Text, lengths: npt.NDArray[np.integer], indices: npt.ArrayLike, height: int, width: int
 ) -> Runs:
     """`decode_joined` for some of the masks: `indices` are integers [K] or bool [N], as for `Runs.select`.
 

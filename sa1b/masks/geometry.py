@@ -291,9 +291,7 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
     return order[kept]
 
 
-def _prepared(
-    runs: Runs,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _prepared(runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Ends of the runs [R], span of the foreground [N, 2] and box [N, 4] of each mask."""
     ends = np.empty(len(runs.runs), np.int64)
     spans = np.empty((len(runs), 2), np.int64)

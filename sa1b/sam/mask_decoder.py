@@ -54,11 +54,7 @@ class MaskDecoder(nn.Module):
         self.iou_prediction_head = Perceptron(channels, channels, MASKS)
 
     def forward(
-        self,
-        image: SharedImage,
-        image_position: Tensor,
-        sparse: Tensor,
-        candidates: slice = ALL,
+        self, image: SharedImage, image_position: Tensor, sparse: Tensor, candidates: slice = ALL
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [M, K, 4h, 4w] of K candidates, their predicted IoU [M, K], not bounded; tokens [M, K, C].
 

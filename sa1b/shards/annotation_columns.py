@@ -162,11 +162,7 @@ def unusual_columns(masks: list[Any], height: int, width: int, warnings: ImageWa
             try:
                 value = _number(mask[key], columns[name][i])
             except (TypeError, ValueError, OverflowError):
-                warnings.add_masks(
-                    f"type_{key}",
-                    [i],
-                    partial(_describe_value, i, key, mask),
-                )
+                warnings.add_masks(f"type_{key}", [i], partial(_describe_value, i, key, mask))
             else:
                 columns[name][i] = value
     return columns

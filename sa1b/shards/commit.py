@@ -20,10 +20,7 @@ import pyarrow.parquet as pq
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, SourceError, TableError
-from sa1b.names import (
-    is_quarantine_file,
-    is_shard_of,
-)
+from sa1b.names import is_quarantine_file, is_shard_of
 from sa1b.shards.documents import Task
 from sa1b.shards.manifest import (
     DATASET,

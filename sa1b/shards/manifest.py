@@ -24,11 +24,7 @@ from sa1b.console import command
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import is_shard_of, shard_order, source_stem
 from sa1b.shards.documents import FieldError, Options, ShardInfo, Task, check_dataset, check_task
-from sa1b.shards.sample_table import (
-    TableFacts,
-    is_table_name,
-    open_table,
-)
+from sa1b.shards.sample_table import TableFacts, is_table_name, open_table
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store

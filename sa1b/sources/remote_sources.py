@@ -124,10 +124,7 @@ class _Sizes:
                 reader = self._readers.get(key) or self._readers.setdefault(
                     key,
                     Reader(
-                        root,
-                        deadline=_DEADLINE,
-                        attempts_in_flight=_REQUESTS,
-                        options=link.reader_options,
+                        root, deadline=_DEADLINE, attempts_in_flight=_REQUESTS, options=link.reader_options
                     ),
                 )
             try:

@@ -115,10 +115,7 @@ _PREFETCH = 8  # pieces in memory: 64 MiB
 
 
 def digest(
-    reader: Reader,
-    name: str,
-    progress: Callable[[int], object] | None = None,
-    file: BinaryIO | None = None,
+    reader: Reader, name: str, progress: Callable[[int], object] | None = None, file: BinaryIO | None = None
 ) -> str:
     """sha256 of an object in hexadecimal, from one read. Memory: 64 MiB.
 
@@ -140,11 +137,7 @@ def digest(
 
 
 def fetch(
-    reader: Reader,
-    name: str,
-    expected: str,
-    file: BinaryIO,
-    progress: Callable[[int], object] | None = None,
+    reader: Reader, name: str, expected: str, file: BinaryIO, progress: Callable[[int], object] | None = None
 ) -> None:
     """Copy an object to a file and verify its digest while it is copied. Memory: 64 MiB.
 

@@ -188,13 +188,7 @@ class FaultError(Exception):
         self.fault, self.status = fault, status
 
 
-_EXPIRED = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "TokenRefreshRequired",
-    "RequestExpired",
-    "InvalidToken",
-}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"}
 _TIMEOUTS = {"RequestTimeout", "RequestTimeoutException"}
 FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "Insufficient Storage")  # within error codes

@@ -286,10 +286,7 @@ class S3Objects(Objects):
             ]
             if not response.get("IsTruncated"):
                 return found
-            more = {
-                "KeyMarker": response["NextKeyMarker"],
-                "UploadIdMarker": response["NextUploadIdMarker"],
-            }
+            more = {"KeyMarker": response["NextKeyMarker"], "UploadIdMarker": response["NextUploadIdMarker"]}
 
 
 def composite_etag(etags: Sequence[str]) -> str:

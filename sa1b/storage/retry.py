@@ -155,13 +155,7 @@ class RetryState:
     """
 
     def __init__(
-        self,
-        url: str,
-        start: int,
-        length: int | None,
-        crc: Crc,
-        policy: RetryPolicy,
-        counters: CounterSet,
+        self, url: str, start: int, length: int | None, crc: Crc, policy: RetryPolicy, counters: CounterSet
     ) -> None:
         self.url, self.start, self.length = url, start, length or 0
         self._parts = parts_of(crc, self.length)

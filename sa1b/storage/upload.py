@@ -36,11 +36,7 @@ def part_size(size: int) -> int:
 
 
 def upload(
-    reader: Reader,
-    objects: Objects,
-    name: str,
-    path: Path,
-    progress: Callable[[int], None] | None = None,
+    reader: Reader, objects: Objects, name: str, path: Path, progress: Callable[[int], None] | None = None
 ) -> None:
     """Write a file to an object, verified.
 

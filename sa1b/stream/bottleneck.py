@@ -135,9 +135,7 @@ REMEDIES = (
         lambda s: not s.is_local and s.cached,
     ),
     Remedy(
-        _READ,
-        "cache the data on a local disk with {s.flags}cache",
-        lambda s: not s.is_local and not s.cached,
+        _READ, "cache the data on a local disk with {s.flags}cache", lambda s: not s.is_local and not s.cached
     ),
     Remedy(("storage",), "use faster storage"),
     Remedy(("read",), "use faster storage", lambda s: s.is_local and s.trains),
@@ -155,9 +153,7 @@ REMEDIES = (
         lambda s: s.is_larger,
     ),
     Remedy(
-        ("decode",),
-        "decode on the GPU: {s.flags}decode gpu",
-        lambda s: s.on_gpu and not s.decodes_on_gpu,
+        ("decode",), "decode on the GPU: {s.flags}decode gpu", lambda s: s.on_gpu and not s.decodes_on_gpu
     ),
     Remedy(_DEVICE, "lower {dense}"),
     Remedy(_DEVICE, "lower {s.flags}masks"),

@@ -76,11 +76,7 @@ class TaskCheck:
         self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}
         kinds = {name: str(task.source["kind"]) for name, task in self.tasks.items()}
         readings = {name: task.source[READING] for name, task in self.tasks.items() if READING in task.source}
-        self.remedy = replace(
-            self.remedy,
-            kinds=kinds,
-            readings={**self.remedy.readings, **readings},
-        )
+        self.remedy = replace(self.remedy, kinds=kinds, readings={**self.remedy.readings, **readings})
         for name in names:
             found = read.get(name)
             if found is None:
@@ -204,12 +200,7 @@ def _problem(raw: bytes, task: Task) -> str | None:
 
 
 def leftover_notes(
-    store: Store,
-    tasks: TaskCheck,
-    others: Collection[str],
-    failed: Mapping[str, str],
-    *,
-    damaged: bool,
+    store: Store, tasks: TaskCheck, others: Collection[str], failed: Mapping[str, str], *, damaged: bool
 ) -> list[str]:
     """Notes on files that are not part of the dataset. They are not damage.
 

@@ -116,11 +116,7 @@ def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
 
 
 def open_view(
-    root: Path | str | Reader,
-    table: SampleTable,
-    which: str | Path | None = None,
-    *,
-    check: bool = True,
+    root: Path | str | Reader, table: SampleTable, which: str | Path | None = None, *, check: bool = True
 ) -> View:
     """Open a view of a dataset directory.
 
@@ -167,12 +163,7 @@ def open_view(
         data = _map(source, document, ".ids", document.ids_sha256, width=8, check=check, again=again)
         rows = _look_up(table, np.frombuffer(data, "<u8"), source.url(f"{document.stem}.ids"), reader.root)
     return View(
-        rows,
-        document.images,
-        document.digest,
-        document.ids_sha256,
-        table.digest,
-        masks_where=condition,
+        rows, document.images, document.digest, document.ids_sha256, table.digest, masks_where=condition
     )
 
 

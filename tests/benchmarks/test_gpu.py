@@ -53,10 +53,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         part("good"),
     ]
     found = driver.run(
-        faulty,
-        Setting("cpu", True, folder),
-        seconds=600,
-        ended=lambda one, outcome: ended.append(one.name),
+        faulty, Setting("cpu", True, folder), seconds=600, ended=lambda one, outcome: ended.append(one.name)
     )
     return folder, found, ended
 

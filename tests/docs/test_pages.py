@@ -67,10 +67,7 @@ def run_page(page: Path, folder: Path, made: Path, commands: Path) -> subprocess
     return processes.run(
         [sys.executable, "-c", f"from tests.docs import page; page.main({str(page)!r})"],
         cwd=folder,
-        env={
-            **os.environ,
-            "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        },
+        env={**os.environ, "PATH": f"{commands}{os.pathsep}{os.environ.get('PATH', os.defpath)}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -285,10 +285,7 @@ def test_equal_files_of_an_earlier_export_become_links(roots, out, tmp_path):
     found = files(tmp_path / "some")
     assert found == {path: data for path, data in everything.items() if path in found}
     linked = {path for path in found if (tmp_path / "some" / path).stat().st_nlink == 2}
-    assert found.keys() - linked == {
-        "sa_000002/images/sa_300.jpg",
-        "sa_000002/images/sa_301.jpg",
-    }
+    assert found.keys() - linked == {"sa_000002/images/sa_300.jpg", "sa_000002/images/sa_301.jpg"}
     summary = export(roots["plain"], tmp_path / "some", Folders(), ids=ids, link_from=earlier, quiet=True)
     assert (summary.linked, "  linked  4 files\n" in summary.table()) == (4, True)
     flat = export(roots["plain"], tmp_path / "flat", Folders("flat"), link_from=earlier, quiet=True)

@@ -78,13 +78,7 @@ class Faults:
 
 
 def forked(
-    source: Path,
-    root: Path,
-    faults: Faults,
-    *,
-    log: Path | None = None,
-    flushed: bool = True,
-    **fault: int,
+    source: Path, root: Path, faults: Faults, *, log: Path | None = None, flushed: bool = True, **fault: int
 ) -> tuple[int, str]:
     """Run `make` in a child with a fault or a recording; returns its wait status and its error output.
 

@@ -3,15 +3,7 @@
 import pytest
 
 from sa1b.shards.annotation import MAX_JSON_BYTES, MAX_JSON_DEPTH
-from tests.ingest.bad_pairs import (
-    ALL,
-    BAD,
-    HEIGHT,
-    WIDTH,
-    changed,
-    mask_changed,
-    with_counts,
-)
+from tests.ingest.bad_pairs import ALL, BAD, HEIGHT, WIDTH, changed, mask_changed, with_counts
 from tests.shards.tiny import SIZE, counts_from, document, encode, pair
 
 

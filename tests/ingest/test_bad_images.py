@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from tests.ingest.bad_pairs import (
-    BAD,
-    HEIGHT,
-    JPEG,
-    WIDTH,
-)
+from tests.ingest.bad_pairs import BAD, HEIGHT, JPEG, WIDTH
 from tests.shards import tiny
 from tests.shards.tiny import SIZE, pair
 

@@ -5,11 +5,7 @@ import json
 import pytest
 
 from sa1b.sources.pairing import Spill
-from tests.ingest.bad_pairs import (
-    BAD,
-    GOOD,
-    Outcome,
-)
+from tests.ingest.bad_pairs import BAD, GOOD, Outcome
 from tests.shards import tiny
 from tests.shards.tiny import pair, pair_members, pairs
 

@@ -58,12 +58,7 @@ def test_two_commands_at_the_same_time_share_the_work(
 
 @pytest.mark.parametrize("kills", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_command_that_is_killed_at_any_time_is_resumed(
-    tars: Path,
-    tmp_path: Path,
-    cloud: Server,
-    cloud_bucket: BucketStore,
-    alone: dict[str, bytes],
-    kills: int,
+    tars: Path, tmp_path: Path, cloud: Server, cloud_bucket: BucketStore, alone: dict[str, bytes], kills: int
 ) -> None:
     arguments = (tars, cloud_bucket.root, cloud_bucket.scratch, cloud)
     for number in range(kills):

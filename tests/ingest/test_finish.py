@@ -162,10 +162,7 @@ def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
         original = getattr(FolderStore, name)
 
         def changed(
-            self: FolderStore,
-            *arguments: object,
-            original: Callable[..., object] = original,
-            **more: object,
+            self: FolderStore, *arguments: object, original: Callable[..., object] = original, **more: object
         ) -> None:
             original(self, *arguments, **more)
             dataset = sa1b.open(root)
@@ -461,10 +458,7 @@ def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
         original = getattr(FolderStore, name)
 
         def changed(
-            self: FolderStore,
-            *arguments: object,
-            original: Callable[..., object] = original,
-            **more: object,
+            self: FolderStore, *arguments: object, original: Callable[..., object] = original, **more: object
         ) -> None:
             original(self, *arguments, **more)
             dataset = sa1b.open(root)

@@ -102,9 +102,7 @@ def test_the_stream_decodes_it(root):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["verify", "--deep"], ["gallery", "--id", str(PANORAMA)]],
-    ids=lambda command: command[0],
+    "command", [["verify", "--deep"], ["gallery", "--id", str(PANORAMA)]], ids=lambda command: command[0]
 )
 def test_commands_read_it(root, tmp_path, command):
     tiny.read_back(root)  # the sample table

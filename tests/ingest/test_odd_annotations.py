@@ -5,15 +5,7 @@ import math
 
 import pytest
 
-from tests.ingest.bad_pairs import (
-    ALL,
-    BAD,
-    HEIGHT,
-    WIDTH,
-    changed,
-    mask_changed,
-    with_counts,
-)
+from tests.ingest.bad_pairs import ALL, BAD, HEIGHT, WIDTH, changed, mask_changed, with_counts
 from tests.shards.tiny import SIZE, counts_from, document, encode, pair
 
 

@@ -8,14 +8,7 @@ from pycocotools import mask as pycocotools
 
 from sa1b.masks import coco, geometry, grid
 from sa1b.masks.runs import SizeError
-from tests.masks.samples import (
-    assert_canonical,
-    examples,
-    masks_and_runs,
-    pixel_masks,
-    to_pixels,
-    to_runs,
-)
+from tests.masks.samples import assert_canonical, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
 
 def box_of_pixels(mask):

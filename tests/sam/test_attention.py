@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sa1b.sam.image_encoder import (
-    RelativeAttention,
-    distances,
-    join_windows,
-    split_windows,
-)
+from sa1b.sam.image_encoder import RelativeAttention, distances, join_windows, split_windows
 
 
 def random_attention(side: int, heads: int, length: int, seed: int) -> RelativeAttention:

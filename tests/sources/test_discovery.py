@@ -119,8 +119,7 @@ def test_two_sources_whose_shards_would_share_a_name_are_refused(tmp_path, first
     for name in (first, second):
         make_tar(tmp_path / name, IDS)
     with pytest.raises(
-        SourceError,
-        match=r"has the name '000020', as.*leave one out with --ignore, or .* --rename .*=NAME",
+        SourceError, match=r"has the name '000020', as.*leave one out with --ignore, or .* --rename .*=NAME"
     ):
         discover([tmp_path / first, tmp_path / second])
 

@@ -128,10 +128,7 @@ def test_a_zeroed_header_costs_that_member_alone(read, number):
     at = offset_of(number)
     items = read(replaced(GOOD, at, bytes(BLOCK)))
     assert files(items) == without(number)
-    assert [(d.reason, d.offset) for d in damage(items)] == [
-        ("zero_blocks", at),
-        ("bad_header", at + BLOCK),
-    ]
+    assert [(d.reason, d.offset) for d in damage(items)] == [("zero_blocks", at), ("bad_header", at + BLOCK)]
 
 
 def test_zero_blocks_between_members_are_reported_and_end_nothing(read):

@@ -42,11 +42,7 @@ class WaitedTime:
     def policy(self, deadline: float) -> RetryPolicy:
         """By this clock, with the longest wait before each retry; an attempt has a minute of real time."""
         return RetryPolicy(
-            deadline=deadline,
-            attempt_timeout=60,
-            clock=self,
-            async_sleep=self.sleep,
-            random=lambda: 1.0,
+            deadline=deadline, attempt_timeout=60, clock=self, async_sleep=self.sleep, random=lambda: 1.0
         )
 
 

@@ -21,10 +21,7 @@ from tests.storage.conftest import WaitedTime
 
 def response(status: int, code: str) -> BaseException:
     """As s3fs raises an error response of the store."""
-    response: Any = {
-        "Error": {"Code": code, "Message": "m"},
-        "ResponseMetadata": {"HTTPStatusCode": status},
-    }
+    response: Any = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
     return translate_boto_error(botocore.exceptions.ClientError(response, "GetObject"))
 
 

@@ -18,12 +18,7 @@ def test_unreferenced_memory_is_reused() -> None:
 def test_memory_that_any_view_refers_to_is_not_reused() -> None:
     memory = BufferPool(64, keep=3)
     whole = memory.take((4, 4))
-    for hold in (
-        lambda t: t,
-        lambda t: t[1:, ::2],
-        lambda t: t.numpy()[0],
-        lambda t: t.permute(1, 0),
-    ):
+    for hold in (lambda t: t, lambda t: t[1:, ::2], lambda t: t.numpy()[0], lambda t: t.permute(1, 0)):
         held = hold(memory.take((4, 4)).fill_(7))
         other = memory.take((4, 4)).fill_(9)
         assert address(other) != address(whole)

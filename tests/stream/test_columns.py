@@ -266,19 +266,13 @@ def test_a_url_is_read_and_converted_once() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (
-            pa.table({"id": [1], "caption": ["a"]}),
-            "has .*caption, and no column to join",
-        ),
+        (pa.table({"id": [1], "caption": ["a"]}), "has .*caption, and no column to join"),
         (pa.table({"image_id": [1], "text": ["a"]}), "no column 'caption'; choose from image_id"),
         (table_of([3, 1, 3, 1, 3]), "id 1 occurs more than once in column 'image_id'; 3 rows are too many"),
         (pa.table({"image_id": ["1"], "caption": ["a"]}), "column 'image_id' is string; ids are integers"),
         (pa.table({"image_id": [1.0], "caption": ["a"]}), "column 'image_id' is double; ids are integers"),
         (pa.table({"image_id": [1, None], "caption": ["a", "b"]}), "column 'image_id' has no id in 1 rows"),
-        (
-            pa.table({"image_id": pa.array([2**63], pa.uint64()), "caption": ["a"]}),
-            "9223372036854775808",
-        ),
+        (pa.table({"image_id": pa.array([2**63], pa.uint64()), "caption": ["a"]}), "9223372036854775808"),
     ],
     ids=["key", "column", "duplicate", "string", "float", "null", "large"],
 )

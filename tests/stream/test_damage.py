@@ -333,10 +333,7 @@ def unwritable(path: Any, *arguments: Any, **more: Any) -> int:
 
 @pytest.mark.parametrize("read", ["stream", "loader"])
 def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
-    copy: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    read: str,
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str
 ) -> None:
     """The user root can write into any folder, so the test replaces the log's folder by a file."""
     table = open_table(copy / table_name(copy))

@@ -178,8 +178,7 @@ def test_a_state_of_another_block_size_or_order_is_refused_with_the_argument(roo
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"masks": 6}, {"strategy": "area"}, {"flip": 0.25}, {"image_size": 32}, {"resize": "stretch"}],
+    "changed", [{"masks": 6}, {"strategy": "area"}, {"flip": 0.25}, {"image_size": 32}, {"resize": "stretch"}]
 )
 def test_other_options_than_those_of_a_state_are_named_in_a_warning(
     root: Path, changed: dict[str, Any]

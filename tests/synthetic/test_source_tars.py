@@ -369,11 +369,7 @@ def test_calibration_at_full_size():
 
 def run_tool(*arguments, **options):
     return processes.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options
     )
 
 

@@ -122,10 +122,7 @@ def test_keys_and_names_of_any_form(root, bucket, tmp_path, name):
         assert files(tmp_path / f"back{number}") == files(root)
 
 
-@pytest.mark.parametrize(
-    ("of", "to"),
-    [("folder", "bucket"), ("bucket", "folder"), ("bucket", "bucket")],
-)
+@pytest.mark.parametrize(("of", "to"), [("folder", "bucket"), ("bucket", "folder"), ("bucket", "bucket")])
 def test_a_killed_copy_is_completed(root, bucket, tmp_path, of, to):
     if of == "bucket":
         bucket.run("copy", root, bucket.url)

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from sa1b.errors import UsageError
 from sa1b.programs.query.sql import connected
 from sa1b.shards import annotation
-from sa1b.views.predicate import (
-    IMAGE_FIELDS,
-    MASK_FIELDS,
-    PredicateError,
-    image_predicate,
-    mask_predicate,
-)
+from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, PredicateError, image_predicate, mask_predicate
 from tests.shards import tiny
 
 examples = settings(max_examples=300, deadline=None, derandomize=True)

@@ -150,12 +150,7 @@ def start(config: ParallelConfig) -> RankInfo:
         else:
             store = fresh_store(rank, world_size, wait)
             dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=wait,
-                device_id=_bound(device),
+                backend, store=store, rank=rank, world_size=world_size, timeout=wait, device_id=_bound(device)
             )
             if device.type == "cuda":
                 _refuse_shared_gpus(store, rank, world_size, device)

@@ -189,9 +189,7 @@ def plan(
     local, remote = by_name(discovered, links)
     tasks = {} if store is None else known_tasks(store)
     options = Options(
-        image_size=image_size,
-        quality=None if image_size is None else 95,
-        annotations_only=annotations_only,
+        image_size=image_size, quality=None if image_size is None else 95, annotations_only=annotations_only
     )
     if store is not None and tasks:
         used = next(iter(tasks.values())).options

@@ -180,10 +180,7 @@ def _storage(found: "RunPlan") -> list[tuple[str, str]]:
     return [
         ("reads", f"{_size(found.read_rate)}/s of all nodes, {_size(node)}/s of each node"),
         ("decoding", f"{found.cores:,.1f} of {counted(cluster.cpus, 'CPU core')} of each node"),
-        (
-            "checkpoints",
-            f"{written:,} of {_size(found.saved)}: {_size(written * found.saved)} written",
-        ),
+        ("checkpoints", f"{written:,} of {_size(found.saved)}: {_size(written * found.saved)} written"),
         ("", disk),
     ]
 

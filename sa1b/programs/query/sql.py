@@ -201,11 +201,7 @@ def open_query(
     if not dataset.shards:
         raise UsageError(f"{root}: contains no images; run `{command('reshard')}` again to finish it")
     errors: list[StorageError] = []
-    with (
-        interrupts(),
-        tempfile.TemporaryDirectory(prefix="sa1b-query-") as spill,
-        connected() as connection,
-    ):
+    with interrupts(), tempfile.TemporaryDirectory(prefix="sa1b-query-") as spill, connected() as connection:
         settings = {
             "threads": workers,
             "memory_limit": memory,
