@@ -4,7 +4,7 @@ import gc
 import tempfile
 from pathlib import Path
 
-import sa1b.verify.batches  # noqa: F401
+import sa1b.verify.verify  # noqa: F401
 from tests.shards import tiny
 
 

@@ -31,10 +31,10 @@ from sa1b.storage.open import open_store
 from sa1b.storage.resume_record import ResumeRecord
 from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
-from sa1b.verify.batches import Died, in_batches
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
 from sa1b.verify.recover import Recorded, check_digests, differs, why_differs
 from sa1b.verify.task_check import INDEX_RECORD
+from sa1b.verify.verify import Died, in_batches
 
 _CLAIM = ".index.claim"
 
