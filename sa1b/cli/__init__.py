@@ -1,15 +1,24 @@
-"""The installed command: `sa1b <verb>`, one module for each verb (`sa1b.verbs`)."""
+"""The installed command: `sa1b <verb>`, one module for each verb (`sa1b.verbs`).
+
+`sa1b --tyro-print-completion bash`, zsh or tcsh prints a script with all verbs and flags, so that completion
+imports neither this package nor torch.
+"""
 
 import difflib
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from sa1b import verbs
-from sa1b.console import before_training, command, end, loading, run, run_directly
+from sa1b.console import before_training, command, end, loading, run, run_directly, usage_errors
+from sa1b.errors import UsageError
 from sa1b.version import __version__
 
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
+SHELLS = ("bash", "zsh", "tcsh")
 
 TOUR = """\
 Train on SA-1B from indexed shards.
@@ -41,14 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if first == "--version":
         end(0, f"sa1b {__version__}\n")
     if first in COMPLETION:
-        from sa1b.cli import completion
-
-        mains = {
-            verb: None if verb == "train" else verbs.module_of(verb).main
-            for verb in verbs.in_order()
-            if " " not in verb
-        }
-        run_directly(lambda: completion.main(words, mains))
+        run_directly(lambda: _complete(first, words[1:]))
     near = difflib.get_close_matches(first, verbs.paths(), 1)
     advice = f"did you mean `{command(near[0])}`?" if near else f"`{command('--help')}` lists the verbs"
     end(2, f"error: {first}: no such verb of sa1b; {advice}\n", sys.stderr)
@@ -69,3 +71,37 @@ def _run(verb: str, arguments: list[str]) -> NoReturn:
         module = verbs.module_of(verb)
     forwards = verb in ("slurm", "plan train")
     run(module.main, module.__doc__, arguments=arguments, prog=command(verb), forwards=forwards)
+
+
+def _complete(flag: str, values: Sequence[str]) -> int:
+    """Print or write the completion script, according to tyro's two flags."""
+    import tyro
+
+    if not values or values[0] not in SHELLS:
+        raise UsageError(f"{flag}: the value must be a shell, one of {', '.join(SHELLS)}")
+    writes = flag == COMPLETION[1]
+    if writes and len(values) < 2:
+        raise UsageError(f"{flag} {values[0]}: the path is missing; add the path of the file to write")
+    with loading():
+        from sa1b.recipes.presets import PRESETS
+    settings = type(next(iter(PRESETS.values())))
+    callables = {
+        verb: settings if verb == "train" else verbs.module_of(verb).main
+        for verb in verbs.in_order()
+        if " " not in verb
+    }
+    only = (tyro.conf.FlagCreatePairsOff,)
+    printing = [COMPLETION[0], values[0]]
+    script = io.StringIO()
+    with suppress(SystemExit), redirect_stdout(script), usage_errors("sa1b"):
+        tyro.extras.subcommand_cli_from_dict(callables, prog="sa1b", args=printing, config=only)
+    # Bash completes every line of the output as a word, also the second line of a description.
+    lines = [
+        line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line
+        for line in script.getvalue().splitlines()
+    ]
+    if writes:
+        Path(values[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    else:
+        print("\n".join(lines))
+    return 0
