@@ -215,11 +215,11 @@ def stored_source(root: Root, text: str) -> str:
     tasks = known_tasks(store)
     known = {*tasks, *read_failed(store), *_claimed(store), *(_known_before(store) or ())}
     name = named_source(text, known)
-    listed = ", ".join([*tasks][:10]) + (" …" if len(tasks) > 10 else "")
+    listed = first_names([*tasks], 10) or "none"
     if name is None:
-        raise UsageError(f"--drop {text!r}: not the name of a source; {root} has {listed or 'none'}")
+        raise UsageError(f"--drop {text!r}: not the name of a source; {root} has {listed}")
     if name not in known and not stored_shards(store, name) and not store.is_folder(f"{QUARANTINE}/{name}"):
-        raise UsageError(f"--drop {text}: {root} has no such source; it has {listed or 'none'}")
+        raise UsageError(f"--drop {text}: {root} has no such source; it has {listed}")
     return name
 
 

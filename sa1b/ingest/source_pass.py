@@ -280,10 +280,6 @@ class _Step:
     stored_bytes: int
 
 
-def _read_size(read: _Read) -> int:
-    return len(read.item.data)
-
-
 def _step_size(step: _Step) -> int:
     result = step.result
     if isinstance(result, Damage):

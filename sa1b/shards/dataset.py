@@ -17,7 +17,7 @@ from sa1b.arguments import plain_root, whole_number
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError, UsageError
 from sa1b.masks.runs import chosen_indices
-from sa1b.report import size_text
+from sa1b.report import first_names, size_text
 from sa1b.shards import manifest
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet
 from sa1b.shards.sample import PendingRead, Sample, check_size, location_of, submit
@@ -144,7 +144,7 @@ class Dataset(Displayed):
     def lacks(self) -> str:
         """The sources that a partial dataset lacks, as text; empty if it is complete."""
         parts = [
-            f"{counted(len(names), 'source')} {what} ({', '.join(names[:3])}{', …' * (len(names) > 3)})"
+            f"{counted(len(names), 'source')} {what} ({first_names(names, 3)})"
             for names, what in ((sorted(self.failed), "failed"), (self.pending, "pending"))
             if names
         ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from sa1b.arguments import is_url, was_url
 from sa1b.console import command, counted, show
 from sa1b.errors import UsageError
+from sa1b.report import first_names
 from sa1b.sources.stored_file import Link, read_links
 from sa1b.storage.open import open_store
 from sa1b.storage.protocols import endpoint_options, kind_of, protocol_of
@@ -101,8 +102,8 @@ def linked(
         listed, others = read_links(path)
         found += listed
         if others:
-            names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-            show(f"note: {path}: {counted(len(others), 'other file')} left out ({names})", sys.stderr)
+            left_out = f"{counted(len(others), 'other file')} left out ({first_names(others, 3)})"
+            show(f"note: {path}: {left_out}", sys.stderr)
     return tuple(
         replace(one, connections=connections, max_rate=rate, options=endpoint_options(one.url, endpoint))
         for one in found

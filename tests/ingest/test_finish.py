@@ -532,7 +532,7 @@ def test_ten_sources_are_listed_where_none_of_a_name_can_be_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"sa_{number:06d}" for number in range(11)]
-    for count, end in ((10, names[9]), (11, f"{names[9]} …")):
+    for count, end in ((10, names[9]), (11, f"{names[9]} and 1 more")):
         monkeypatch.setattr(finish_module, "known_tasks", lambda _, count=count: dict.fromkeys(names[:count]))
         with pytest.raises(UsageError, match=f"it has {names[0]}, .*{end}$"):
             drop_source(tmp_path, "sa_000099")

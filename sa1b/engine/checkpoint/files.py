@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from sa1b.engine.checkpoint.sealed_folder import METADATA, check, damaged, read_json, read_metadata
 from sa1b.errors import CheckpointError
+from sa1b.report import first_names
 from sa1b.storage.atomic import commit
 
 STATE = "state.json"
@@ -147,7 +148,7 @@ def clear(folder: Path) -> bool:
         else:
             others.append(path.name)
     if others:
-        _LOG.warning("%s stays: no run wrote %s", folder, ", ".join(sorted(others)[:5]))
+        _LOG.warning("%s stays: no run wrote %s", folder, first_names(sorted(others)))
     else:
         folder.rmdir()
     return not others

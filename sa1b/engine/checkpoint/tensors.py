@@ -26,6 +26,7 @@ from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.engine.step.gradients import reduction_of
 from sa1b.engine.step.optim import of_rank
 from sa1b.errors import CheckpointError
+from sa1b.report import first_names
 
 MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
 
@@ -208,8 +209,7 @@ def _compare(folder: Path, metadata: Metadata, targets: Mapping[str, Tensor]) ->
     ]
     if differing:
         raise MismatchError(
-            f"{folder}: of another model ({', '.join(differing[:3])}"
-            f"{f' and {len(differing) - 3} more' if len(differing) > 3 else ''}); "
+            f"{folder}: of another model ({first_names(differing, 3)}); "
             "pass the settings that it was trained with"
         )
 

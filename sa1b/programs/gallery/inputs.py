@@ -20,6 +20,7 @@ from sa1b.names import image_name
 from sa1b.programs.gallery.chart import Survey
 from sa1b.programs.gallery.members import Choice, Exhibit, Gathered, Skipped, read_members
 from sa1b.progress import Bar
+from sa1b.report import first_names
 from sa1b.shards import manifest, quarantine
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images
@@ -65,10 +66,10 @@ def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool 
             gathered.kind = "Shard without index"
     missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
     if missing:
-        listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
         part = ", or not in the chosen part of it" if choice.images is not None else ""
         raise UsageError(
-            f"--id {listed}: not in {root}{part}; choose other ids, the input has {gathered.images:,} images"
+            f"--id {first_names(missing, 10)}: not in {root}{part}; choose other ids, the input has "
+            f"{gathered.images:,} images"
         )
     return gathered
 
@@ -129,9 +130,8 @@ def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) 
     ]
     if choice.images is not None:
         gathered.facts.append(("Images in the dataset", f"{len(table):,}"))
-    made_from = [str(source) for source in document["sources"]]
-    listed = ", ".join(made_from[:6]) + (f" … {made_from[-1]}" if len(made_from) > 6 else "")
-    gathered.facts.append(("Sources", f"{len(made_from):,} ({listed})"))
+    made_from = [*document["sources"]]
+    gathered.facts.append(("Sources", f"{len(made_from):,} ({first_names(made_from, 6)})"))
     if options["image_size"] is not None:
         gathered.facts.append(("Stored images", f"longer side at most {options['image_size']:,} px"))
     kept = totals["doubtful"]

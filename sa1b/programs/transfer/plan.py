@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, UsageError
+from sa1b.report import first_names
 from sa1b.shards import record
 from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import ShardInfo, Task
@@ -286,10 +287,9 @@ class CopySummary:
         elif self.failed:
             lines.append(f"Not complete: {self.dataset} lists the sources that were copied.")
         elif self.missing:
-            names = ", ".join(self.missing[:5]) + (", ..." if len(self.missing) > 5 else "")
             lines.append(
                 f"Complete copy: {self.dataset}. As in {self.root}, {counted(len(self.missing), 'source')} "
-                f"failed or pending ({names})."
+                f"failed or pending ({first_names(self.missing)})."
             )
         else:
             lines.append(f"Complete: {self.dataset}")
