@@ -16,9 +16,9 @@ from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.masks.raster import rasterize
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
+from sa1b.programs.export.image_files import Yolo
 from sa1b.programs.export.parquet import Parquet
 from sa1b.programs.export.verb_export import main as command
-from sa1b.programs.export.yolo import Yolo
 from sa1b.views.selection import Selection, select
 from tests.shards import tiny
 from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source

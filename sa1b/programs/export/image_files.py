@@ -4,19 +4,30 @@
     images        sa_000020/sa_1.jpg; flat: sa_1.jpg
     sam2          img_folder/sa_1.jpg, gt_folder/sa_1.json, file_list.txt
     efficientvit  images/sa_1.jpg, masks/sa_1.json, sa_images_ids.txt
+    yolo          images/sa_1.jpg, labels/sa_1.txt, images-0000.txt, data.yaml
 
 JPEGs have the original bytes. Annotation files have the bytes of source_tars.annotation_text.
 `sam2` is what the class SA1BRawDataset of facebookresearch/sam2 (training/dataset/vos_raw_dataset.py) reads,
 `efficientvit` what OnlineDataset of mit-han-lab/efficientvit (efficientvit/samcore/data_provider/sam.py)
 reads. Their lists leave out images without masks, which cannot be trained on there.
+
+`yolo` is for the segmentation models of ultralytics. A line of labels/ has class 0 and x y of the polygon of
+a mask, divided by the size. The parts of a mask and its holes are joined by lines that are followed in both
+directions, see sa1b.masks.polygons. The polygon has exactly the pixels of the mask. Ultralytics itself loses
+some of them: it resamples polygons to 1,000 points, scales them to the size of training, paints their
+borders, so that joined parts get a line of one pixel between them, and keeps one of several equal boxes.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from sa1b.errors import BadSample, ShardError
+from sa1b.masks import polygons
 from sa1b.names import image_name, member_name
 from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, PartFiles, Rows, blocks, joined
 from sa1b.programs.export.export_format import by_source as sources_of
@@ -26,6 +37,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 from sa1b.storage.atomic import write_whole
 
+IMAGES_PER_LIST = 10_000
 Layout = Literal["by-source", "flat"]
 
 
@@ -189,3 +201,70 @@ def _source(part: str) -> str:
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:
     write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+@dataclass(frozen=True)
+class Yolo(Format):
+    """Labels for ultralytics. Polygons are relative to the image, so that scaled images can be exported too.
+
+    Attributes:
+        images_per_list: images in a list of images.
+        val: ids of the images for validation, which are not for training; None: `train` and `val` are equal.
+    """
+
+    images_per_list: int = IMAGES_PER_LIST
+    val: Ids | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        return "yolo-seg"
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        return ("data.yaml",)
+
+    def check(self, dataset: Dataset) -> None:
+        """Nothing is refused: polygons are relative, so images may be scaled."""
+
+    def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
+        named = [("images", rows)]
+        if self.val is not None:
+            held_out = np.isin(dataset.table.image_id[rows], self.val)
+            named = [("train", rows[~held_out]), ("val", rows[held_out])]
+        return blocks(named, self.images_per_list)
+
+    def paths(self, part: str, ids: Ids) -> list[str]:
+        pairs = [path for image_id in ids.tolist() for path in _yolo_paths(image_id)]
+        return [f"{part}.txt", *pairs]
+
+    def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        with files.open(f"{part}.txt") as file:
+            for sample in samples:
+                image, labels = _yolo_paths(sample.image_id)
+                files.write(image, sample.jpeg)
+                files.write(labels, label_text(sample))
+                file.write(f"./{image}\n".encode())
+
+    def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
+        train, val = (
+            json.dumps([f"{part}.txt" for part in parts if not part.startswith(other)])  # JSON is YAML
+            for other in ("val-", "train-")
+        )
+        write_whole(out / "data.yaml", f"train: {train}\nval: {val}\nnames: {{0: object}}\n".encode())
+
+
+def _yolo_paths(image_id: int) -> tuple[str, str]:
+    return f"images/{member_name(image_id, 'jpg')}", f"labels/{image_name(image_id)}.txt"
+
+
+def label_text(sample: Sample) -> bytes:
+    """The labels of an image: a line for each mask with pixels.
+
+    A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels.
+    """
+    size = np.array([sample.annotations.width, sample.annotations.height])
+    lines = []
+    for (polygon,) in filter(None, polygons.polygons(sample.runs, single=True)):
+        numbers = (polygon / size).reshape(-1).tolist()
+        lines.append("0 " + " ".join(f"{number:.6f}" for number in numbers) + "\n")
+    return "".join(lines).encode()

@@ -135,7 +135,7 @@ def main(
         import numpy as np
 
         from sa1b.programs.export.export import export
-        from sa1b.programs.export.yolo import Yolo
+        from sa1b.programs.export.image_files import Yolo
         from sa1b.views.view import images_of
     form = _format(
         to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
@@ -222,7 +222,7 @@ def _format(
 
         return Coco(number, segmentation or "rle")
     if to == "yolo-seg":
-        from sa1b.programs.export.yolo import IMAGES_PER_LIST, Yolo
+        from sa1b.programs.export.image_files import IMAGES_PER_LIST, Yolo
 
         return Yolo(number or IMAGES_PER_LIST)
     if to == "parquet":
