@@ -77,7 +77,7 @@ def reshard(
     known = {name: task for name, task in tasks.items() if task.source["size"] is not None}
     finished = {} if run.recheck else {name: _size_and_time(task) for name, task in known.items()}
     links = {name: begun.remote[name] for name in own_names if name in begun.remote}
-    linked, broken = remote_sources(links, finished)
+    linked, broken = remote_sources(links, finished, format=run.formats[-1])
     of_links = {source.name: source for source in linked}
     sources = [begun.local.get(name) or of_links[name] for name in own_names if name not in broken]
     md5 = _expected_md5(sources, digests, run)

@@ -252,7 +252,10 @@ class SourcePass:
 
     def _problems(self) -> str:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
-        return ", ".join(found + [damage["message"] for damage in self.quarantine.damages]) or "it is empty"
+        found += [damage["message"] for damage in self.quarantine.damages]
+        alone = {"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()
+        way = "; for images without annotations, pass --images-only" if alone else ""
+        return f"{', '.join(found) or 'it is empty'}{way}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,10 @@ from sa1b.storage.store import Root, Store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
-_DECISIVE = {"image_ids": "--image-ids", "ignore": "--ignore", "max_pixels": "--max-pixels"}
-_USUAL = {"max_pixels": MAX_IMAGE_PIXELS}
+_DECISIVE = {
+    one: f"--{one.replace('_', '-')}" for one in ("image_ids", "ignore", "max_pixels", "images_only")
+}
+_USUAL = {"max_pixels": MAX_IMAGE_PIXELS, "images_only": False}
 _OUT_FACTOR = 1.1  # size of the shards / size of the source
 _SPILL_FACTOR = 0.3  # size of the spill / size of the source, if the members are in random order
 _NAME_LENGTH = 150  # files are named after the source, and a file name has at most 255 bytes

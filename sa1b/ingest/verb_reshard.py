@@ -6,6 +6,7 @@ Example: sa1b reshard sa_000020.tar sa_000021.tar --out shards --workers 4
          sa1b reshard downloads --out s3://BUCKET/shards --scratch /nvme/scratch
          sa1b reshard --links links.txt --out shards --workers 8
          sa1b reshard my_masks.json --images photos --out shards       your own masks, in COCO's format
+         sa1b reshard photos --images-only --out shards                images without annotations
 
 After an interruption, run the same command again: finished sources are skipped. Exit code 0: every source is
 in the dataset; 1: a source is missing, or the store of --out failed; 2: nothing was done; 3: every source is
@@ -63,6 +64,7 @@ def main(
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     image_ids: Literal["keep", "hash"] = "keep",
+    images_only: bool = False,
     md5: Path | None = None,
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -120,6 +122,9 @@ def main(
         image_ids: With files in COCO's format: keep takes the ids of the images in the file; hash takes
             hashes of source and file_name, for several files whose ids are the same numbers. Finished sources
             keep their ids; see --redo.
+        images_only: Take images alone: of a folder and all its subfolders, and of tars such as those of
+            webdataset. sa_<id>.jpg keeps its id; other ids are hashes of source and name. JPEGs keep their
+            bytes; other formats become JPEGs of quality 95. Annotations and texts beside them are left out.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -151,9 +156,7 @@ def main(
         store = store_of(out, scratch, endpoint, source)
         with loading():
             found = linked(source, links, CONNECTIONS, None, endpoint)
-            from sa1b.sources.coco import CocoFormat
-            from sa1b.sources.discovery import formats_with
-        formats = formats_with(CocoFormat(images, image_ids))
+        formats = _formats(images, image_ids, MAX_IMAGE_PIXELS, images_only)
         named = partial(_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
         has_sources = bool(source or found or rename)
         return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
@@ -167,7 +170,7 @@ def main(
             raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
     if not 1 <= max_pixels <= MAX_STORED_PIXELS:
         raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
-    _check_images(images, image_ids, paths_of((*source, *map(str, _renamed(rename)))))
+    _check_images(images, image_ids, images_only, paths_of((*source, *map(str, _renamed(rename)))))
     quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
@@ -175,8 +178,6 @@ def main(
         from sa1b.ingest.policy import IngestRun, Policy
         from sa1b.ingest.reshard import reshard
         from sa1b.shards.documents import Options
-        from sa1b.sources.coco import CocoFormat
-        from sa1b.sources.discovery import formats_with
     with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
         summary = reshard(
@@ -200,7 +201,7 @@ def main(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
-                formats=formats_with(CocoFormat(images, image_ids, max_pixels)),
+                formats=_formats(images, image_ids, max_pixels, images_only),
                 links=linked(source, links, connections, rate, endpoint),
                 task=_part(task),
                 finish=finish,
@@ -270,7 +271,22 @@ def _without_ingest(
     return code
 
 
-def _check_images(images: Path | None, image_ids: str, paths: tuple[Path, ...]) -> None:
+def _formats(
+    images: Path | None, image_ids: Literal["keep", "hash"], max_pixels: int, images_only: bool
+) -> "tuple[SourceFormat, ...]":
+    """How sources of each kind are read."""
+    from sa1b.sources.coco import CocoFormat
+    from sa1b.sources.discovery import formats_with
+    from sa1b.sources.images import ImageFolder, ImageTar
+
+    alone = (ImageFolder(max_pixels), ImageTar(max_pixels)) if images_only else ()
+    return formats_with(CocoFormat(images, image_ids, max_pixels), *alone)
+
+
+def _check_images(images: Path | None, image_ids: str, images_only: bool, paths: tuple[Path, ...]) -> None:
+    coco = next((path for path in paths if path.suffix.lower() == ".json"), None)
+    if images_only and coco is not None:
+        raise UsageError(f"--images-only: {coco} has annotations; pass the folder of its images instead")
     if images is None and image_ids == "keep":
         return
     if not any(path.suffix.lower() == ".json" for path in paths):

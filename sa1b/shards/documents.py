@@ -152,6 +152,7 @@ class _Reading(Struct):
     kind: str | None
     image_ids: Literal["keep", "hash"] | UnsetType = UNSET
     images: bool | UnsetType = UNSET
+    images_only: bool | UnsetType = UNSET
     ignore: list[str] | UnsetType = UNSET
     max_pixels: Count | UnsetType = UNSET
     categories: list[dict[str, Any]] | UnsetType = UNSET

@@ -88,7 +88,8 @@ class CocoPass(SourceReading):
         own = image_name(image.image_id)
         try:
             path, data = self._content(file, image)
-            jpeg, height, width, encoding = _jpeg(data, path, image.entry, self._options.max_pixels)
+            annotated = image.entry.get("height"), image.entry.get("width")
+            jpeg, height, width, encoding = as_jpeg(data, path, annotated, self._options.max_pixels)
         except BadSample as error:
             yield _refused(own, error.reason, str(error), {"image": image.entry, "annotations": annotations})
             return
@@ -132,13 +133,18 @@ class CocoPass(SourceReading):
         return b"".join(pieces)
 
 
-def _jpeg(
-    data: bytes, path: Path, entry: dict[str, Any], max_pixels: int
+def as_jpeg(
+    data: bytes, path: Path | str, annotated: tuple[Any, Any], max_pixels: int
 ) -> tuple[bytes, int, int, dict[str, Any]]:
-    """The image as a JPEG, its height and width, and how it was encoded for the provenance."""
+    """The image as a JPEG, its height and width, and how it was encoded for the provenance.
+
+    A JPEG keeps its bytes, unless its EXIF orientation makes it an image of the annotated height and width.
+
+    Raises:
+        BadSample: it is no image, has another size than annotated, or cannot become a JPEG.
+    """
     from PIL import Image
 
-    annotated = entry.get("height"), entry.get("width")
     try:
         with Image.open(io.BytesIO(data)) as image:
             size = image.height, image.width

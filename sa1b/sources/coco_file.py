@@ -259,11 +259,16 @@ def _near(data: mmap.mmap, message: str) -> str:
     return f" near {text!r}{why}"
 
 
+def hashed_id(source: str, name: str) -> int:
+    """The id of an image by its name in a source: 53 bits of the SHA-256 of `<source>/<name>`."""
+    digest = hashlib.sha256(f"{source}/{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)
+
+
 def _image_id(path: Path, source: str, entry: dict[str, Any], name: str, ids: Ids) -> int:
     """The id of an image in the dataset directory."""
     if ids == "hash":
-        digest = hashlib.sha256(f"{source}/{name}".encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)
+        return hashed_id(source, name)
     found = entry.get("id")
     if type(found) is not int or not 0 <= found < _ID_END:
         raise SourceError(

@@ -24,7 +24,7 @@ from sa1b.errors import SourceError
 from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
-from sa1b.sources.folder import FOLDER, inode_of, is_folder, is_pair_name, pair_files, subfolders
+from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_folder
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
@@ -59,9 +59,10 @@ _UNFIT = (
 )
 
 
-def formats_with(changed: SourceFormat) -> tuple[SourceFormat, ...]:
-    """All formats, one of them with other settings."""
-    return tuple(changed if one.kind == changed.kind else one for one in FORMATS)
+def formats_with(*changed: SourceFormat) -> tuple[SourceFormat, ...]:
+    """All formats, some of them with other settings."""
+    of_kind = {one.kind: one for one in changed}
+    return tuple(of_kind.get(one.kind, one) for one in FORMATS)
 
 
 def format_of(kind: object) -> SourceFormat:
@@ -151,6 +152,8 @@ class _Search:
         formats: Sequence[SourceFormat],
     ) -> None:
         self.path, self.ignore, self.skipped, self.names, self.formats = path, ignore, skipped, names, formats
+        self.folder = next(one for one in formats if isinstance(one, FolderFormat))
+        self.tar = formats[-1]
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
         self.seen = skipped - {inode_of(path)}  # folders
@@ -175,7 +178,7 @@ class _Search:
             hint = f" (found and not taken: {first_names(found, 3)})" if found else ""
             raise SourceError(
                 f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}; name the folder "
-                "of the downloaded tars or of extracted pairs"
+                "of the downloaded tars or of extracted pairs, or pass --images-only for images alone"
             )
         return self.sources
 
@@ -190,14 +193,15 @@ class _Search:
             if _is_dataset([entry.name for entry in entries]):
                 self._leave(path, "a dataset directory, not a source")
                 return
-            pairs = not inside and any(is_pair_name(file.name) for file in pair_files(path, self.ignore))
+            files = [] if inside else self.folder.files(path, self.ignore)
+            pairs = any(self.folder.is_member(file.name) for file in files)
         except OSError as error:
             if not inside:  # other unreadable files are refused as members when the source is read
                 self._leave(path, f"cannot be read: {error.strerror}")
             return
         if pairs:
-            self._take(FOLDER, path)
-        parts = set(subfolders(path, self.ignore)) if pairs else set()
+            self._take(self.folder, path)
+        parts = set(self.folder.parts(path, self.ignore)) if pairs else set()
         below = []
         for entry in entries:
             child = path / entry.name
@@ -205,7 +209,7 @@ class _Search:
                 continue
             if is_folder(entry):
                 below.append((child, inside or child in parts))
-            elif not is_pair_name(entry.name) and self._file(child) and pairs:
+            elif not self.folder.is_member(entry.name) and self._file(child) and pairs:
                 raise SourceError(
                     f"{path}: holds extracted pairs and {entry.name} too; name one of them, move one away, "
                     f"or leave one out with --ignore '{entry.name}'"
@@ -229,7 +233,7 @@ class _Search:
             if reason is None and (other := self.tars.setdefault(inode, path)) != path:
                 reason = f"the same file as {other}"
         if reason is None:
-            self._take(TAR, path)
+            self._take(self.tar, path)
             return True
         self._leave(path, reason)
         return False

@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +43,24 @@ def subfolders(path: Path, ignore: Ignore) -> list[Path]:
 
     Hidden folders are left out. A folder that symbolic links reach again is returned once.
     """
-    waiting = [path / name for name in LAYOUT]
-    if not all(folder.is_dir() and not ignore(folder) for folder in waiting):
+    folders = [path / name for name in LAYOUT]
+    if not all(folder.is_dir() and not ignore(folder) for folder in folders):
         return []
-    found: list[Path] = []
-    seen = {inode_of(path)}
+    return sorted([*folders, *below(path, folders, ignore)])
+
+
+def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
+    """The folders at any depth below some folders of a source, without hidden ones, each once."""
+    waiting, found = list(folders), list[Path]()
+    seen = {inode_of(folder) for folder in (path, *folders)}
     while waiting:
         folder = waiting.pop()
-        if (inode := inode_of(folder)) in seen:
-            continue
-        seen.add(inode)
-        found.append(folder)
-        with contextlib.suppress(OSError):  # `pair_files` returns a folder that cannot be read
-            below = [folder / entry.name for entry in os.scandir(folder) if is_folder(entry)]
-            waiting += [child for child in below if child.name[0] != "." and not ignore(child)]
+        with contextlib.suppress(OSError):  # a folder that cannot be read becomes a refused member
+            for child in [folder / entry.name for entry in os.scandir(folder) if is_folder(entry)]:
+                if child.name[0] != "." and not ignore(child) and (inode := inode_of(child)) not in seen:
+                    seen.add(inode)
+                    found.append(child)
+                    waiting.append(child)
     return sorted(found)
 
 
@@ -89,10 +94,12 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
 
 
 class FolderPass(SourceReading):
-    """One pass over a folder of pairs."""
+    """One pass over the files of a folder."""
 
-    def __init__(self, path: Path, ignore: Ignore, *, progress: Progress | None = None) -> None:
-        self.path, self.ignore = path, ignore
+    def __init__(
+        self, path: Path, ignore: Ignore, format: "FolderFormat", *, progress: Progress | None = None
+    ) -> None:
+        self.path, self.ignore, self._format = path, ignore, format
         self.categories = []
         self._progress = progress
         self._sha256 = hashlib.sha256()
@@ -100,12 +107,12 @@ class FolderPass(SourceReading):
         self._members = self._read()
 
     def items(self) -> Iterator[Member]:
-        """Members by image id, jpg before json."""
+        """Members in the order of the format; pairs by image id, jpg before json."""
         return self._members
 
     def _read(self) -> Iterator[Member]:
-        for file in pair_files(self.path, self.ignore):
-            member = self._member(file)
+        for file in self._format.files(self.path, self.ignore):
+            member = replace(self._member(file), name=self._format.member_name(self.path, file))
             self._sha256.update(f"{member.name} {len(member.data)}\n".encode("utf-8", "surrogateescape"))
             self._sha256.update(member.data)
             if self._progress is not None:
@@ -127,7 +134,7 @@ class FolderPass(SourceReading):
             SourceError: a file was added, removed, replaced or written since.
         """
         stats = hashlib.sha256()
-        for file in pair_files(self.path, self.ignore):
+        for file in self._format.files(self.path, self.ignore):
             stats.update(fingerprint(file, stat_of(file)))
         if stats.digest() != self._stats.digest():
             raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
@@ -197,16 +204,32 @@ class FolderFormat(SourceFormat):
     kind = "folder"
     ending = ""
 
+    def files(self, path: Path, ignore: Ignore) -> list[Path]:
+        """The files of a source in the order of its members."""
+        return pair_files(path, ignore)
+
+    def parts(self, path: Path, ignore: Ignore) -> list[Path]:
+        """The folders below a source that are part of it."""
+        return subfolders(path, ignore)
+
+    def is_member(self, name: str) -> bool:
+        """Whether a file of this name may be part of a source; others are listed as not taken."""
+        return is_pair_name(name)
+
+    def member_name(self, path: Path, file: Path) -> str:
+        """The name of a file of a source as a member."""
+        return file.name
+
     def name_of(self, path: Path) -> str:
         return path.resolve().name
 
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        found = [one for file in pair_files(path, ignore) if isinstance(one := stat_of(file), os.stat_result)]
+        found = [one for file in self.files(path, ignore) if isinstance(one := stat_of(file), os.stat_result)]
         size = sum(one.st_size for one in found if one.st_size <= MAX_MEMBER_BYTES)
         return size, max((one.st_mtime_ns for one in found), default=0)
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
-        return FolderPass(source.path, source.ignore or Ignore(source.path), progress=progress)
+        return FolderPass(source.path, source.ignore or Ignore(source.path), self, progress=progress)
 
     def reading(self, source: Source) -> dict[str, Any]:
         patterns = () if source.ignore is None else source.ignore.patterns

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from sa1b.errors import Sa1bError, SourceError
 from sa1b.names import is_source_name
-from sa1b.sources.source import Source
+from sa1b.sources.source import Source, SourceFormat
 from sa1b.sources.stored_file import Link, link_of, naming_link
 from sa1b.sources.tar_reader import TAR, is_tar_name, tar_name
 from sa1b.storage.errors import UnavailableError
@@ -64,6 +64,7 @@ def remote_sources(
     named: Mapping[str, Link],
     known: Mapping[str, tuple[int, int]] | None = None,
     *,
+    format: SourceFormat = TAR,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[Source], dict[str, str]]:
     """The sources of links, and the links that do not work: source -> error message.
@@ -74,6 +75,7 @@ def remote_sources(
     Args:
         named: links by the names of their sources, see `named_links`.
         known: size and mtime_ns of finished sources by name. Their links are not used.
+        format: how the tars are read.
         progress: called with 1 for each link.
     """
     finished = known or {}
@@ -87,7 +89,7 @@ def remote_sources(
                 return str(error)
             finally:
                 progress(1)
-            return Source(name, Path(link.file_name), TAR, size, mtime_ns, link=link)
+            return Source(name, Path(link.file_name), format, size, mtime_ns, link=link)
 
         found: list[Source] = []
         failed: dict[str, str] = {}

@@ -133,7 +133,8 @@ class Source:
         """What decides, beside the path, which pairs and ids the source gives: recorded with it for a repair.
 
         Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
-        ignore; part for a source of which only wanted pairs are taken. Empty for a whole tar or folder.
+        ignore; images_only; part for a source of which only wanted pairs are taken. Empty for a whole tar
+        or folder.
         """
         found = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
         return {"kind": self.kind, **found} if found else {}

@@ -127,8 +127,10 @@ def rebuild_index(
 
 
 def _reading(annotations: Annotations) -> dict[str, Any]:
-    """How a source in COCO's format was read, by the provenance of an image; empty for other sources."""
+    """How a source of annotations in COCO's format, or of images alone, was read; empty for other sources."""
     origin = annotations.to_json().get(PROVENANCE)
+    if isinstance(origin, dict) and origin.get("format") == "images":
+        return {"kind": None, "images_only": True}
     if not isinstance(origin, dict) or origin.get("format") != "coco":
         return {}
     listed = origin.get("image", {}).get("id")

@@ -254,6 +254,8 @@ class VerifyRemedy:
             flags.append(f"--image-ids {reading['image_ids']}")
         if reading.get("images"):
             flags.append("--images PATH/TO/IMAGES")
+        if reading.get("images_only"):
+            flags.append("--images-only")
         if "max_pixels" in reading:
             flags.append(f"--max-pixels {reading['max_pixels']}")
         flags += [f"--ignore {shlex.quote(pattern)}" for pattern in reading.get("ignore", ())]
@@ -265,7 +267,8 @@ class VerifyRemedy:
         if source_format.has_links:
             real = "the real path or URL of the source, or --links FILE,"
         if not is_known:
-            real += " and the flags of its conversion (--image-ids, --ignore), which nothing records,"
+            which = "--image-ids, --images-only, --ignore"
+            real += f" and the flags of its conversion ({which}), which nothing records,"
         without = f"; or, without the source, {rebuild}" if has_shards else ""
         return f"restore it from a copy; or, with {real} `{again}`{without}"
 

@@ -89,6 +89,11 @@ class Feed:
         except (ManifestError, MissingError) as error:
             flag = "--data.view" if view is None else "--evaluation.view"
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
+        if config.masks and not self.stream.dataset.manifest["totals"]["masks"]:
+            raise UsageError(
+                f"--data.root {config.root}: has no masks, and this model learns masks; label images with "
+                "`sa1b annotate`, or train a model that reads none (--data.masks 0)"
+            )
         # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         if config.decode == "gpu" and rank_info.device.type == "cpu":

@@ -1,0 +1,162 @@
+"""Images without annotations: of folders and tars, with ids that do not change, refused where masks are needed."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+import sa1b
+from sa1b.errors import NoPairError, SourceError, UsageError
+from sa1b.ingest.ingest import ingest
+from sa1b.ingest.policy import Policy
+from sa1b.ingest.verb_reshard import main
+from sa1b.shards.documents import Options
+from sa1b.sources.discovery import discover
+from sa1b.verify.rebuild import rebuild_root
+from sa1b.verify.verify import verify
+from tests.train.command import start
+
+FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
+REAL = sorted(FOLDER.glob("*.jpg"))
+
+
+def encoded(kind: str = "JPEG", shade: int = 0) -> bytes:
+    y, x = np.mgrid[:40, :60]
+    file = io.BytesIO()
+    Image.fromarray(np.stack([4 * y, 3 * x, x + y + shade], axis=2).astype(np.uint8)).save(file, kind)
+    return file.getvalue()
+
+
+def hashed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 11
+
+
+FILES = {
+    "a.jpg": encoded(shade=1),
+    "cats/1.JPEG": encoded(shade=2),
+    "cats/deep/1.jpeg": encoded(shade=3),
+    "sa_5.jpg": encoded(shade=4),
+    "sa_5.json": b"{}",
+    "png/p.png": encoded("PNG"),
+    "a.txt": b"a cat",
+    "._a.jpg": b"a file of another system",
+}
+IDS = {hashed(f"photos/{name}"): name for name in ("a.jpg", "cats/1.JPEG", "cats/deep/1.jpeg", "png/p.png")}
+IDS[5] = "sa_5.jpg"
+
+
+def written(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def tar_of(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def reshard(source: Path, out: Path, *, code: int = 0, **options: Any) -> Path:
+    assert main((str(source),), out=str(out), images_only=True, json_output=True, **options) == code
+    return out
+
+
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_every_image_is_stored_with_its_bytes_and_an_id_of_its_name(tmp_path: Path, form: str) -> None:
+    make = {
+        "folder": lambda: written(tmp_path / "photos", FILES),
+        "tar": lambda: tar_of(tmp_path / "photos.tar", FILES),
+    }
+    dataset = sa1b.open(reshard(make[form](), tmp_path / "root"))
+    rows = {int(one.image_id): row for row, one in enumerate(dataset)}
+    found = {image_id: dataset[row] for image_id, row in rows.items()}
+    assert found.keys() == IDS.keys()
+    for image_id, name in IDS.items():
+        assert dataset.annotations(rows[image_id])["provenance"]["file"] == name
+        assert (found[image_id].jpeg == FILES[name]) == (not name.endswith(".png"))
+        assert found[image_id].masks().shape == (0, 40, 60)
+    converted = simplejpeg.decode_jpeg(found[hashed("photos/png/p.png")].jpeg).astype(int)
+    assert abs(converted - np.asarray(Image.open(io.BytesIO(FILES["png/p.png"])))).mean() < 3
+    assert not verify(tmp_path / "root", deep=True).findings
+
+
+def test_a_stream_without_masks_reads_each_image_once(tmp_path: Path) -> None:
+    root = reshard(written(tmp_path / "photos", FILES), tmp_path / "root")
+    stream = sa1b.Stream(root, masks=0, global_batch=2, image_size=32, epochs=1)
+    ids = [int(one) for batch in sa1b.Loader(stream, quiet=True) for one in batch.ids]
+    assert sorted(ids) == sorted(IDS)
+
+
+def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = {
+        "bad.jpg": FILES["a.jpg"][:-100],
+        "x.png": b"no image",
+        "notes.md": b"",
+        "z/sa_5.jpg": FILES["a.jpg"],
+    }
+    reshard(written(tmp_path / "photos", FILES | bad), tmp_path / "root", code=3)
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["refused"] == {"duplicate": 2, "image_unreadable": 1, "jpeg_truncated": 1}
+    assert "notes.md" in json.dumps(summary["not_taken"])
+    kept = {path.read_bytes() for path in (tmp_path / "root" / "quarantine" / "photos").iterdir()}
+    assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
+
+
+def test_a_run_without_the_flag_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="--images-only"):
+        discover([written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]})])
+    source = discover([tar_of(tmp_path / "web.tar", {"0.jpg": FILES["a.jpg"]})]).sources[0]
+    with pytest.raises(
+        NoPairError, match="unexpected_name: 1; for images without annotations, pass --images-only"
+    ):
+        ingest(source, tmp_path / "root", Options(), Policy())
+
+
+def test_the_flag_is_part_of_how_a_source_is_read_and_of_its_repair(tmp_path: Path) -> None:
+    photos = written(tmp_path / "photos", FILES)
+    root = reshard(photos, tmp_path / "root")
+    with pytest.raises(UsageError, match="with --images-only True, this run has --images-only"):
+        main((str(photos),), out=str(root))
+    with pytest.raises(UsageError, match=r"--images-only: .*x\.json has annotations"):
+        reshard(tmp_path / "x.json", root)
+    (root / "tasks" / "photos.json").unlink()
+    (root / "dataset.json").unlink()
+    rebuild_root(root)
+    shard = root / "sa1b-photos-0000.tar"
+    shard.write_bytes(shard.read_bytes()[:-512])
+    assert any("--redo photos --images-only" in one.remedy for one in verify(root).findings)
+    reshard(photos, root, redo=("photos",))
+    assert not verify(root, deep=True).findings
+
+
+def test_training_that_learns_masks_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    root = reshard(written(tmp_path / "photos", FILES), tmp_path / "root")
+    ended = start(root, tmp_path / "run")
+    assert ended.codes == [2]
+    assert "has no masks, and this model learns masks; label images with `sa1b annotate`" in ended.outputs[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not REAL, reason="real samples")
+def test_photographs_keep_every_byte(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for path in REAL:
+        shutil.copy(path, tmp_path / "photos")
+    dataset = sa1b.open(reshard(tmp_path / "photos", tmp_path / "root"))
+    assert sorted(one.jpeg for one in dataset) == sorted(path.read_bytes() for path in REAL)
