@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b.sam.norms import layer_norm
+from sa1b.sam.transformer import layer_norm
 
 # Batch, heads, tokens, length of queries and keys, length of values.
 SHAPES = {

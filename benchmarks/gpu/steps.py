@@ -25,7 +25,7 @@ from sa1b.engine.step.gradients import clear, finish
 from sa1b.engine.step.run import Run
 from sa1b.engine.watch.phase import Phases
 from sa1b.recipes import presets
-from sa1b.sam import norms
+from sa1b.sam import transformer
 from sa1b.stream.batch import Batch
 
 Change = Callable[[], AbstractContextManager[Any]]
@@ -34,10 +34,11 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 def work(setting: Setting, record: Record) -> None:
     """Micro-batches of 8, 4, 2 and 1 images; 8 with other kernels, and with another number of masks."""
+    without_kernels = partial(patch.object, transformer, "_kernels", lambda: None)
     cases: list[tuple[str, int, int, Change]] = [
         ("8 images", 8, 64, nullcontext),
         ("1 image", 1, 64, nullcontext),
-        ("8 images, layer norms of torch", 8, 64, partial(patch.object, norms, "_kernels", lambda: None)),
+        ("8 images, layer norms of torch", 8, 64, without_kernels),
         ("4 images", 4, 64, nullcontext),
         ("2 images", 2, 64, nullcontext),
         ("8 images, 57 masks", 8, 57, nullcontext),

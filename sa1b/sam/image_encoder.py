@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sa1b.sam.norms import layer_norm
-from sa1b.sam.transformer import feed_forward
+from sa1b.sam.transformer import feed_forward, layer_norm
 
 EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
 

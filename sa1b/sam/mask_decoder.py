@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import EPSILON, ChannelNorm
-from sa1b.sam.norms import layer_norm
-from sa1b.sam.transformer import SharedImage, TwoWayTransformer, product_with_transposed
+from sa1b.sam.transformer import SharedImage, TwoWayTransformer, layer_norm, product_with_transposed
 
 MASKS = 4  # one mask for unambiguous prompts, three for ambiguous prompts
 ALL = slice(0, MASKS)

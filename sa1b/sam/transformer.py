@@ -11,21 +11,23 @@ the projections are applied to the tokens:
     added  = (a' v) W_o = a' (v W_o)
 
 This takes heads * T instead of C / 2 numbers for each image token, and no projection of x is stored. In the
-first layer the masks of an image share its tokens: see `SharedImage`.
+first layer the masks of an image share its tokens: see `SharedImage`. The image encoder takes its layer norms
+and feed-forward layers from here too.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from sa1b.sam.norms import layer_norm
 
 Product = Callable[[Tensor, Tensor], Tensor]
 # Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
@@ -320,3 +322,28 @@ def share_projections(attention: ProjectedAttention) -> None:
     nn.init.normal_(attention.q_proj.weight, std=attention.q_proj.in_features**-0.5)
     with torch.no_grad():
         attention.k_proj.weight.copy_(attention.q_proj.weight)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: bool = False) -> Tensor:
+    """x [..., C] -> the same shape and number format, also under autocast, which would give float32.
+
+    On a CUDA device with few channels by `sa1b.sam.norm_triton`, except in a compiled graph, where torch
+    generates such a kernel.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := _kernels()) is not None:
+        channels = x.shape[-1]
+        if channels <= kernels.MOST_CHANNELS and channels & (channels - 1) == 0:
+            out: Tensor = kernels.FewChannelNorm.apply(x.contiguous(), weight, bias, eps, gelu)
+            return out
+    with torch.autocast(x.device.type, enabled=False):
+        x = F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+        return F.gelu(x) if gelu else x
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The kernels; None without triton."""
+    try:
+        return import_module("sa1b.sam.norm_triton")
+    except ImportError:
+        return None

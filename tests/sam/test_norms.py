@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sa1b.sam.norms import layer_norm
+from sa1b.sam.transformer import layer_norm
 from tests.masks.test_raster_triton import python, with_triton
 
 
