@@ -192,7 +192,7 @@ def _format(
     plain: bool,
     join: Sequence[str],
 ) -> "Format":
-    from sa1b.programs.export.image_files import EfficientVit, Folders, Images, Sam2
+    from sa1b.programs.export.image_files import IMAGES_PER_LIST, EfficientVit, Folders, Images, Sam2, Yolo
     from sa1b.programs.export.source_tars import SourceTars
 
     if to == "folders":
@@ -222,8 +222,6 @@ def _format(
 
         return Coco(number, segmentation or "rle")
     if to == "yolo-seg":
-        from sa1b.programs.export.image_files import IMAGES_PER_LIST, Yolo
-
         return Yolo(number or IMAGES_PER_LIST)
     if to == "parquet":
         from sa1b.programs.export.parquet import IMAGES_PER_FILE, Parquet
