@@ -54,7 +54,7 @@ ENGINE = REPOSITORY / "sa1b" / "engine"
 CORE = (
     REPOSITORY / "sa1b" / "train.py",
     *(ENGINE / "step" / f"{name}.py" for name in ("run", "gradients", "optim", "feed")),
-    *(ENGINE / "ranks" / f"{name}.py" for name in ("parallel", "sharding", "rank_info")),
+    *(ENGINE / "ranks" / f"{name}.py" for name in ("parallel", "rank_info")),
     *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation", "technique")),
     *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "files", "folder", "tensors")),
 )

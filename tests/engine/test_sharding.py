@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from sa1b.engine.ranks.sharding import units
+from sa1b.engine.ranks.parallel import units
 from sa1b.errors import UsageError
 
 FOUND: list[list[nn.Module]] = [

@@ -11,20 +11,29 @@
 The gradient is the same in all modes, for any number of ranks and micro-batches.
 """
 
+import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from sa1b.console import counted
 from sa1b.engine.data_config import DataConfig, with_flags
+from sa1b.engine.model import declared
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.ranks.sharding import least_size, shard_module
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.buffers import shared_statistics
 from sa1b.engine.step.precision import compute_dtype
@@ -32,6 +41,9 @@ from sa1b.engine.technique import Place
 from sa1b.errors import UsageError
 from sa1b.stream.order import check_global_batch, micro_batch_count
 from sa1b.stream.plan import largest_share
+
+_SIZE = re.compile(r"size:(\d+(?:\.\d+)?)([KMG]?)")
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class Mode:
@@ -97,22 +109,33 @@ class Ddp(Mode):
 
 
 class Fsdp(Mode):
-    """Ranks have shards of the model, see `sa1b.engine.ranks.sharding`.
+    """FSDP2: ranks have shards of the model, and gather groups of parameters before each pass through them.
 
-    The number format of the products halves the sent bytes for 16-bit formats.
+    Large groups need fewer and longer transfers; small groups need less memory, because one group is computed
+    while the next one is gathered. The units of the model are gathered in the number format of the matrix
+    products, which halves the sent bytes for 16-bit formats; all other parameters are one group in float32.
+    Inputs are never cast, because they may be coordinates.
     """
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
         """See `Mode`."""
-        return shard_module(
-            module,
-            rank_info.mesh,
-            groups=config.wrap,
-            reshard=config.shard == "full",
-            offload=config.offload,
-            compute=compute_dtype(config.precision),
-            reduce={"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce],
-        )
+        # A unit may return a view of a matrix product. Torch warns that changing such a result in place
+        # removes the hook that gathers weights for the backward pass. Models add the result to a residual.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        kept = OffloadPolicy()
+        if config.offload != "none":
+            kept = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
+        reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce]
+        shard = partial(fully_shard, mesh=rank_info.mesh, offload_policy=kept)
+        formats = MixedPrecisionPolicy(compute_dtype(config.precision), reduce, cast_forward_inputs=False)
+        for group in units(declared(module).fsdp_units(), config.wrap):
+            members = [part for unit in group for part in unit]
+            shard(members, reshard_after_forward=config.shard == "full", mp_policy=formats)
+            if hasattr(group[0][0], "gathered"):
+                _gather_group(group[0][0], group[-1][0])
+        whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
+        shard(module, reshard_after_forward=False, mp_policy=whole)
+        return module
 
 
 class GradientHook(Protocol):
@@ -214,3 +237,64 @@ def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> 
     count = micro_batch_count(batch, readers, size, block_size=data.block_size, shares=shares)
     mode.check_division(batch, size, count, config, world_size)
     return size, count
+
+
+def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
+    """Join consecutive units of a model to groups.
+
+    Args:
+        found: the units of the model, in the order of execution.
+        groups: "block": one group for each unit. "size:100M": units are joined until a group has at least
+            100 million parameters. "none": no groups.
+
+    Raises:
+        UsageError: `groups` has another form.
+    """
+    least = least_size(groups)
+    if least is None:
+        return []
+    joined: list[list[list[nn.Module]]] = []
+    size = least
+    for unit in found:
+        if size >= least:
+            joined.append([])
+            size = 0
+        joined[-1].append(unit)
+        size += sum(parameter.numel() for part in unit for parameter in part.parameters())
+    return joined
+
+
+def least_size(groups: str) -> int | None:
+    """The least number of parameters of a group; None: there are no groups.
+
+    Raises:
+        UsageError: the value of --parallel.wrap is not valid.
+    """
+    if groups == "none":
+        return None
+    size = _SIZE.fullmatch(groups)
+    if groups != "block" and (size is None or not float(size[1]) > 0):
+        raise UsageError(
+            f"--parallel.wrap {groups}: not a kind of group; pass block, none, or a size such as size:100M"
+        )
+    return 1 if size is None else max(round(float(size[1]) * _FACTORS[size[2]]), 1)
+
+
+def _gather_group(first: Any, last: Any) -> None:
+    """Gather a group at the method `gathered` of its first unit, and release it after that of its last one.
+
+    Torch's function supports only one method, which must run the complete group.
+    """
+    if first is last:
+        register_fsdp_forward_method(first, "gathered")
+        return
+    begin, end, state = first.gathered, last.gathered, first._get_fsdp_state()
+
+    def gather(*inputs: Any) -> Any:
+        inputs, _ = state._pre_forward(first, inputs, {})
+        return begin(*inputs)
+
+    def release(*inputs: Any) -> Any:
+        return state._post_forward(last, inputs, end(*inputs))
+
+    first.gathered, last.gathered = gather, release
