@@ -15,15 +15,37 @@ from pathlib import Path
 _CHUNK = 1 << 18
 
 
+_CA = """
+[ca]
+default_ca = own
+[own]
+database = {folder}/index.txt
+new_certs_dir = {folder}
+rand_serial = yes
+default_md = sha256
+policy = names
+x509_extensions = of_server
+[names]
+commonName = supplied
+[of_server]
+subjectAltName = IP:127.0.0.1
+"""
+
+
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate of 127.0.0.1 and its key."""
+    """A self-signed certificate of 127.0.0.1, valid at any time, and its key."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = [
-        *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"),
-        *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
-        *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    settings, request = folder / "ca.cnf", folder / "request.pem"
+    settings.write_text(_CA.format(folder=folder))
+    (folder / "index.txt").touch()
+    ask = ["req", "-new", "-nodes", "-subj", "/CN=127.0.0.1", "-newkey", "rsa:2048"]
+    sign = ["ca", "-selfsign", "-batch", "-notext", "-config", str(settings), "-keyfile", str(key)]
+    valid = ["-startdate", "20000101000000Z", "-enddate", "20991231000000Z"]
+    for command in (
+        [*ask, "-keyout", str(key), "-out", str(request)],
+        [*sign, *valid, "-in", str(request), "-out", str(certificate)],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True)
     return certificate, key
 
 
