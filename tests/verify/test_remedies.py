@@ -58,7 +58,7 @@ def test_advice_says_that_nothing_records_how_a_source_was_read(root):
     write_dataset(root, {"sa_000001": manifest.read_tasks(root)["sa_000001"]})
     (root / "tasks" / "sa_000002.json").write_text("{")
     (finding,) = check(root).findings
-    assert "and the flags of its conversion (--image-ids, --images-only, --ignore), which nothing records" in finding.remedy
+    assert "its conversion (--image-ids, --images-only, --ignore), which nothing records" in finding.remedy
     (root / "tasks" / "sa_000001.json").write_text("{")
     assert [finding.remedy.count("nothing records") for finding in check(root).findings] == [0, 1]
 
