@@ -52,6 +52,11 @@ def duration_text(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"
 
 
+def rate_text(count: int, seconds: float) -> str:
+    """Bytes per second and the seconds that they took: "12.5 MB/s, 4.0 s"."""
+    return f"{count / 1e6 / seconds if seconds else 0.0:,.1f} MB/s, {seconds:,.1f} s"
+
+
 def first_names(names: Sequence[object], limit: int = 5, separator: str = ", ") -> str:
     """The first names and the number of the others: "a, b and 1,200 more"."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""

@@ -29,7 +29,7 @@ from sa1b.ingest.start_checks import (
 )
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import is_partial, missing_file
-from sa1b.report import failed_lines
+from sa1b.report import failed_lines, rate_text
 from sa1b.shards.documents import Options
 from sa1b.shards.image_ids import listing
 from sa1b.shards.locate import read_rows
@@ -99,13 +99,11 @@ class FetchSummary:
 
     def table(self) -> str:
         """The summary as a table of text."""
-        seconds = self.work.seconds
-        rate = self.work.stored_bytes / 1e6 / seconds if seconds else 0.0
         lines = [
             f"  wanted   {counted(self.wanted, 'image')}",
             f"  stored   {self.stored:,} ({self.stored - self.before:,} now, {self.before:,} before)",
             f"  sources  {len(self.work.done):,} of {self.sources:,} read",
-            f"  bytes    {self.work.stored_bytes:,} ({rate:,.1f} MB/s, {seconds:,.1f} s)",
+            f"  bytes    {self.work.stored_bytes:,} ({rate_text(self.work.stored_bytes, self.work.seconds)})",
         ]
         if len(self.refused):
             lines.append(

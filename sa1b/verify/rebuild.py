@@ -18,6 +18,7 @@ from typing import Any
 from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.progress import bar
+from sa1b.report import rate_text
 from sa1b.shards import manifest
 from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_tables, write_dataset
 from sa1b.shards.documents import ShardInfo, Task
@@ -75,13 +76,12 @@ class RebuildSummary:
         """Text for the terminal; `root` if a complete dataset directory was rebuilt."""
         dataset = "" if root is None else open_store(root).url(DATASET)
         lines = [f"note: {note}" for note in self.notes]
-        rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         before = f" ({self.resumed:,} before the interruption)" if self.resumed else ""
         lines += [
             f"  indexes  {self.shards:,}{before}",
             f"  images   {self.images:,}",
             f"  masks    {self.masks:,}",
-            f"  bytes    {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
+            f"  bytes    {self.bytes:,} ({rate_text(self.bytes, self.seconds)})",
         ]
         lines += [f"FAILED {why}" for why in self.failed.values()]
         if root is not None and self.complete:

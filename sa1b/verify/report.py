@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from sa1b.console import command, counted
-from sa1b.report import fact_lines, first_lines
+from sa1b.report import fact_lines, first_lines, rate_text
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import format_of
 
@@ -170,14 +170,13 @@ class VerifyReport:
             )
         if self.findings:
             lines += ["What to do:", *(f"  - {remedy}" for remedy in self.found.remedies())]
-        rate = self.bytes / 1e6 / self.seconds if self.seconds else 0.0
         what = "digests, structure, checksums, numbers"
         rows = [
             ("checked", f"{what}, every JPEG and mask decoded" if self.deep else what),
             ("shards", f"{self.shards:,}"),
             ("images", f"{self.images:,}"),
             ("masks", f"{self.masks:,}"),
-            ("bytes", f"{self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)"),
+            ("bytes", f"{self.bytes:,} ({rate_text(self.bytes, self.seconds)})"),
             ("findings", f"{len(self.found):,}"),
         ]
         rows += [(f"  {kind}", f"{count:,}") for kind, count in self.found.kinds().items()]

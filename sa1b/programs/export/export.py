@@ -28,7 +28,7 @@ from sa1b.programs.export.export_part import (
     write_part,
 )
 from sa1b.progress import Bar, bar
-from sa1b.report import first_names
+from sa1b.report import first_names, rate_text
 from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import dataset_around
@@ -95,13 +95,12 @@ class ExportSummary:
 
     def table(self) -> str:
         """The summary as a table of text."""
-        rate = self.bytes_written / 1e6 / self.seconds if self.seconds else 0.0
         skipped = f" ({len(self.skipped):,} already complete)" if self.skipped else ""
         lines = [
             f"  {f'{self.unit}s':<6}  {len(self.parts):,}{skipped}",
             f"  images  {self.images:,}{' (only their annotations)' if self.annotations_only else ''}",
             f"  masks   {self.masks:,}",
-            f"  bytes   {self.bytes:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s)",
+            f"  bytes   {self.bytes:,} ({rate_text(self.bytes_written, self.seconds)})",
         ]
         if self.linked is not None:
             lines.append(f"  linked  {counted(self.linked, 'file')}")

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, UsageError
-from sa1b.report import first_names
+from sa1b.report import first_names, rate_text
 from sa1b.shards import record
 from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import ShardInfo, Task
@@ -269,7 +269,6 @@ class CopySummary:
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self) -> str:
-        rate = self.bytes_copied / 1e6 / self.seconds if self.seconds else 0.0
         skipped = f" ({len(self.skipped):,} copied before)" if self.skipped else ""
         kept = f"; {self.bytes_kept:,} had been copied before" if self.bytes_kept else ""
         lines = [
@@ -277,7 +276,7 @@ class CopySummary:
             f"  shards   {self.shards:,}",
             f"  images   {self.images:,}",
             f"  masks    {self.masks:,}",
-            f"  bytes    {self.bytes_copied:,} ({rate:,.1f} MB/s, {self.seconds:,.1f} s){kept}",
+            f"  bytes    {self.bytes_copied:,} ({rate_text(self.bytes_copied, self.seconds)}){kept}",
         ]
         if self.partial:
             lines.append(f"  partial  {counted(len(self.partial), 'source')}: only some of their shards")
