@@ -254,6 +254,7 @@ class SourcePass:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
         found += [damage["message"] for damage in self.quarantine.damages]
         alone = {"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()
+        alone |= {self.source.path.suffix} & {".parquet"}
         way = "; for images without annotations, pass --images-only" if alone else ""
         return f"{', '.join(found) or 'it is empty'}{way}"
 

@@ -122,9 +122,10 @@ def main(
         image_ids: With files in COCO's format: keep takes the ids of the images in the file; hash takes
             hashes of source and file_name, for several files whose ids are the same numbers. Finished sources
             keep their ids; see --redo.
-        images_only: Take images alone: of a folder and all its subfolders, and of tars such as those of
-            webdataset. sa_<id>.jpg keeps its id; other ids are hashes of source and name. JPEGs keep their
-            bytes; other formats become JPEGs of quality 95. Annotations and texts beside them are left out.
+        images_only: Take images alone: of a folder and all its subfolders, of tars such as those of
+            webdataset, and of Parquet files with a column of image bytes. sa_<id>.jpg keeps its id; other
+            ids are hashes of source and name. JPEGs keep their bytes; other formats become JPEGs of quality
+            95. Annotations and texts beside them are left out.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -277,10 +278,12 @@ def _formats(
     """How sources of each kind are read."""
     from sa1b.sources.coco import CocoFormat
     from sa1b.sources.discovery import formats_with
-    from sa1b.sources.images import ImageFolder, ImageTar
+    from sa1b.sources.images import ImageFolder, ImageRows, ImageTar
 
-    alone = (ImageFolder(max_pixels), ImageTar(max_pixels)) if images_only else ()
-    return formats_with(CocoFormat(images, image_ids, max_pixels), *alone)
+    coco = CocoFormat(images, image_ids, max_pixels)
+    if not images_only:
+        return formats_with(coco)
+    return ImageRows(max_pixels), *formats_with(coco, ImageFolder(max_pixels), ImageTar(max_pixels))
 
 
 def _check_images(images: Path | None, image_ids: str, images_only: bool, paths: tuple[Path, ...]) -> None:

@@ -25,6 +25,7 @@ from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_folder
+from sa1b.sources.images import ImageRows
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
@@ -67,7 +68,7 @@ def formats_with(*changed: SourceFormat) -> tuple[SourceFormat, ...]:
 
 def format_of(kind: object) -> SourceFormat:
     """The format that a task file names; tars if it names none."""
-    return next((one for one in FORMATS if one.kind == kind), TAR)
+    return next((one for one in (*FORMATS, ImageRows(0)) if one.kind == kind), TAR)
 
 
 class NotTaken(NamedTuple):
@@ -226,14 +227,15 @@ class _Search:
             inode = found.st_dev, found.st_ino
             if inode in self.skipped:
                 return False
-            reason = _why_not_taken(path, found)
+            format = next((one for one in self.formats if one.in_folders and one.takes(path)), self.tar)
+            reason = _why_not_taken(path, found, is_known=format is not self.tar)
         except OSError as error:
             reason = "a link to a missing file" if path.is_symlink() else f"cannot be read: {error.strerror}"
         else:
             if reason is None and (other := self.tars.setdefault(inode, path)) != path:
                 reason = f"the same file as {other}"
         if reason is None:
-            self._take(self.tar, path)
+            self._take(format, path)
             return True
         self._leave(path, reason)
         return False
@@ -257,8 +259,8 @@ def _is_dataset(names: Sequence[str]) -> bool:
     return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
 
 
-def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
-    """The reason why a file is not a source; None if it is a source by its content or its name.
+def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str | None:
+    """The reason why a file is not a source; None if a format knows it, or it is a tar by content or name.
 
     A file with the name of a tar and other content is taken as a source, so that its failure is reported.
     """
@@ -269,7 +271,7 @@ def _why_not_taken(path: Path, found: os.stat_result) -> str | None:
         return "a hidden file"
     if name.endswith(_PARTIAL_ENDINGS):
         return "a partial download"
-    if is_tar_name(name) or holds_tar(path):
+    if is_known or is_tar_name(name) or holds_tar(path):
         return None
     if found.st_size == 0:
         return "an empty file"

@@ -2,29 +2,38 @@
 
     photos/cats/1.jpg, photos/dogs/1.png        a folder with images at any depth is one source
     train-000000.tar                            the images of a tar with any names, such as one of webdataset
+    train-00000-of-00011.parquet                the images of a column, as the library `datasets` writes them
 
 The id of sa_<id>.jpg is the number in its name. Any other image has 53 bits of the SHA-256 of
 `<source>/<name in the source>`, so that the same source with the same name always gives the same ids. JPEGs
 keep their bytes; PNG, WebP, BMP and TIFF become JPEGs. Other files of a source are left out.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import BadSample
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.errors import BadSample, SourceError
 from sa1b.names import member_name, parse_member_path
+from sa1b.report import first_names
 from sa1b.sources.coco import as_jpeg
 from sa1b.sources.coco_file import hashed_id
-from sa1b.sources.folder import FolderFormat, below, is_folder, is_pair_name
-from sa1b.sources.source import Ignore, Progress, Source, SourceReading
+from sa1b.sources.folder import FolderFormat, below, fingerprint, is_folder, is_pair_name, stat_of
+from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_reader import TarFormat
-from sa1b.sources.tar_stream import Damage, Member
+from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+_BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
+_ROWS = 64  # that are read at a time
 _COMPANIONS = (".json", ".txt")  # texts and annotations beside images are left out without a note
 
 
@@ -123,6 +132,93 @@ class ImageTar(TarFormat):
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return _ImagesPass(super().open(source, md5=md5, progress=progress), source.name, self.max_pixels)
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        return {"images_only": True}
+
+
+class _RowsPass(SourceReading):
+    """One pass over the images of a Parquet file."""
+
+    def __init__(self, path: Path, *, progress: Progress | None) -> None:
+        self.categories = []
+        self._path, self._progress = path, progress
+        self._state = fingerprint(path, stat_of(path))
+
+    def items(self) -> Iterator[Member]:
+        """The images in the order of the rows; a row without one is refused."""
+        try:
+            with pq.ParquetFile(self._path) as file:
+                column = _image_column(self._path, file.schema_arrow)
+                batches = file.iter_batches(_ROWS, columns=[column])
+                rows = (row for batch in batches for row in batch.column(0).to_pylist())
+                yield from map(self._member, count(), rows)
+        except (pa.ArrowException, OSError) as error:
+            why = str(error).splitlines()[0]
+            raise SourceError(f"{self._path}: cannot be read as Parquet: {why}; download it again") from None
+
+    def _member(self, number: int, row: dict[str, Any] | bytes | None) -> Member:
+        data, path = (row.get("bytes"), row.get("path")) if isinstance(row, dict) else (row, None)
+        name = f"{number:09d}.jpg" if path is None or not is_image_name(path) else path
+        if self._progress is not None:
+            self._progress(len(data or b""))
+        if data is None or len(data) > MAX_MEMBER_BYTES:
+            why = "the row has no bytes of an image" if data is None else f"{len(data):,} bytes are too many"
+            return Member(name, "file", 0, b"", f"row {number:,}: {why}", "image_missing")
+        return Member(name, "file", 0, data)
+
+    def digests(self) -> dict[str, str]:
+        with self._path.open("rb") as file:
+            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+    def check_unchanged(self) -> None:
+        if fingerprint(self._path, stat_of(self._path)) != self._state:
+            raise SourceError(f"{self._path}: changed while it was read; run the same command again")
+
+    def close(self) -> None:
+        """The file is closed at the end of `items`."""
+
+
+def _image_column(path: Path, schema: pa.Schema) -> str:
+    """The column with the bytes of the images: binary, or a struct of bytes and path as of `datasets`."""
+    named = {field.name: field.type for field in schema}
+    found = [name for name, type in named.items() if _holds_images(name, type)]
+    if len(found) != 1:
+        which = f"{len(found)} columns" if found else "no column"
+        raise SourceError(
+            f"{path}: {which} of image bytes among {first_names(list(named), 5)}; keep one: a struct of "
+            f"bytes and path, or a binary column named {' or '.join(_BINARY)}"
+        )
+    return str(found[0])
+
+
+def _holds_images(name: str, type: pa.DataType) -> bool:
+    if pa.types.is_struct(type):
+        return bool(type.get_field_index("bytes") >= 0)
+    return name in _BINARY and (pa.types.is_binary(type) or pa.types.is_large_binary(type))
+
+
+@dataclass(frozen=True)
+class ImageRows(SourceFormat):
+    """Parquet files with the bytes of images."""
+
+    max_pixels: int
+    kind = "parquet"
+    ending = ".parquet"
+    in_folders = True
+
+    def takes(self, path: Path) -> bool:
+        return path.name.lower().endswith(self.ending)
+
+    def name_of(self, path: Path) -> str:
+        return path.stem
+
+    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
+        found = path.stat()
+        return found.st_size, found.st_mtime_ns
+
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
+        return _ImagesPass(_RowsPass(source.path, progress=progress), source.name, self.max_pixels)
 
     def reading(self, source: Source) -> dict[str, Any]:
         return {"images_only": True}

@@ -68,11 +68,13 @@ class SourceFormat(ABC):
         kind: name of the format in task files.
         ending: ending of the names of its files, for advice.
         has_links: whether a source may be at a URL.
+        in_folders: whether the search of a folder takes what `takes` accepts.
     """
 
     kind: ClassVar[str]
     ending: ClassVar[str]
     has_links: ClassVar[bool] = False
+    in_folders: ClassVar[bool] = False
 
     def takes(self, path: Path) -> bool:
         """Whether a file that the user names is a source of this format."""

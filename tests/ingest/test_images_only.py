@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from PIL import Image
@@ -75,11 +77,23 @@ def reshard(source: Path, out: Path, *, code: int = 0, **options: Any) -> Path:
     return out
 
 
-@pytest.mark.parametrize("form", ["folder", "tar"])
+def rows_of(path: Path, files: dict[str, bytes], column: str = "image") -> Path:
+    """Images as the library `datasets` writes them, beside other columns."""
+    images = [
+        {"bytes": data, "path": name} for name, data in files.items() if name[-4:] not in (".txt", "json")
+    ]
+    pq.write_table(pa.table({column: images, "label": list(range(len(images)))}), path, row_group_size=2)
+    return path
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
 def test_every_image_is_stored_with_its_bytes_and_an_id_of_its_name(tmp_path: Path, form: str) -> None:
     make = {
         "folder": lambda: written(tmp_path / "photos", FILES),
         "tar": lambda: tar_of(tmp_path / "photos.tar", FILES),
+        "parquet": lambda: rows_of(
+            tmp_path / "photos.parquet", {k: v for k, v in FILES.items() if k[0] != "."}
+        ),
     }
     dataset = sa1b.open(reshard(make[form](), tmp_path / "root"))
     rows = {int(one.image_id): row for row, one in enumerate(dataset)}
@@ -116,6 +130,23 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
     assert "notes.md" in json.dumps(summary["not_taken"])
     kept = {path.read_bytes() for path in (tmp_path / "root" / "quarantine" / "photos").iterdir()}
     assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
+
+
+def test_rows_without_a_name_have_their_number_and_other_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "data", {"bad.parquet": b"PAR1 and no more"})
+    pq.write_table(pa.table({"jpg": [FILES["a.jpg"], None], "key": [1, 2]}), folder / "plain.parquet")
+    pq.write_table(pa.table({"pixels": [FILES["a.jpg"]]}), folder / "other.parquet")
+    reshard(folder, tmp_path / "root", code=1)
+    failed = json.loads(capsys.readouterr().out)["failed"]
+    assert "cannot be read as Parquet" in failed["bad"]
+    assert (
+        "no column of image bytes among pixels; keep one: a struct of bytes and path, or a" in failed["other"]
+    )
+    dataset = sa1b.open(tmp_path / "root")
+    assert [int(one.image_id) for one in dataset] == [hashed("plain/000000000.jpg")]
+    assert "row 1: the row has no bytes" in (tmp_path / "root/quarantine/plain/refused.jsonl").read_text()
 
 
 def test_a_run_without_the_flag_names_it(tmp_path: Path) -> None:
