@@ -21,6 +21,15 @@ from sa1b.errors import UsageError
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+
+class BadValue(UsageError, ValueError):
+    """The value of an argument of a Python function is not valid."""
+
+
+class BadType(UsageError, TypeError):
+    """A Python function has no such argument, or one of another type."""
+
+
 # Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.
 _ELSEWHERE = {
     "batch_size": "pass global_batch, the images of a step on all ranks, or micro_batch, those of one batch",
@@ -43,21 +52,18 @@ _ELSEWHERE = {
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have.
-
-    Raises:
-        TypeError: the message names the argument that is meant, or all.
-    """
+    """Raise BadType for an argument that a function does not have, naming what is meant, or all."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
-            raise TypeError(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
+            raise BadType(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
 
 
-def check_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a public function with `check_names`."""
-    known = [name for name in signature(function).parameters if name != "self"]
+def check_arguments(function: Callable[_P, _R], options: type | None = None) -> Callable[_P, _R]:
+    """Decorate a public function with `check_names`; `options`: dataclass of its further arguments."""
+    known = [name for name in signature(function).parameters if name not in ("self", "options")]
+    known += [] if options is None else options.__annotations__
 
     @wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -122,7 +128,7 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
 
 
 def _wrong(name: str, value: object, what: str) -> ValueError:
-    return ValueError(f"{name}={reprlib.repr(value)} must be {what}")
+    return BadValue(f"{name}={reprlib.repr(value)} must be {what}")
 
 
 def plain_root(value: Path | str) -> str:

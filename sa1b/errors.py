@@ -82,7 +82,7 @@ class OutOfMemoryError(Sa1bError):
     """The process reached its memory limit; the message names the source."""
 
 
-class BadSample(ValueError):
+class BadSample(Sa1bError, ValueError):
     """A pair of the input cannot be used. Ingest and readers handle this error.
 
     Attributes:

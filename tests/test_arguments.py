@@ -117,7 +117,6 @@ def test_other_words_are_kept() -> None:
 def test_names_of_other_libraries_lead_to_the_own_ones(function: str, name: str, way_out: str) -> None:
     model = Sam(PRESETS["tiny"].model)
     arguments: dict[str, tuple[Any, ...]] = {"Stream": ("shards",), "Loader": (None,)}
-    needed = {"global_batch": 1} if function == "Stream" else {}
     message = re.escape(f"{function}({name}=...): no such argument; {way_out}")
     with pytest.raises(TypeError, match=f"^{message}"):
-        getattr(sa1b, function)(*arguments.get(function, (model, None)), **needed, **{name: 1})
+        getattr(sa1b, function)(*arguments.get(function, (model, None)), **{name: 1})

@@ -140,8 +140,8 @@ def main(
         rename: Give the source at PATH another name. May be repeated.
         drop: Remove a finished source and its shards. May be repeated; without SOURCE.
         task: Process only the sources I, I + N, I + 2 N, ... in the order of their names, with I from 0 to
-            N - 1, for N processes on any number of machines that share --out. The dataset is not finished:
-            run --finish after all N processes, or add --finish to each of them.
+            N - 1 (--part of annotate: from 1), for N processes on any number of machines that share --out.
+            The dataset is not finished: run --finish after all N, or add --finish to each of them.
         finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources. With
             --task, convert the sources of the task first; the process that ends last makes the dataset.
         claim_timeout: Seconds without a heartbeat after which other machines may take over a source of this
@@ -317,5 +317,5 @@ def _part(text: str | None) -> tuple[int, int] | None:
         return None
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UsageError(f"--task {text}: must have the form I/N with I from 0 to N - 1, such as 0/8")
+        raise UsageError(f"--task {text}: must have the form I/N with I from 0 to N - 1; --part: from 1")
     return int(number), int(count)

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.errors import Sa1bError
+
 MAX_PIXELS = 2**32 - 1  # a run must fit uint32
 
 
-class MaskError(ValueError):
+class MaskError(Sa1bError, ValueError):
     """A mask that cannot be decoded.
 
     Attributes:
@@ -28,7 +30,7 @@ class MaskError(ValueError):
         return type(self), (self.mask, self.reason, message)
 
 
-class SizeError(ValueError):
+class SizeError(Sa1bError, ValueError):
     """An invalid image size: height or width is not an integer >= 1, or their product exceeds MAX_PIXELS.
 
     Attributes:

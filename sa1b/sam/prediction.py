@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sa1b.arguments import check_arguments
+from sa1b.arguments import BadValue, check_arguments
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
@@ -123,13 +123,13 @@ def predict(
     """
     check_model(model)
     if all_candidates and multimask is False:
-        raise ValueError("multimask=False: has a single mask; drop it, or all_candidates")
+        raise BadValue("multimask=False: has a single mask; drop it, or all_candidates")
     pixels = None if isinstance(image, ImageEmbedding) else rgb_pixels(image)
     height, width = (image.height, image.width) if pixels is None else pixels.shape[:2]
     prompts, tags = _prompts(points, labels, boxes, height, width)
     kinds = (tags != NOTHING).sum(axis=1)  # prompts with equally many points and corners are decoded together
     if boxes is None and not kinds.all():
-        raise ValueError(
+        raise BadValue(
             f"prompt {int(kinds.argmin())}: has no box, and all of its points are placeholders (label -1); "
             "pass a box or a point"
         )
@@ -196,21 +196,21 @@ def check_model(model: object) -> None:
     """Refuse what is not the result of `sa1b.load_model`, such as a path, with a ValueError."""
     if not hasattr(model, "pixel_mean"):  # not isinstance, because a compiled model has another class
         loaded = f"load_model({str(model)!r})" if isinstance(model, str | PathLike) else "load_model(path)"
-        raise ValueError(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
+        raise BadValue(f"model: {_type(model)} is not a SAM; pass sa1b.{loaded}")
 
 
 def rgb_pixels(image: Any) -> npt.NDArray[np.uint8]:
     """The RGB pixels of a PIL image or of an array uint8 [height, width, 3]; else ValueError."""
     if isinstance(image, str | PathLike):
-        raise ValueError(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
+        raise BadValue(f"image: {_type(image)} is not an array of pixels; open it with PIL.Image.open")
     if hasattr(image, "convert"):  # a PIL image; PIL need not be imported for this test
         image = image.convert("RGB")
     elif not hasattr(image, "__array__"):
-        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {_type(image)}")
+        raise BadValue(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {_type(image)}")
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
         actual = f"{pixels.dtype} {list(pixels.shape)}"
-        raise ValueError(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {actual}")
+        raise BadValue(f"image: must be uint8 RGB [height, width, 3] or a PIL image, got {actual}")
     return pixels
 
 
@@ -236,23 +236,23 @@ def _prompts(
     """
     if points is None and boxes is None:
         reason = "" if labels is None else ", only labels"
-        raise ValueError(f"predict(...): has no prompts{reason}; pass points or boxes")
+        raise BadValue(f"predict(...): has no prompts{reason}; pass points or boxes")
     if labels is not None and points is None:
-        raise ValueError("labels: belong to points, but no points were passed; pass points")
+        raise BadValue("labels: belong to points, but no points were passed; pass points")
     where, tags = [], []
     if points is not None:
         at = _numbers("points", points)
         if at.ndim not in (2, 3) or at.shape[-1] != 2 or 0 in at.shape[:-1]:
-            raise ValueError(
+            raise BadValue(
                 "points: must be [P, 2], the points (x, y) of one prompt, or [N, P, 2], those of N prompts, "
                 f"in pixels; got {list(at.shape)}"
             )
         of_points = np.full(at.shape[:-1], FOREGROUND) if labels is None else _numbers("labels", labels)
         if of_points.shape != at.shape[:-1]:
             expected = f"{list(at.shape[:-1])} for points {list(at.shape)}"
-            raise ValueError(f"labels: must be {expected}, got {list(of_points.shape)}")
+            raise BadValue(f"labels: must be {expected}, got {list(of_points.shape)}")
         if not np.isin(of_points, (FOREGROUND, BACKGROUND, NOTHING)).all():
-            raise ValueError(
+            raise BadValue(
                 "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
         at, of_points = at.reshape(-1, *at.shape[-2:]), of_points.reshape(-1, at.shape[-2])
@@ -264,19 +264,19 @@ def _prompts(
     if boxes is not None:
         corners = _numbers("boxes", boxes)
         if corners.ndim not in (1, 2) or corners.shape[-1] != 4 or not len(corners):
-            raise ValueError(
+            raise BadValue(
                 f"boxes: must be [4] or [N, 4], x0, y0, x1, y1 in pixels, got {list(corners.shape)}"
             )
         corners = corners.reshape(-1, 4)
-        if (corners <= 1).all() and (corners % 1).any():
-            raise ValueError(
+        if max(height, width) > 2 and corners.min() >= 0 and 0 < corners.max() <= 1:
+            raise BadValue(
                 f"boxes: are in pixels of the image, which has {width} x {height} (width x height); these "
                 "are not above 1; multiply x by the width and y by the height"
             )
         ends_before = (corners[:, :2] > corners[:, 2:]).any(axis=1)
         if ends_before.any():
             first = int(ends_before.argmax())
-            raise ValueError(
+            raise BadValue(
                 f"box {_tuple(corners[first])} of prompt {first}: ends before it begins; "
                 "pass boxes as x0, y0, x1, y1"
             )
@@ -284,7 +284,7 @@ def _prompts(
             "box", corners, (width, height) * 2, np.ones(len(corners), bool), width=width, height=height
         )
         if where and len(where[0]) != len(corners):
-            raise ValueError(
+            raise BadValue(
                 f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
                 "pass a box for each prompt, and points as [N, P, 2]"
             )
@@ -310,7 +310,7 @@ def _check_inside(
     if outside.any():
         first = tuple(np.argwhere(outside)[0].tolist())
         order = "points as (x, y)" if kind == "point" else "boxes as x0, y0, x1, y1"
-        raise ValueError(
+        raise BadValue(
             f"{kind} {_tuple(values[first])} of prompt {first[0]}: outside of the image of "
             f"{width} x {height} pixels (width x height); pass {order}, in pixels of the image"
         )
@@ -328,7 +328,7 @@ def _numbers(name: str, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     try:
         numbers = np.asarray(values, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}: must be an array of numbers") from None
+        raise BadValue(f"{name}: must be an array of numbers") from None
     if not np.isfinite(numbers).all():
-        raise ValueError(f"{name}: must contain finite numbers only")
+        raise BadValue(f"{name}: must contain finite numbers only")
     return numbers

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadType, BadValue, plain_root, whole_number
 from sa1b.arguments import path as check_path
-from sa1b.arguments import plain_root, whole_number
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError, UsageError
 from sa1b.masks.runs import chosen_indices
@@ -162,7 +162,7 @@ class Dataset(Displayed):
         """
         count = len(self)
         if not isinstance(i, int | np.integer) or isinstance(i, bool):
-            raise TypeError(f"sample {i!r}: the index must be an integer; by_id() takes image ids")
+            raise BadType(f"sample {i!r}: the index must be an integer; by_id() takes image ids")
         if not -count <= i < count:
             raise IndexError(f"sample {i} of {count}")
         (pending,) = self.submit([i % count])
@@ -204,7 +204,7 @@ class Dataset(Displayed):
             KeyError: the dataset does not hold it.
         """
         if not isinstance(image_id, int | np.integer) or isinstance(image_id, bool):
-            raise TypeError(f"image_id {image_id!r}: must be an integer, the number in sa_<id>.jpg")
+            raise BadType(f"image_id {image_id!r}: must be an integer, the number in sa_<id>.jpg")
         possible = 0 <= image_id < 2**64
         i = int(np.searchsorted(self.table.image_id, np.uint64(image_id))) if possible else len(self)
         if i == len(self) or int(self.table.image_id[i]) != image_id:
@@ -340,14 +340,12 @@ def check_cache(cache: object, cache_bytes: object, *, is_open: bool = False) ->
     if cache is None and cache_bytes is None:
         return 0
     if cache is None:
-        raise ValueError(f"cache_bytes={cache_bytes!r} is the limit of a cache; also pass cache, its folder")
+        raise BadValue(f"cache_bytes={cache_bytes!r} is the limit of a cache; also pass cache, its folder")
     check_path("cache", cache, "a folder on a local disk")
     if cache_bytes is None:
-        raise ValueError(f"cache={str(cache)!r} needs a limit; also pass cache_bytes")
+        raise BadValue(f"cache={str(cache)!r} needs a limit; also pass cache_bytes")
     if is_open:
-        raise ValueError(
-            f"cache={str(cache)!r}: the dataset is open already; pass it to sa1b.open(cache=...)"
-        )
+        raise BadValue(f"cache={str(cache)!r}: the dataset is open already; pass it to sa1b.open(cache=...)")
     return whole_number("cache_bytes", cache_bytes, 1)
 
 

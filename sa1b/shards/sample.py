@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import whole_number
+from sa1b.arguments import BadValue, whole_number
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.masks import raster
@@ -127,7 +127,7 @@ class Sample(display.Displayed):
             try:
                 runs = runs.select(masks)
             except (IndexError, TypeError, ValueError):
-                raise ValueError(
+                raise BadValue(
                     f"masks={masks!r} must be indices from 0 to {len(runs) - 1} of the {len(runs):,} masks "
                     f"of image {self.image_id}, or bool [{len(runs)}]"
                 ) from None

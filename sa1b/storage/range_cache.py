@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
+from sa1b.arguments import BadValue
 from sa1b.hashing import Purpose, random_word
 from sa1b.storage.local import LocalRead, OpenFile, OpenFiles
 from sa1b.storage.remote import generation
@@ -283,9 +284,9 @@ def open_cache(
     if "://" not in text:
         text = str(Path(text).expanduser())
     if "://" in text:
-        raise ValueError(f"cache={text!r} must be a folder on a local disk, not a URL")
+        raise BadValue(f"cache={text!r} must be a folder on a local disk, not a URL")
     if "://" not in root and _device(root) == _device(text):
-        raise ValueError(
+        raise BadValue(
             f"cache={text!r} is on the same disk as the dataset directory {root}; omit it, or pass a folder "
             "on a faster disk"
         )
@@ -300,7 +301,7 @@ def open_cache(
         folder.mkdir(parents=True, exist_ok=True)
         is_sparse = _is_sparse(folder)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"cache={text!r} is a file, or is below one; pass a folder") from None
+        raise BadValue(f"cache={text!r} is a file, or is below one; pass a folder") from None
     except OSError as error:
         reason = f"cannot be written ({error.strerror}). {_advice(error)}"
         if not folder.is_dir():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 
-from sa1b.arguments import plain_root
+from sa1b.arguments import BadType, BadValue, plain_root
 from sa1b.fork_lock import ForkLock
 from sa1b.storage.errors import Counters, DamageError, ReplacedError, StorageError
 from sa1b.storage.local import LocalOrigin, LocalRead
@@ -86,7 +86,7 @@ class Reader:
         retry_policy: RetryPolicy | None = None,
     ) -> None:
         if attempts_in_flight < 1:
-            raise ValueError(f"attempts_in_flight is {attempts_in_flight}; at least 1")
+            raise BadValue(f"attempts_in_flight is {attempts_in_flight}; at least 1")
         text = plain_root(root)
         self.is_local = "://" not in text
         self.root = text.rstrip("/") if not self.is_local else (text.rstrip("/") or "/")
@@ -257,7 +257,7 @@ class Reader:
         """
         origin = self._origin()
         if isinstance(origin, LocalOrigin):
-            raise TypeError(f"{self.root} is a folder")
+            raise BadType(f"{self.root} is a folder")
         return origin.request(name, request, size, policy)
 
     def url(self, name: str) -> str:
@@ -334,9 +334,9 @@ def pieces_of(name: str, size: int) -> Iterator[Range]:
 
 def _check(name: str, start: int, length: int) -> None:
     if start < 0 or length < 0:
-        raise ValueError(f"{name}: {length} bytes at {start} are not a range")
+        raise BadValue(f"{name}: {length} bytes at {start} are not a range")
     if not name or name.startswith("/") or ".." in name.split("/"):
-        raise ValueError(f"{name!r} is not the name of an object below a root")
+        raise BadValue(f"{name!r} is not the name of an object below a root")
 
 
 def _nothing() -> "Future[bytes]":

@@ -19,15 +19,15 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
-from inspect import signature
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.arguments import check_names, number, path, whole_number
+from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
 from sa1b.errors import UsageError
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.stream.batch import Batch
@@ -99,6 +99,7 @@ class Stream(IterableDataset[Batch]):
         ColumnError: a table cannot be joined.
     """
 
+    @partial(check_arguments, options=SampleOptions)
     def __init__(
         self,
         root: str | Path | Dataset,
@@ -123,14 +124,14 @@ class Stream(IterableDataset[Batch]):
         **options: Any,
     ) -> None:
         if order not in ("shuffle", "sequential"):
-            raise ValueError(f"order={order!r} must be 'shuffle' or 'sequential'")
+            raise BadValue(f"order={order!r} must be 'shuffle' or 'sequential'")
         if epochs is not None and (isinstance(epochs, bool) or epochs != 1):
-            raise ValueError(
+            raise BadValue(
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
                 "iterate again for more epochs"
             )
         if epochs is None and order == "sequential":
-            raise ValueError(
+            raise BadValue(
                 "epochs=None: a sequential iteration ends with its last image; pass order='shuffle'"
             )
         if not isinstance(root, Dataset):
@@ -144,12 +145,12 @@ class Stream(IterableDataset[Batch]):
         seed = whole_number("seed", seed, 0, (1 << 63) - 1)
         deadline = number("deadline", deadline, above=0)
         if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise ValueError(
+            raise BadValue(
                 f"storage_options={storage_options!r} must be a mapping, such as "
                 '{"endpoint_url": "https://..."}'
             )
         if join is not None and not isinstance(join, Mapping):
-            raise ValueError(
+            raise BadValue(
                 f"join={join!r} must be a mapping of names of columns to their files, such as "
                 'join={"caption": "captions.parquet"}'
             )
@@ -157,8 +158,6 @@ class Stream(IterableDataset[Batch]):
         found_rank, found_size = process_rank()
         self.rank = found_rank if rank is None else whole_number("rank", rank)
         self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
-        known = [name for name in signature(Stream).parameters if name not in ("root", "options")]
-        check_names("Stream", options, [*sorted(known), *(one.name for one in fields(SampleOptions))])
         self._arguments = {
             "root": root,
             "global_batch": global_batch,

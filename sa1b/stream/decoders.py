@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 
+from sa1b.arguments import BadValue
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.jpeg import Edges
@@ -287,7 +288,7 @@ def decoder(name: str) -> Decoder:
         ValueError: no decoder has this name, or the library that it needs is not installed.
     """
     if name not in DECODERS:
-        raise ValueError(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
+        raise BadValue(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()
 
 
@@ -304,7 +305,7 @@ def decoder_for(decode: str, current: Decoder, name: str) -> str:
         ValueError: `decode` is not one of DECODES, or no library for the GPU is installed.
     """
     if decode not in DECODES:
-        raise ValueError(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
+        raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
     if decode == "gpu" and current.device.type == "cpu":
         return installed()
     return "cpu" if decode == "cpu" else name

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sa1b.arguments import BadValue
 from sa1b.workers import available_cpus
 
 Size = tuple[int, int]  # height and width, pixels
@@ -168,7 +169,7 @@ def installed() -> str:
         f"{distributions[0]} {'.'.join(map(str, least))} or later"
         for distributions, least in DISTRIBUTIONS.values()
     )
-    raise ValueError(
+    raise BadValue(
         f"decode='gpu': needs {needs}{''.join(old)}; pip install 'sa1b[gpu]', or pass decode='cpu'"
     )
 
@@ -189,7 +190,7 @@ def _library(module: str, name: str) -> ModuleType:
         return import_module(module)
     except (ImportError, OSError, RuntimeError) as error:  # missing, or libraries of CUDA that it needs are
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        raise BadValue(
             f"decoder={name!r}: {module} cannot be imported ({reason}); pip install 'sa1b[gpu]', or pass "
             "decoder='cpu'"
         ) from None
@@ -287,7 +288,7 @@ LIBRARIES: dict[str, Callable[[], Callable[[torch.device], JpegLibrary]]] = {
 
 def _torchcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
     if not hasattr(library, "decode_jpeg"):
-        raise ValueError(
+        raise BadValue(
             "decoder='torchcodec': needs torchcodec 0.16 or later; pip install 'sa1b[gpu]', or pass "
             "decoder='cpu'"
         )

@@ -27,12 +27,13 @@ when the caller asks for the batch, it waits 16 ms.
 """
 
 import contextlib
+import sys
 from collections.abc import Generator
 from typing import Any, Literal
 
 import torch
 
-from sa1b.arguments import check_arguments, number, whole_number
+from sa1b.arguments import BadValue, check_arguments, number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.dataset import Stream
@@ -62,7 +63,7 @@ class Loader:
             the caller writes into it anyway, the values appear in later batches.
         stall_seconds: seconds after which a sample that is still not loaded is reported on stderr, with its
             shard.
-        quiet: do not print how much memory the loader uses.
+        quiet: do not print to stderr how much memory the loader uses.
 
     Raises:
         ValueError: an argument is invalid, or the device is not available; the message names it.
@@ -84,9 +85,7 @@ class Loader:
     ) -> None:
         self.stream = stream
         if not isinstance(stream, Stream):
-            raise ValueError(
-                f"stream={stream!r} must be a sa1b.Stream: Loader(Stream(root, global_batch=256))"
-            )
+            raise BadValue(f"stream={stream!r} must be a sa1b.Stream: Loader(Stream(root, global_batch=256))")
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
         self.prefetch = prefetch = whole_number("prefetch", prefetch, 1)
         self.device = _device(device)
@@ -94,14 +93,14 @@ class Loader:
         stall_seconds = number("stall_seconds", stall_seconds, above=0)
         self._cuda = self.device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch finds no GPU; pass device='cpu'")
+            raise BadValue("device='cuda': torch finds no GPU; pass device='cpu'")
         if decode == "gpu" and not self._cuda:
-            raise ValueError(
+            raise BadValue(
                 f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
             )
         stream.use_decoder(decoder_for(decode, stream.decoder, stream.options.decoder))
         if stream.decoder.device.type not in ("cpu", self.device.type):
-            raise ValueError(
+            raise BadValue(
                 f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
                 f"not on {self.device}; pass device={stream.decoder.device.type!r}"
             )
@@ -123,7 +122,8 @@ class Loader:
             masks=MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3),
         )
         if not quiet:
-            print(f"sa1b.Loader: {self.threads} thread{'' if self.threads == 1 else 's'}, {self._memory()}")
+            used = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+            print(f"sa1b.Loader: {used}, {self._memory()}", file=sys.stderr)
 
     def __repr__(self) -> str:
         dense = "" if self.dense is None else f", masks at {self.dense} pixels"
@@ -218,4 +218,4 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} must be a device of torch, such as 'cuda' or 'cpu'") from None
+        raise BadValue(f"device={device!r} must be a device of torch, such as 'cuda' or 'cpu'") from None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sa1b.arguments import whole_number
+from sa1b.arguments import BadType, BadValue, whole_number
 from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.stream.order import (
@@ -69,7 +69,7 @@ class Plan:
             TypeError: the order is endless.
         """
         if self.endless:
-            raise TypeError("len(stream): an endless stream (epochs=None) has no length; use steps_per_epoch")
+            raise BadType("len(stream): an endless stream (epochs=None) has no length; use steps_per_epoch")
         before = (self.steps_per_epoch - 1) * self.global_batch
         return (self.steps_per_epoch - 1) * self.count + self._count(self._step_size(before))
 
@@ -164,10 +164,10 @@ def process_rank() -> tuple[int, int]:
     numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | os.environ
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not numbers[name].removeprefix("-").isdecimal():
-            raise ValueError(f"{name}={numbers[name]}: must be a whole number; torchrun sets it")
+            raise BadValue(f"{name}={numbers[name]}: must be a whole number; torchrun sets it")
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
     if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank}: must be from 0 to below WORLD_SIZE={world_size}; torchrun sets both")
+        raise BadValue(f"RANK={rank}: must be from 0 to below WORLD_SIZE={world_size}; torchrun sets both")
     return rank, world_size
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import number, whole_number
+from sa1b.arguments import BadValue, number, whole_number
 from sa1b.hashing import Purpose, as_uniforms, below, permutation, random_word, random_words
 from sa1b.masks import geometry
 from sa1b.masks.geometry import boxes_and_points
@@ -70,7 +70,7 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
+            raise BadValue(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
         whole = {"image_size": 1, "masks": 0, "min_pixels": 0, "min_pixels_size": 1}
         for name, least in whole.items():
             value = getattr(self, name)
@@ -78,15 +78,15 @@ class SampleOptions:
                 object.__setattr__(self, name, whole_number(name, value, least))
         object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
         if self.resize not in RESIZES:
-            raise ValueError(f"resize={self.resize!r} must be one of {', '.join(RESIZES)}")
+            raise BadValue(f"resize={self.resize!r} must be one of {', '.join(RESIZES)}")
         for transform in self.transforms:
             if isinstance(transform, type):
-                raise ValueError(
+                raise BadValue(
                     f"transform={transform.__name__}: is a class; pass an object of it, such as "
                     f"{transform.__name__}()"
                 )
             if not callable(transform):
-                raise ValueError(f"transform={transform!r} must be callable, see sa1b.stream.transform")
+                raise BadValue(f"transform={transform!r} must be callable, see sa1b.stream.transform")
 
     @property
     def transforms(self) -> tuple[Transform, ...]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sa1b.arguments import whole_number
+from sa1b.arguments import BadValue, whole_number
 from sa1b.hashing import Purpose, below, random_words
 from sa1b.storage.errors import MissingError
 from sa1b.stream.buffers import Tensors
@@ -104,9 +104,9 @@ class Text:
 
     def __post_init__(self) -> None:
         if self.key is not None and self.key not in KEYS:
-            raise ValueError(f"key={self.key!r} must be {' or '.join(map(repr, KEYS))}")
+            raise BadValue(f"key={self.key!r} must be {' or '.join(map(repr, KEYS))}")
         if not isinstance(self.tokenizer, str | os.PathLike):
-            raise ValueError(
+            raise BadValue(
                 f"tokenizer={self.tokenizer!r} must be a name, so that worker processes can open it: pass "
                 "MODULE:FUNCTION for a function"
             )

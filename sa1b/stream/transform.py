@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b import arguments
+from sa1b.arguments import BadValue
 from sa1b.errors import Sa1bError
 from sa1b.hashing import Purpose, uniforms
 from sa1b.masks.grid import framed_size
@@ -75,12 +76,12 @@ class Frame:
     def __post_init__(self) -> None:
         x, y, width, height = self.window
         if min(x, y) < 0 or min(width, height) < 1 or x + width > self.width or y + height > self.height:
-            raise ValueError(
+            raise BadValue(
                 f"window x {x}, y {y}, {width} wide, {height} high must be inside the image of "
                 f"{self.height} x {self.width} pixels (height x width)"
             )
         if not 1 <= self.side <= self.image_size:
-            raise ValueError(f"side={self.side} must be from 1 to the image size, {self.image_size}")
+            raise BadValue(f"side={self.side} must be from 1 to the image size, {self.image_size}")
 
     @classmethod
     def whole_image(cls, height: int, width: int, image_size: int, *, stretch: bool = False) -> "Frame":
@@ -191,7 +192,7 @@ class ScaleJitter:
     def __post_init__(self) -> None:
         low, high = arguments.number("low", self.low, above=0), arguments.number("high", self.high, above=0)
         if low > high:
-            raise ValueError(f"low={low:g} must be at most high={high:g}")
+            raise BadValue(f"low={low:g} must be at most high={high:g}")
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
         size, right, down = visit.uniforms(3).tolist()
@@ -282,7 +283,7 @@ def _check_range(name: str, value: object, most: float = inf) -> None:
     except (TypeError, ValueError):
         pass
     limit = "" if most == inf else f", up to {most:g}"
-    raise ValueError(f"{name}={value!r} must be two ascending numbers above 0{limit}, such as (0.5, 1)")
+    raise BadValue(f"{name}={value!r} must be two ascending numbers above 0{limit}, such as (0.5, 1)")
 
 
 def _between(low: float, high: float, part: float) -> float:

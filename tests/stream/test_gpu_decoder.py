@@ -516,7 +516,7 @@ def test_the_memory_line_names_the_decoder(
     root: Path, gpu: list[Made], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sa1b.Loader(stream(root), threads=2, device="cuda", decode="gpu")
-    line = capsys.readouterr().out
+    line = capsys.readouterr().err
     assert "on the device, decoded there by torchcodec" in line
     assert "pinned" not in line
 

@@ -182,7 +182,7 @@ def test_the_memory_line_names_pinned_memory_and_the_device(
     root: Path, late: list[LateStream], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sa1b.Loader(stream(root), threads=2, prefetch=2, device="cuda")
-    line = capsys.readouterr().out
+    line = capsys.readouterr().err
     assert "4 batches of up to 3 images" in line
     assert "on the device" in line
     assert "of pinned memory" in line

@@ -93,7 +93,7 @@ def main(
         max_pixels: Largest accepted image in pixels, at most 268435456. `sa1b reshard` needs the same flag.
         device: cpu, cuda or cuda:N. By default the GPU of this rank if there is one.
         precision: Number format of the matrix products.
-        part: Annotate only part I of N of the images, from 1 to N, for several processes with one --out.
+        part: Annotate only part I of N of the images, I from 1 to N (--task: from 0); the parts share --out.
             Under torchrun, each rank takes its part.
         json_output: Print the summary as JSON, without progress.
     """
@@ -179,7 +179,7 @@ def _part(text: str | None) -> "ImageShare":
             raise UsageError(f"{error}") from None
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8")
+        raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8; --task: from 0")
     return ImageShare(int(index) - 1, int(count))
 
 

@@ -140,16 +140,12 @@ def main(
     form = _format(
         to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
     )
-    images, masks_where = None, None
-    if view is not None:
-        images, masks_where = images_of(root, view)
+    images, masks_where = (None, None) if view is None else images_of(root, view)
     if isinstance(form, Yolo) and val_view is not None:
         val, val_where = images_of(root, val_view)
         if images is not None:
             if (both := np.isin(images, val).sum()) or masks_where != val_where:
-                why = (
-                    f"{both:,} of its images are also in" if both else "its masks have another condition than"
-                )
+                why = f"{both:,} of its images are also in" if both else "another condition on masks than"
                 raise UsageError(
                     f"--val-view {val_view}: {why} --view {view}; make both with the same flags of "
                     "`sa1b view`, one of them with --split held-out"

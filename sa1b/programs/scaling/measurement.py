@@ -170,6 +170,4 @@ def _lost_another(event: Event) -> bool:
 
 
 def _device_name(device: Device) -> str:
-    if device == "cpu":
-        return "cpu"
-    return torch.cuda.get_device_name()
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name()
