@@ -296,8 +296,8 @@ def _check(config: Config) -> None:
             "--evaluation.images"
         )
     divided = parallel.mode_of(config.parallel).divides_steps
-    if not divided and (config.evaluation.every or config.evaluate_only):
-        flag = "--evaluate-only" if config.evaluate_only else "--evaluation.every"
+    if not divided and (config.evaluation.view is not None or config.evaluate_only):
+        flag = "--evaluate-only" if config.evaluate_only else "--evaluation.view"
         raise UsageError(
             f"{flag}: does not work with --parallel.mode pipeline, in which no rank has the complete model; "
             f"train without it, and evaluate with --evaluate-only --parallel.mode ddp"

@@ -296,7 +296,7 @@ class EvaluationConfig:
     Attributes:
         view: View to evaluate on (`sa1b view ROOT --held-out ... --split held-out`); it must share no image
             with the training view.
-        every: Steps between evaluations; there is also one at the end. 0: no evaluation during training.
+        every: Steps between evaluations; there is also one at the end. 0: only the one at the end.
         protocol: uniform: clicks at uniform random pixels, IoU at the resolution of the losses, for curves.
             sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
         masks: Largest number of masks per image; the choice is the same in every evaluation.

@@ -176,9 +176,7 @@ def read_dataset(root: Root) -> dict[str, Any]:
         finished = len(store.names(TASKS, ".json"))
         if not finished:
             raise no_dataset(path.removesuffix(f"/{DATASET}")) from None
-        raise ManifestError(
-            f"{path}: not there; {finished} sources are finished; run reshard again to finish the rest"
-        ) from None
+        raise ManifestError(f"{path}: not there; {finished} sources are done; run reshard --finish") from None
     return parse_dataset(data, path)
 
 

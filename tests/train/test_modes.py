@@ -171,7 +171,7 @@ NOT_IN_A_PIPELINE = [
     (("--data.micro-batch", "2"), "--data.micro-batch 2: does not divide --data.global-batch 5, and"),
     (("--data.micro-batch", "5"), "--data.micro-batch 5: 1 micro-batch of a step for 2 stages"),
     (("--evaluate-only", "--evaluation.view", "held-out"), "--evaluate-only: does not work with"),
-    (("--evaluation.every", "2", "--evaluation.view", "held-out"), "--evaluation.every: does not work"),
+    (("--evaluation.every", "2", "--evaluation.view", "held-out"), "--evaluation.view: does not work"),
     (("--parallel.precision", "fp16"), "pass --parallel.precision bf16"),
     (("--parallel.shares", "2,1"), "--parallel.shares: is for --parallel.mode none or ddp"),
     (("--parallel.bucket", "50"), "--parallel.bucket: is for --parallel.mode ddp or zero1"),

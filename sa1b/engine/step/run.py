@@ -220,7 +220,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether another start would do nothing: all steps are done, and the evaluation after them."""
-        due = bool(self.config.evaluation.every) and self.metrics.lacks_evaluation(self.step)
+        due = self.config.evaluation.view is not None and self.metrics.lacks_evaluation(self.step)
         return self.step >= self.config.optim.steps and not due
 
     def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
@@ -284,8 +284,9 @@ class Run:
             self._evaluate_if_due(saved=self.step > 0)
 
     def _evaluate_if_due(self, saved: bool) -> None:
-        every, ends = self.config.evaluation.every, self.step == self.config.optim.steps
-        if not every or self.control.stopping or not (ends or self.step % every == 0):
+        own, last = self.config.evaluation, self.step == self.config.optim.steps
+        due = own.view is not None and (last or (own.every > 0 and self.step % own.every == 0))
+        if self.control.stopping or not due:
             return
         self.evaluate()
         if self.control.stopping and not saved:
