@@ -69,8 +69,9 @@ def main(
         source: Tars, folders of extracted pairs, folders that contain these, or URLs of tars, as for
             `sa1b reshard`.
         ids: The wanted images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
-            TSV or Parquet file with a column of ids (image_id, id or file_name, or the column after a colon),
-            or the .ids file of a view.
+            TSV, Parquet or JSON file with a column of ids or names (image_id, file_name, image, img_path,
+            image_path or id, or the column after a colon), such as a list of captions, or the .ids file of a
+            view. Rows that name images of other datasets are left out.
         out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER.
         links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). Links expire: a later
             run may use a newer list.

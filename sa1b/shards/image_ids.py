@@ -1,11 +1,13 @@
-"""Files of image ids: text with an id on each line, CSV, TSV, Parquet, or a view's `.ids` file.
+"""Files of image ids: text with an id on each line, CSV, TSV, Parquet, JSON, or a view's `.ids` file.
 
-An id is written `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. Parquet is detected by
-content, .csv, .tsv and .ids files by their ending. Any other file is CSV or TSV if its first line has a
-column name or several columns, and otherwise has an id on each line.
+An id is `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. Names may have folders; then
+only sa_<id> is an image, and names of other datasets are left out with a note. Parquet is detected by
+content, .csv, .tsv, .json, .jsonl and .ids files by their ending. Any other file is CSV or TSV if its first
+line has a column name or several columns, and otherwise has an id on each line.
 """
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from pyarrow import csv as arrow_csv
 
 from sa1b.errors import UsageError
 from sa1b.report import first_names
+from sa1b.shards.tables import IMAGE_COLUMNS, JSON, LINES, ids_of_names, is_text, read_table
 
-COLUMNS = ("image_id", "id", "file_name")  # searched in this order
 _FORM = r"^(?:sa_)?0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
 _END = 2**63
 _SHOWN = 80  # largest number of characters of a value in a message
@@ -48,6 +50,8 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
         ids = _binary(path)
     elif head.startswith(b"PAR1"):
         ids = _from_parquet(path, column)
+    elif path.name.endswith((*LINES, *JSON)):
+        ids = _from_json(path, column)
     else:
         delimiter = _delimiter(path, head, column)
         ids = _from_lines(path) if delimiter is None else _from_csv(path, delimiter, column)
@@ -103,7 +107,7 @@ def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
     if path.suffix == ".tsv" or "\t" in first:
         return "\t"
     is_table = path.suffix == ".csv" or "," in first or column is not None
-    return "," if is_table or first.strip('"') in COLUMNS else None
+    return "," if is_table or first.strip('"') in IMAGE_COLUMNS else None
 
 
 def _from_lines(path: Path) -> npt.NDArray[np.uint64]:
@@ -150,12 +154,28 @@ def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
 def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
     try:
         with pq.ParquetFile(path.absolute()) as file:
-            chosen = _column(path, file.schema_arrow.names, column)
+            fit = [
+                one.name for one in file.schema_arrow if is_text(one.type) or pa.types.is_integer(one.type)
+            ]
+            chosen = _column(path, file.schema_arrow.names if column is not None or not fit else fit, column)
             values = file.read([chosen])[chosen]
     except (pa.ArrowException, OSError) as error:
         raise UsageError(f"{path}: {error}") from None
+    return _of_values(path, values, chosen)
+
+
+def _from_json(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
+    try:
+        table = read_table(str(path), IMAGE_COLUMNS if column is None else (column,))
+    except (pa.ArrowException, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); write the file again") from None
+    chosen = _column(path, table.schema.names, column)
+    return _of_values(path, table[chosen], chosen)
+
+
+def _of_values(path: Path, values: pa.ChunkedArray, chosen: str) -> npt.NDArray[np.uint64]:
     if not pa.types.is_integer(values.type):
-        if not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
+        if not is_text(values.type):
             raise UsageError(
                 f"{path}: column {chosen!r} is {values.type}; image ids are integers or text; "
                 f"name another column: {path}:COLUMN"
@@ -177,12 +197,14 @@ def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
 
 def _column(path: Path, names: list[str], column: str | None) -> str:
     """The column that holds the ids."""
-    wanted = (column,) if column is not None else COLUMNS
+    wanted = (column,) if column is not None else IMAGE_COLUMNS
     for name in wanted:
         if name in names:
             return name
     known = ", ".join(names)[:500]
-    missing = repr(column) if column is not None else f"{', '.join(COLUMNS[:-1])} or {COLUMNS[-1]}"
+    missing = (
+        repr(column) if column is not None else f"{', '.join(IMAGE_COLUMNS[:-1])} or {IMAGE_COLUMNS[-1]}"
+    )
     raise UsageError(f"{path}: no column {missing}; its columns: {known}. Name one as {path}:COLUMN")
 
 
@@ -194,6 +216,14 @@ def _parse(
     alike = _parse_alike(trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed)
     if alike is not None:
         return alike
+    if pc.any(pc.match_substring(trimmed, "/")).as_py():
+        named = ids_of_names(trimmed, numbers=False)
+        if 0 < named.null_count < len(named):
+            others = f"{named.null_count:,} of {len(named):,} rows name no image of SA-1B"
+            sys.stderr.write(f"note: {path}: {others}; they are left out\n")
+        if named.null_count < len(named):
+            of_sa1b: npt.NDArray[np.uint64] = named.drop_null().cast(pa.uint64()).to_numpy()
+            return of_sa1b
     digits = pc.struct_field(pc.extract_regex(trimmed, _FORM), "id")
     bad = pc.is_null(digits)
     if blank:

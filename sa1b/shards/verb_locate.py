@@ -50,8 +50,8 @@ def main(
     Args:
         where: Dataset directories (folders or URLs), indexes of shards (.parquet), task files (tasks/*),
             and image ids: 223750, sa_223750 or sa_223750.jpg.
-        ids: Also these images: a text file with one id per line, a CSV, TSV or Parquet file with a column of
-            ids (image_id, id or file_name, or the column after a colon), or the .ids file of a view.
+        ids: Also these images: a text file with one id per line, a CSV, TSV, Parquet or JSON file with a
+            column of ids or names (see `sa1b fetch --help`), or the .ids file of a view.
         links: Meta's list of links: estimates are limited to its tars.
         tsv: Print a row for every image, with columns separated by tabs; -1 and empty fields: unknown.
         json_output: Print the result as JSON.

@@ -4,10 +4,11 @@
     for batch in sa1b.Loader(stream, device="cuda"):
         batch.extra["caption"]  # list [B] of str, None for an image without a caption
 
-The source of a column is a Parquet file (.parquet), a file of JSON lines (.jsonl, .ndjson, also .gz), as path
-or URL, or a pyarrow table. It has a column `mask_id` or else `image_id` of unique integers, and a column of
-the joined name. `batch.extra[name]` is a list on the host for every type of column, aligned with the masks
-or the images of the batch. It contains Python values, and None if the source has no row or a null.
+The source of a column is a pyarrow table, or a file of Parquet, JSON lines, JSON, CSV or TSV as path or URL.
+It has a column `mask_id`, or else one that names images (`sa1b.shards.tables`), and one of the joined name.
+Rows that name no image of SA-1B are left out with a warning. `batch.extra[name]` is a list on the host for
+every type of column, aligned with the masks or the images of the batch. It contains Python values, and None
+if the source has no row or a null.
 
 `stream.columns[name].missing` counts the None values of this process; worker processes of a DataLoader have
 separate counters. `batch.extra[name].count(None)` counts the None values of a batch.
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 KEYS = ("mask_id", "image_id")
 _VERSION = 1  # format of the converted files
-_PARQUET, _LINES = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
 
 class ColumnError(Sa1bError):
@@ -159,20 +159,22 @@ def open_columns(
     storage_options: Mapping[str, Any] | None = None,
     *,
     key: str | None = None,
+    texts: bool = False,
 ) -> dict[str, Column]:
     """Open the columns of a stream; convert sources that are not converted yet.
 
     Args:
         join: name of the column -> source; an open column is used unchanged.
         storage_options: for fsspec's file system, if the source is a URL.
-        key: the column of ids; None: the first of KEYS that the source has.
+        key: the column of ids; None: the first of KEYS that the source has, else one that names images.
+        texts: the values are texts: an id may have several rows, and a conversation is its answers.
 
     Raises:
         ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
         sa1b.storage.errors.StorageError: the source cannot be read.
         OSError: the cache cannot be written.
     """
-    return {name: _open(name, source, storage_options, key) for name, source in join.items()}
+    return {name: _open(name, source, storage_options, key, texts) for name, source in join.items()}
 
 
 def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
@@ -189,7 +191,9 @@ def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[
             column.warn_of_missing(images())
 
 
-def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, key: str | None) -> Column:
+def _open(
+    name: str, source: Any, storage_options: Mapping[str, Any] | None, key: str | None, texts: bool
+) -> Column:
     import pyarrow as pa
 
     if isinstance(source, Column):
@@ -197,18 +201,18 @@ def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, key
     if not isinstance(name, str) or name in ("", *KEYS):
         raise ColumnError(f"join[{name!r}]: must be the name of a column other than {' and '.join(KEYS)}")
     if isinstance(source, pa.Table):
-        return _open_table(name, source, key)
+        return _open_table(name, source, key, texts)
     if not isinstance(source, str | os.PathLike):
         raise ColumnError(
             f"join[{name!r}]: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
         )
-    return _open_file(name, os.fspath(source), storage_options, key)
+    return _open_file(name, os.fspath(source), storage_options, key, texts)
 
 
-def _open_table(name: str, table: "pa.Table", key: str | None) -> Column:
+def _open_table(name: str, table: "pa.Table", key: str | None, texts: bool) -> Column:
     """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
     where = f"join[{name!r}]: the pyarrow table"
-    batch = _sorted(table, name, where, key)
+    batch = _sorted(table, name, where, key, texts)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
     os.close(descriptor)
     with naming_path(Path(path)):
@@ -224,11 +228,14 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, key: str | None) -> Column:
-    if not source.endswith((*_PARQUET, *_LINES)):
+def _open_file(
+    name: str, source: str, storage_options: Mapping[str, Any] | None, key: str | None, texts: bool
+) -> Column:
+    from sa1b.shards.tables import ENDINGS
+
+    if not source.endswith(ENDINGS):
         raise ColumnError(
-            f"join[{name!r}]: {source} is neither a Parquet file nor a file of JSON lines; its name must end "
-            f"with one of {', '.join((*_PARQUET, *_LINES))}"
+            f"join[{name!r}]: {source} is no table; its name must end with one of {', '.join(ENDINGS)}"
         )
     source = plain_root(source)
     if "://" not in source:
@@ -245,7 +252,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
             size,
             Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
         ]
-        folder = cache_folder() / "columns" / _digest([source, name, *([] if key is None else [key])])
+        folder = cache_folder() / "columns" / _digest([source, name, *([] if key is None else [key]), texts])
         final = folder / f"{_digest([_VERSION, *state])}.arrow"
         if not final.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +260,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
                 if not final.exists():  # no other process has converted it meanwhile
                     for stale in folder.glob("*.partial"):
                         stale.unlink()
-                    _convert(name, source, reader, file, size, final, key)
+                    _convert(name, source, reader, file, size, final, key, texts)
     return Column(name, final, source)
 
 
@@ -271,11 +278,11 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
 
 
 def _convert(
-    name: str, source: str, reader: Reader, file: str, size: int, final: Path, key: str | None
+    name: str, source: str, reader: Reader, file: str, size: int, final: Path, key: str | None, texts: bool
 ) -> None:
     temporary = final.with_suffix(".partial")
     with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
-        batch = _sorted(_read(path, name, source), name, source, key)
+        batch = _sorted(_read(path, name, source), name, source, key, texts)
         _write(batch, temporary)
         flush(temporary)
         commit(temporary, final)
@@ -298,31 +305,27 @@ def _local(source: str, reader: Reader, file: str, size: int, folder: Path) -> I
 
 
 def _read(path: str, name: str, source: str) -> "pa.Table":
-    """The key and the column of a local file."""
+    """The keys and the column of a local file."""
     import pyarrow as pa
-    import pyarrow.json
-    import pyarrow.parquet as pq
+
+    from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
     try:
-        if not path.endswith(_PARQUET):
-            return pyarrow.json.read_json(path)
-        with pq.ParquetFile(Path(path).absolute()) as parquet:
-            names = parquet.schema_arrow.names
-            if name not in names:
-                raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(names)}")
-            return parquet.read([one for one in (*KEYS, name) if names.count(one)])
+        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)))
     except (pa.ArrowException, ValueError) as error:
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 
 
-def _sorted(table: "pa.Table", name: str, source: str, key: str | None) -> "pa.RecordBatch":
+def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: bool) -> "pa.RecordBatch":
     """Ids, int64, ascending, and values of a table."""
     import pyarrow as pa
 
-    for column in (*KEYS, name):
-        if table.schema.names.count(column) > 1:
+    from sa1b.shards.tables import answers_of, collected, image_column, is_text, with_ids
+
+    for one in (*KEYS, name):
+        if table.schema.names.count(one) > 1:
             raise ColumnError(
-                f"{source}: has {table.schema.names.count(column)} columns {column!r}; rename all but one"
+                f"{source}: has {table.schema.names.count(one)} columns {one!r}; rename all but one"
             )
     if name not in table.schema.names:
         raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(table.schema.names)}")
@@ -330,33 +333,47 @@ def _sorted(table: "pa.Table", name: str, source: str, key: str | None) -> "pa.R
         raise ColumnError(
             f"{source}: no column {key!r} to join {name!r} by; choose from {', '.join(table.schema.names)}"
         )
-    key = key or next((key for key in KEYS if key in table.schema.names), None)
-    if key is None:
+    column = key or next((one for one in KEYS if one in table.schema.names), image_column(table.schema))
+    if column is None:
         raise ColumnError(
             f"{source}: has {', '.join(table.schema.names)}, and no column to join {name!r} by; add a column "
             "'mask_id' or 'image_id'"
         )
-    kind = table.schema.field(key).type
-    if not pa.types.is_integer(kind):
-        raise ColumnError(f"{source}: column {key!r} is {kind}; ids are integers")
-    if table[key].null_count:
+    kind = table.schema.field(column).type
+    key = "mask_id" if column == "mask_id" else "image_id"
+    if key == "image_id" and is_text(kind):
+        table, others = with_ids(table, column)
+        if others and not len(table):
+            raise ColumnError(f"{source}: no row names an image in column {column!r}; write such as sa_7.jpg")
+        if others:
+            left = f"{others:,} rows name no image of SA-1B in column {column!r}"
+            warnings.warn(f"{source}: {left}; they are left out", stacklevel=4)
+    elif not pa.types.is_integer(kind):
         raise ColumnError(
-            f"{source}: column {key!r} has no id in {table[key].null_count:,} rows; remove these rows"
+            f"{source}: column {column!r} is {kind}; ids are integers or names such as sa_7.jpg"
+        )
+    if table[column].null_count:
+        raise ColumnError(
+            f"{source}: column {column!r} has no id in {table[column].null_count:,} rows; remove these rows"
         )
     try:
-        ids = table[key].cast(pa.int64()).to_numpy()
-        values = table[name].cast(_large(table.schema.field(name).type)).combine_chunks()
+        ids = table[column].cast(pa.int64()).to_numpy()
+        given = (answers_of(table[name]) if texts else None) or table[name]
+        values = given.cast(_large(given.type)).combine_chunks()
     except pa.ArrowException as error:
         raise ColumnError(f"{source}: {error}") from error
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
+    values = values.take(pa.array(order))
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(repeated):
+    if len(repeated) and texts and pa.types.is_large_string(getattr(values.type, "value_type", values.type)):
+        ids, values = collected(ids, values)
+    elif len(repeated):
         raise ColumnError(
-            f"{source}: id {ids[repeated[0]]} occurs more than once in column {key!r}; {len(repeated):,} "
+            f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; {len(repeated):,} "
             "rows are too many in all: keep one row for each id, or collect the values of an id in a list"
         )
-    return pa.record_batch([pa.array(ids), values.take(pa.array(order))], names=[key, name])
+    return pa.record_batch([pa.array(ids), values], names=[key, name])
 
 
 def _large(kind: "pa.DataType") -> "pa.DataType":

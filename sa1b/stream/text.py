@@ -86,7 +86,8 @@ class Text:
     """A table of texts for `Stream(text=...)`.
 
     Attributes:
-        source: path or URL of a Parquet file or of JSON lines, or a pyarrow table; see sa1b.stream.columns.
+        source: path or URL of a table, or a pyarrow table; see sa1b.stream.columns. An id may have several
+            rows; of conversations in LLaVA's form, the texts are the answers.
         column: column of the texts.
         key: column of the ids, "image_id" or "mask_id"; None: mask_id if there is one, else image_id.
         tokenizer: "bytes", a file of the library tokenizers, or MODULE:FUNCTION; see sa1b.stream.tokenizer.
@@ -274,7 +275,7 @@ def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:
     options = text if isinstance(text, Text) else Text(text)
     name = options.column
     try:
-        column = open_columns({name: options.source}, storage_options, key=options.key)[name]
+        column = open_columns({name: options.source}, storage_options, key=options.key, texts=True)[name]
     except (ColumnError, MissingError) as error:
         raise ColumnError(str(error).removeprefix(f"join[{name!r}]: ")) from None
     return TextColumn(options, column)

@@ -56,7 +56,7 @@ def main(
         split: With --held-out: the training images, or the held-out images. --subset applies to the training
             images only.
         ids: Only these images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
-            TSV or Parquet file with a column of ids (image_id, id or file_name, or the column after a colon),
+            TSV, Parquet or JSON file with a column of ids or names (see `sa1b fetch --help`),
             or the .ids file of a view.
         missing: For ids of --ids that ROOT does not contain: refuse to write the view, skip (omit and count
             them) or list (omit and print them).

@@ -18,12 +18,20 @@ while time.process_time() < 0.5:
 print(len(open("/dev/zero", "rb").read(1_000_000)), flush=True)
 sys.stdin.read()
 """
+# A child that allocates 64 MB and shares it with its own child until the end of its input.
+FORKED = """
+import os, sys
+held = b"x" * 64_000_000
+if os.fork():
+    print(1000000, flush=True)
+sys.stdin.read()
+"""
 
 
 @contextmanager
-def tree() -> Iterator[subprocess.Popen[str]]:
-    """A shell with this child. The test process itself is not measured, because it has other children."""
-    line = ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, CHILD]
+def tree(child: str = CHILD) -> Iterator[subprocess.Popen[str]]:
+    """A shell with a child. The test process itself is not measured, because it has other children."""
+    line = ["sh", "-c", '"$0" -c "$1"; exit', sys.executable, child]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1000000\n"
@@ -47,21 +55,9 @@ def test_memory_and_processor_and_bytes_of_a_child_count() -> None:
 
 
 def test_shared_pages_count_once() -> None:
-    own = os.getpid()
-    held = bytearray(os.urandom(1_000_000) * 256)  # much more than the pages that a fork of the tests writes
-    before = process_tree.memory(own)
-    ready, done = os.pipe()
-    forked = os.fork()
-    if forked == 0:
-        os.close(done)
-        os.read(ready, 1)  # until the parent has measured it
-        os._exit(0)
-    try:
-        assert process_tree.memory(own) - before < len(held) // 2
-    finally:
-        os.close(ready)
-        os.close(done)
-        os.waitpid(forked, 0)
+    with tree(FORKED) as process:
+        assert len(process_tree.below(process.pid)) == 3
+        assert 60_000_000 < process_tree.memory(process.pid) < 100_000_000
 
 
 def test_a_watch_keeps_the_highest_memory() -> None:

@@ -1,5 +1,6 @@
 """Files of image ids: the same ids from every form, and errors that name the line."""
 
+import json
 import re
 
 import numpy as np
@@ -51,6 +52,20 @@ def test_a_parquet_column(tmp_path, column):
     assert read_image_ids(path).tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["list.json", "lines.jsonl", "table.csv"])
+def test_lists_that_also_name_images_of_other_datasets(tmp_path, capsys, name):
+    names = [f"sam/images/sa_{IDS[1]}.jpg", "coco/train2017/000000000009.jpg", f"sa_{IDS[0]}.jpg"]
+    rows = [json.dumps({"id": "000000000009", "image": one, "conversations": []}) for one in names]
+    forms = {"list.json": f"[{','.join(rows)}]", "lines.jsonl": "\n".join(rows)}
+    path = tmp_path / name
+    path.write_text(forms.get(name, "\n".join(["id,image", *(f"9,{one}" for one in names)])))
+    assert read_image_ids(path).tolist() == sorted(IDS[:2])
+    assert "1 of 3 rows name no image of SA-1B; they are left out" in capsys.readouterr().err
+    path.write_text("{" if "json" in name else "id,image\n9")
+    with pytest.raises(UsageError, match=name):
+        read_image_ids(path)
+
+
 def test_a_column_by_its_name(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("id,chosen\n1,7\n2,sa_9\n")
@@ -60,7 +75,10 @@ def test_a_column_by_its_name(tmp_path):
     ):
         read_image_ids(f"{path}:nothing")
     path.write_text("one,two\n1,7\n")
-    with pytest.raises(UsageError, match="no column image_id, id or file_name; its columns: one, two"):
+    with pytest.raises(
+        UsageError,
+        match="no column image_id, file_name, image, img_path, image_path or id; its columns: one, two",
+    ):
         read_image_ids(path)
     with pytest.raises(UsageError, match=r"--ids .*: no such file; pass a file of image ids$"):
         read_image_ids(f"{tmp_path}/nothing:id")

@@ -260,6 +260,41 @@ def test_a_url_is_read_and_converted_once() -> None:
     assert open_columns({"caption": "memory://tables/c.parquet"})["caption"].lookup(np.array([1])) == ["new"]
 
 
+# Each names the images in its own way, beside images of other datasets.
+PUBLISHED = {
+    "lines.jsonl": "\n".join(json.dumps({"image": f"sa_{one}.jpg", "caption": caption(one)}) for one in IDS),
+    "list.json": json.dumps(
+        [{"img_path": f"sa/sa_{one}.jpg", "caption": caption(one), "n": one} for one in IDS]
+    ),
+    "coco.json": json.dumps(
+        {"images": [{"file_name": f"sa_{one}.jpg", "caption": caption(one)} for one in IDS]}
+    ),
+    "table.csv": "id,caption\n" + "\n".join(f'sa_{one},"{caption(one)}"' for one in IDS),
+    "table.tsv": "image_id\tcaption\n" + "\n".join(f"{one}.jpg\t{caption(one)}" for one in IDS),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tables_as_people_publish_them_join_by_the_names_of_images(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(PUBLISHED[name])
+    opened = open_columns({"caption": str(tmp_path / name)})["caption"]
+    assert opened.key == "image_id"
+    assert opened.lookup(np.array([*IDS, 10**9])) == [*map(caption, IDS), None]
+
+
+def test_rows_of_other_datasets_are_left_out_and_a_number_in_another_column_is_no_image(
+    tmp_path: Path,
+) -> None:
+    names = [f"sam/images/sa_{IDS[0]}.jpg", f"coco/train2017/{IDS[1]:012d}.jpg", None]
+    source = tmp_path / "mixed.json"
+    source.write_text(json.dumps([{"id": IDS[1], "image": one, "caption": "a"} for one in names]))
+    with pytest.warns(
+        UserWarning, match="2 rows name no image of SA-1B in column 'image'; they are left out"
+    ):
+        opened = open_columns({"caption": str(source)})["caption"]
+    assert opened.lookup(np.array(IDS[:2])) == ["a", None]
+
+
 # --- What cannot be joined
 
 
@@ -269,7 +304,10 @@ def test_a_url_is_read_and_converted_once() -> None:
         (pa.table({"id": [1], "caption": ["a"]}), "has .*caption, and no column to join"),
         (pa.table({"image_id": [1], "text": ["a"]}), "no column 'caption'; choose from image_id"),
         (table_of([3, 1, 3, 1, 3]), "id 1 occurs more than once in column 'image_id'; 3 rows are too many"),
-        (pa.table({"image_id": ["1"], "caption": ["a"]}), "column 'image_id' is string; ids are integers"),
+        (
+            pa.table({"image_id": ["x"], "caption": ["a"]}),
+            "no row names an image in column 'image_id'",
+        ),
         (pa.table({"image_id": [1.0], "caption": ["a"]}), "column 'image_id' is double; ids are integers"),
         (pa.table({"image_id": [1, None], "caption": ["a", "b"]}), "column 'image_id' has no id in 1 rows"),
         (pa.table({"image_id": pa.array([2**63], pa.uint64()), "caption": ["a"]}), "9223372036854775808"),
@@ -302,7 +340,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_sources_of_another_form_are_refused(tmp_path: Path) -> None:
     for source, message in (
-        (tmp_path / "c.csv", "is neither a Parquet file"),
+        (tmp_path / "c.xml", "c.xml is no table; its name must end with one of .parquet"),
         (3, "int is not a source; pass a path, a URL or a pyarrow table"),
     ):
         with pytest.raises(ColumnError, match=message):

@@ -168,19 +168,44 @@ def test_tokenizers_of_the_library_and_functions(tmp_path: Path) -> None:
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="sp"), UsageError,
          "must be 'bytes', the path of a .json file"),
         (sa1b.Text("no.parquet"), ColumnError, "^/.*/no.parquet does not exist; give the path of a table"),
-        (sa1b.Text("no.csv"), ColumnError, "^no.csv is neither a Parquet file nor a file of JSON lines"),
+        (sa1b.Text("no.xml"), ColumnError, "^no.xml is no table; its name must end with one of .parquet"),
         ({"image_id": [1], "text": pa.array([None], pa.string())}, ColumnError, "'text' has no value in any of"),
         ({"image_id": [1], "text": pa.array([[]], pa.list_(pa.string()))}, ColumnError, "has no value in any"),
         ({"image_id": pa.array([], pa.int64()), "text": pa.array([], pa.string())}, ColumnError, "its 0 rows"),
         (sa1b.Text(pa.table({"image_id": IDS, "text": ["a"] * 12}), tokenizer="json:nothing"), UsageError,
          "cannot be imported"),
         ({"image_id": [1], "text": ["a"]}, ColumnError, "has none of the 12 images"),
-        ({"image_id": [*IDS, IDS[0]], "text": ["a"] * 13}, ColumnError, "collect the values of an id in a list"),
+        ({"image_id": [*IDS, IDS[0]], "text": [[0.5]] * 13}, ColumnError, "collect the values of an id in a"),
     ],
 )  # fmt: skip
 def test_what_is_refused(root: Path, text: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message.replace("(", r"\(")):
         stream_of(root, pa.table(text) if isinstance(text, dict) else text)
+
+
+def test_rows_of_one_image_and_answers_of_conversations_are_its_texts(root: Path, tmp_path: Path) -> None:
+    """In the form of LLaVA's lists."""
+    rows = [
+        {
+            "id": f"sa_{one}",
+            "image": f"sam/images/sa_{one}.jpg",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat is this?"},
+                {"from": "gpt", "value": f"first {one}"},
+                *[{"from": "human", "value": "And?"}, {"from": "gpt", "value": f"second {one}"}]
+                * (one == IDS[0]),
+            ],
+        }
+        for one in [*IDS, IDS[1]]
+    ]
+    (tmp_path / "llava.json").write_text(json.dumps(rows))
+    text = sa1b.Text(tmp_path / "llava.json", column="conversations")
+    column = stream_of(root, text).text.column
+    assert column.lookup(np.array(IDS[:3])) == [
+        [f"first {IDS[0]}", f"second {IDS[0]}"],
+        [f"first {IDS[1]}", f"first {IDS[1]}"],
+        [f"first {IDS[2]}"],
+    ]
 
 
 def test_embeddings_of_different_lengths_and_bad_tokens_name_the_cause(root: Path) -> None:

@@ -103,7 +103,7 @@ def main(
         segmentation: For coco: masks as run lengths (rle, the default) or as polygons along the sides of
             pixels, which pycocotools rasterises to the same masks.
         plain: For sa1b: write plain tars instead of gzip.
-        join: For webdataset: add this column of a Parquet or JSON lines file, by image_id or mask_id, see
+        join: For webdataset: add this column of a table, by image id or mask_id, see
             `sa1b.Stream(join=)`. May be repeated.
         link_from: For formats with a file for each image: folder of an earlier export. Files with the same
             path and bytes there become hard links, which take no space.
