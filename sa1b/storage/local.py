@@ -53,8 +53,7 @@ class OpenFile:
         data = os.pread(self.descriptor, length, start)
         if len(data) == length or not data:
             return data
-        pieces = [data]  # Linux reads at most 2 GiB at once
-        got = len(data)
+        pieces, got = [data], len(data)  # Linux reads at most 2 GiB at once
         while got < length and (piece := os.pread(self.descriptor, length - got, start + got)):
             pieces.append(piece)
             got += len(piece)
@@ -211,7 +210,8 @@ class LocalOrigin:
                     state.fail(error.fault)
                     state.backoff()  # raises the error, because the deadline has passed
                     return LocalRead(self, name, start, length, crc)
-            os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
+            if hasattr(os, "posix_fadvise"):  # macOS does not have it
+                os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         return LocalRead(self, name, start, length, crc)
 
     def close(self) -> None:
@@ -239,6 +239,6 @@ def _names(folder: Path) -> list[str]:
 def _pread(file: OpenFile, start: int, length: int, *, fresh: bool) -> bytes:
     if start + length > _LONGEST:
         return b""
-    if fresh:
+    if fresh and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_DONTNEED)
     return file.read(start, length)

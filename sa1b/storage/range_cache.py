@@ -174,10 +174,10 @@ class RangeCache:
         if file is None:
             self.count("misses")
             return origin.submit(name, start, length, crc)
-        if _is_present(file, start, parts):
+        present = _is_present(file, start, parts)
+        if present and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
-            return CachedRead(self, file, origin, name, start, length, crc, None)
-        begun = origin.submit(name, start, length, crc)
+        begun = None if present else origin.submit(name, start, length, crc)
         return CachedRead(self, file, origin, name, start, length, crc, begun)
 
     def write(self, file: OpenFile, data: bytes, start: int) -> None:

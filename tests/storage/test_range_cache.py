@@ -345,7 +345,8 @@ def test_a_cache_works_in_a_forked_child_and_after_pickle(tmp_path: Path) -> Non
     assert cache.counts() == CacheCounts(misses=FULL)
 
 
-def test_a_reader_takes_ranges_from_its_cache(tmp_path: Path) -> None:
+def test_a_reader_takes_ranges_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")  # as on macOS
     (tmp_path / "root").mkdir()
     for name, content in CONTENT.items():
         (tmp_path / "root" / name).write_bytes(content)
