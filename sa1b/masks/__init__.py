@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         uniform_point,
     )
     from sa1b.masks.grid import framed_size
-    from sa1b.masks.raster import rasterize, rasterize_frame
+    from sa1b.masks.raster import rasterize, rasterize_frame, runs_of
     from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "rasterize",
     "rasterize_frame",
     "resize",
+    "runs_of",
     "suppress",
     "uniform_point",
 ]
@@ -90,7 +91,7 @@ MODULES = {
         "uniform_point",
     ),
     "grid": ("framed_size",),
-    "raster": ("rasterize", "rasterize_frame"),
+    "raster": ("rasterize", "rasterize_frame", "runs_of"),
     "runs": ("MAX_PIXELS", "MaskError", "Runs", "SizeError"),
 }
 

@@ -26,8 +26,10 @@ _NUMBER = r"^0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
 _ANSWERS = ("gpt", "assistant")  # who gives the answers of a conversation
 
 
-def read_table(path: str, names: Collection[str]) -> pa.Table:
+def read_table(path: str, names: Collection[str], needed: str | None = None) -> pa.Table:
     """The columns of a local file that have one of these names, or all columns of JSON lines and CSV.
+
+    A Parquet file without the needed column gives all its columns, without rows.
 
     Raises:
         pyarrow.ArrowException, ValueError: the file cannot be read.
@@ -37,6 +39,8 @@ def read_table(path: str, names: Collection[str]) -> pa.Table:
 
     if path.endswith(PARQUET):
         with pq.ParquetFile(Path(path).absolute()) as file:
+            if needed is not None and needed not in file.schema_arrow.names:
+                return file.schema_arrow.empty_table()
             return file.read([name for name in names if name in file.schema_arrow.names])
     if path.endswith(LINES):
         return pyarrow.json.read_json(path)

@@ -311,7 +311,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
     from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
     try:
-        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)))
+        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name)
     except (pa.ArrowException, ValueError) as error:
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 

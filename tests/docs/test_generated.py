@@ -49,6 +49,24 @@ def test_a_name_of_the_api_has_a_docstring_that_names_each_field(name: str) -> N
     assert missing == set()
 
 
+def test_the_api_lists_what_pages_and_examples_import() -> None:
+    root, listed = generated.DOCS.parent, names_of_the_api()
+    texts = [*generated.DOCS.glob("*.md"), root / "README.md", *root.glob("examples/*.py")]
+    imports = "\n".join(path.read_text(encoding="utf-8") for path in texts)
+    named = {
+        f"{module}.{name}"
+        for module, names in re.findall(r"^ *from (sa1b[\w.]*) import ([\w, ]+)$", imports, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    own = {id(pydoc.locate(name)) for name in listed}
+    modules = {name.rpartition(".")[0] for name in listed} | {*listed}
+    assert {
+        name
+        for name in named
+        if id(pydoc.locate(name)) not in own and name.rpartition(".")[0] not in listed and name not in modules
+    } == set()
+
+
 def test_the_exit_codes_of_training_are_those_of_its_help() -> None:
     text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
     table = text[text.index("## Exit codes") :].split("\n\n")[1]

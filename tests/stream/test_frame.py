@@ -409,7 +409,7 @@ def raising(frame: Frame, visit: Visit) -> Frame:
     [
         (broken, "KeyError: 'caption'"),
         (none, "it returned NoneType, no Frame"),
-        (outside, "ValueError: window x 0, y 0, .* must be inside the image"),
+        (outside, "BadValue: window x 0, y 0, .* must be inside the image"),
         (another, "it returned a frame of another image"),
         (halved, r"it returned uint8 .* for an image uint8"),
         (raising, "AttributeError: .*no_such_attribute"),
