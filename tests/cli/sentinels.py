@@ -121,7 +121,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "index": ([], {"ROOT": (PATH, "out"), "--scratch": (PATH, None)}),
     "index --tables": ([], {"ROOT": (PATH, "out"), "--scratch": (PATH, None)}),
     **{
-        f"export --to {to}": ([], {"ROOT": (PATH, "out"), "--out": (PATH, "export"), "--view": (NAME, None), "--ids": (PATH, None), "--link-from": (PATH, None), "--join": ("rename", None)})
+        f"export --to {to}": ([], {"ROOT": (PATH, "out"), "--out": (PATH, "export"), "--view": (NAME, None), "--val-view": (NAME, None), "--ids": (PATH, None), "--link-from": (PATH, None), "--join": ("rename", None)})
         for to in ("sa1b", "coco", "yolo-seg", "folders", "webdataset", "images --overwrite", "sa1b --overwrite")
     },
     "copy": ([], {"ROOT": (PATH, "out"), "DEST": (PATH, "new"), "--shards": (NAME, None), "--view": (NAME, None), "--scratch": (PATH, None)}),
