@@ -230,12 +230,17 @@ def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, 
         if not killed:
             raise
         words = repr(error)
-    workers = list(reading._workers)
+    handler = signal.getsignal(signal.SIGCHLD)
+    for _ in range(2):
+        with suppress(RuntimeError):  # the signal of the dead worker may come after another error
+            workers = list(reading._workers)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     del reading, batch
     gc.collect()
     for worker in workers:  # the same signal in the DataLoader's destructor may stop it before the last one
         worker.kill()
         worker.join()
+    signal.signal(signal.SIGCHLD, handler)
     return seen, words, sum(waits)
 
 
