@@ -29,12 +29,18 @@ def rename_shard(root):
     (root / "dataset.json").write_text(text.replace("sa1b-000002-0000", "sa1b-000003-0000"))
 
 
+def change_digest(root):
+    """Of the source: another byte of the file may be its structure."""
+    path = root / "tasks" / "sa_000002.json"
+    path.write_text(re.sub('"sha256": "[0-9a-f]', '"sha256": "v', path.read_text(), count=1))
+
+
 DAMAGES = {
     "shard": lambda root: flip(root / "sa1b-000002-0000.tar", 3000),
     "shard_missing": lambda root: (root / "sa1b-000002-0000.tar").unlink(),
     "index": lambda root: flip(root / "sa1b-000002-0000.parquet", 500),
     "index_missing": lambda root: (root / "sa1b-000002-0000.parquet").unlink(),
-    "task": lambda root: flip(root / "tasks" / "sa_000002.json", 200),
+    "task": change_digest,
     "task_missing": lambda root: (root / "tasks" / "sa_000002.json").unlink(),
     "rows": lambda root: flip(root / "tasks" / "sa_000002.samples", 200),
     "table": lambda root: flip(root / manifest.table_name(root), 200),
