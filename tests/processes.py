@@ -309,8 +309,14 @@ class Server:
                 command = [sys.executable, "-m", "tests.processes", name]
                 self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
             time.sleep(0.02)
+        atexit.register(self._leave)
         self.pid: int = found["pid"]
         self.read_at_start: dict[str, str] = found["read_at_start"]
+
+    def _leave(self) -> None:
+        self._connection.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not waited for: it ends after its last client
 
     def start(self, settings: dict[str, Any], *descriptors: int) -> None:
         data = json.dumps(settings).encode()

@@ -41,9 +41,7 @@ from sa1b.storage.store import Root, Store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
 OPTIONS = ".options.json"  # options of the first run, until a source is finished
-_DECISIVE = {
-    one: f"--{one.replace('_', '-')}" for one in ("image_ids", "ignore", "max_pixels", "images_only")
-}
+_DECISIVE = ("image_ids", "ignore", "max_pixels", "images_only")  # flags that decide how a source is read
 _USUAL = {"max_pixels": MAX_IMAGE_PIXELS, "images_only": False}
 _OUT_FACTOR = 1.1  # size of the shards / size of the source
 _SPILL_FACTOR = 0.3  # size of the spill / size of the source, if the members are in random order
@@ -281,7 +279,8 @@ def check_reading(
         if source.name not in known:
             continue
         recorded, asked = {**_USUAL, **known[source.name]}, {**_USUAL, **policy.reading(source)}
-        for what, flag in _DECISIVE.items():
+        for what in _DECISIVE:
+            flag = f"--{what.replace('_', '-')}"
             if what in recorded and recorded[what] != (now := asked.get(what, [])):
                 raise UsageError(
                     f"{source.label}: {root} has {source.name} with {flag} {_typed(recorded[what])}, this "

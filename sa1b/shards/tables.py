@@ -29,10 +29,8 @@ _ANSWERS = ("gpt", "assistant")  # who gives the answers of a conversation
 def read_table(path: str, names: Collection[str], needed: str | None = None) -> pa.Table:
     """The columns of a local file that have one of these names, or all columns of JSON lines and CSV.
 
-    A Parquet file without the needed column gives all its columns, without rows.
-
-    Raises:
-        pyarrow.ArrowException, ValueError: the file cannot be read.
+    A Parquet file without the needed column gives all its columns, without rows. Raises ArrowException or
+    ValueError for a file that cannot be read.
     """
     import pyarrow.csv
     import pyarrow.json

@@ -54,6 +54,12 @@ class CocoPair:
         self.messages.setdefault(reason, f"annotation {_name(annotation)}: {message}")
 
 
+def image_entry(image_id: int, height: int, width: int) -> dict[str, Any]:
+    """The object `image` of an annotation file of SA-1B."""
+    file_name = member_name(image_id, "jpg")
+    return {"image_id": image_id, "width": width, "height": height, "file_name": file_name}
+
+
 def coco_pair(
     image_id: int,
     height: int,
@@ -88,12 +94,7 @@ def coco_pair(
     points = nth_foreground(runs, area // 2) + 0.5
     defaults: set[str] = set()
     document = {
-        "image": {
-            "image_id": image_id,
-            "width": width,
-            "height": height,
-            "file_name": member_name(image_id, "jpg"),
-        },
+        "image": image_entry(image_id, height, width),
         "annotations": [
             {
                 "bbox": box,

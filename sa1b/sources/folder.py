@@ -73,24 +73,26 @@ def pair_files(path: Path, ignore: Ignore) -> list[Path]:
         OSError: the folder itself cannot be listed.
     """
     found = []
-    unreadable = []
-    for folder in [path, *subfolders(path, ignore)]:
+    files, unreadable = listed(path, subfolders(path, ignore))
+    for file in files:
+        named = parse_member_path(file.name)
+        if named is not None and named.ending != "masks" and not ignore(file):
+            # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
+            found.append((named, not file.name.endswith(named.ending), str(file), file))
+    return unreadable + [file for *_, file in sorted(found)]
+
+
+def listed(path: Path, folders: list[Path]) -> tuple[list[Path], list[Path]]:
+    """The files of a source and of folders below it, and those of these folders that cannot be listed."""
+    files, unreadable = list[Path](), list[Path]()
+    for folder in [path, *folders]:
         try:
-            entries = list(os.scandir(folder))
+            files += [folder / entry.name for entry in os.scandir(folder) if not is_folder(entry)]
         except OSError:
             if folder == path:
                 raise
             unreadable.append(folder)
-            continue
-        for entry in entries:
-            file = folder / entry.name
-            named = parse_member_path(entry.name)
-            if named is None or named.ending == "masks" or ignore(file):
-                continue
-            if not is_folder(entry):
-                # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
-                found.append((named, not entry.name.endswith(named.ending), str(file), file))
-    return unreadable + [file for *_, file in sorted(found)]
+    return files, unreadable
 
 
 class FolderPass(SourceReading):

@@ -9,9 +9,7 @@ The id of sa_<id>.jpg is the number in its name. Any other image has 53 bits of 
 keep their bytes; PNG, WebP, BMP and TIFF become JPEGs. Other files of a source are left out.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,10 +24,12 @@ from sa1b.names import member_name, parse_member_path
 from sa1b.report import first_names
 from sa1b.sources.coco import as_jpeg
 from sa1b.sources.coco_file import hashed_id
-from sa1b.sources.folder import FolderFormat, below, fingerprint, is_folder, is_pair_name, stat_of
+from sa1b.sources.coco_pair import image_entry
+from sa1b.sources.folder import FolderFormat, below, fingerprint, is_pair_name, listed, stat_of
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_reader import TarFormat
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
+from sa1b.storage.atomic import sha256_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
@@ -76,12 +76,7 @@ class _ImagesPass(SourceReading):
             yield replace(image, detail=str(error), reason=error.reason)
             return
         document = {
-            "image": {
-                "image_id": image_id,
-                "width": width,
-                "height": height,
-                "file_name": member_name(image_id, "jpg"),
-            },
+            "image": image_entry(image_id, height, width),
             "annotations": [],
             "provenance": {"format": "images", "file": name, **encoding},
         }
@@ -96,17 +91,9 @@ class ImageFolder(FolderFormat):
     max_pixels: int
 
     def files(self, path: Path, ignore: Ignore) -> list[Path]:
-        found = []
-        for folder in [path, *self.parts(path, ignore)]:
-            try:
-                names = [entry.name for entry in os.scandir(folder) if not is_folder(entry)]
-            except OSError:
-                if folder == path:
-                    raise
-                found.append(folder)  # refused as a member
-            else:
-                found += [folder / name for name in names if is_image_name(name)]
-        return sorted(file for file in found if not ignore(file))
+        files, unreadable = listed(path, self.parts(path, ignore))  # a folder is refused as a member
+        images = (file for file in files if is_image_name(file.name))
+        return sorted(file for file in (*images, *unreadable) if not ignore(file))
 
     def parts(self, path: Path, ignore: Ignore) -> list[Path]:
         return below(path, [path], ignore)
@@ -168,8 +155,7 @@ class _RowsPass(SourceReading):
         return Member(name, "file", 0, data)
 
     def digests(self) -> dict[str, str]:
-        with self._path.open("rb") as file:
-            return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {"sha256": sha256_of(self._path)}
 
     def check_unchanged(self) -> None:
         if fingerprint(self._path, stat_of(self._path)) != self._state:

@@ -135,10 +135,12 @@ class TextColumn:
     def __post_init__(self) -> None:
         import pyarrow as pa
 
+        from sa1b.shards.tables import is_text
+
         kind, is_list = self.column.kind, _is_list
-        several = is_list(kind) and (is_list(kind.value_type) or _is_string(kind.value_type))
+        several = is_list(kind) and (is_list(kind.value_type) or is_text(kind.value_type))
         one = kind.value_type if several else kind
-        if not _is_string(one) and not (is_list(one) and pa.types.is_floating(one.value_type)):
+        if not is_text(one) and not (is_list(one) and pa.types.is_floating(one.value_type)):
             raise ColumnError(
                 f"{self.column.source}: column {self.column.name!r} is {kind}; texts are strings or lists of "
                 "strings, embeddings are lists of float or lists of these"
@@ -302,12 +304,6 @@ def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
 
 def _key(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
-def _is_string(kind: "pa.DataType") -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_list(kind: "pa.DataType") -> bool:
