@@ -114,12 +114,9 @@ class RaggedMasks(Tensors):
     def raster_jobs(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
     ) -> list[Callable[[], object]]:
-        """The work of `dense` on a CPU as one call per image, so that threads can share it.
-
-        Args:
-            out: uint8 [M, size, size] on the CPU; each call fills the masks of its image.
-            boxes: int64 [M, 4], the parts of `out` that are not 0; see
-                `sa1b.masks.raster.rasterize_frame`.
+        """The work of `dense` on a CPU as one call per image, which fills its masks in `out`, uint8 [M, size,
+        size]. `boxes`, int64 [M, 4], are the parts of `out` that are not 0: see
+        `sa1b.masks.raster.rasterize_frame`.
         """
         # The compiled function takes the masks of one image, which are contiguous.
         found: list[Callable[[], object]] = []
@@ -207,10 +204,7 @@ class Batch(Tensors):
 
     def pack(self, allocate: Callable[[int], Tensor]) -> "Batch":
         """A copy with all tensors except `images` and `dense` in one buffer, for one copy to a device.
-
-        Args:
-            allocate: takes a number of bytes and returns a buffer of at least that size, uint8 [n], at an
-                address that is a multiple of 64.
+        `allocate` takes a number of bytes and returns uint8 [n] of at least that size, at a multiple of 64.
         """
         sizes: list[int] = []
         loose = replace(self, buffer=None)

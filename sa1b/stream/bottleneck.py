@@ -25,28 +25,17 @@ BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ran
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """The settings of a loader that its remedies depend on.
-
-    Attributes:
-        threads, cpus: threads of the loader, and processors that the rank may use.
-        is_local: whether the dataset directory is a local folder.
-        cached: whether reads from a URL are kept on a local disk.
-        stored: longer side of the stored images in pixels; None: original size.
-        image_size: longer side of the loaded images, pixels.
-        on_gpu: whether masks are rasterised on a GPU.
-        decodes_on_gpu: whether JPEG files are decoded there.
-        trains: whether the loader feeds a training run. Its flags then begin with `--data.`.
-    """
+    """The settings of a loader that its remedies depend on."""
 
     threads: int
-    cpus: int
-    is_local: bool
-    cached: bool
-    stored: int | None
-    image_size: int
-    on_gpu: bool
-    decodes_on_gpu: bool = False
-    trains: bool = True
+    cpus: int  # processors that the rank may use
+    is_local: bool  # the dataset directory is a local folder
+    cached: bool  # reads from a URL are kept on a local disk
+    stored: int | None  # longer side of the stored images, pixels; None: original size
+    image_size: int  # longer side of the loaded images, pixels
+    on_gpu: bool  # masks are rasterised on a GPU
+    decodes_on_gpu: bool = False  # JPEG files are decoded there
+    trains: bool = True  # the loader feeds a training run: its flags begin with `--data.`
 
     @classmethod
     def of(cls, loader: Loader, **changes: Any) -> Self:
@@ -81,20 +70,12 @@ class LoaderSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """The settings of cases of `sa1b bench scaling` that the remedies of their steps depend on.
+    """The settings of cases of `sa1b bench scaling` that the remedies of their steps depend on."""
 
-    Attributes:
-        modes: mode and precision of each case, such as ("fsdp-full", "fp32").
-        root: dataset directory.
-        shared_cores: whether ranks share cores.
-        imbalance: computation of the slowest rank relative to the median rank, at most.
-        on_gpu: whether the model runs on a GPU.
-    """
-
-    modes: tuple[tuple[str, str], ...]
+    modes: tuple[tuple[str, str], ...]  # mode and precision of each case, such as ("fsdp-full", "fp32")
     root: str
-    shared_cores: bool
-    imbalance: float
+    shared_cores: bool  # ranks share cores
+    imbalance: float  # computation of the slowest rank relative to the median rank, at most
     on_gpu: bool
 
     def has(self, mode: str, precision: str = "") -> bool:
@@ -104,17 +85,11 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to change if one of `limits` limits.
-
-    Attributes:
-        limits: stages of a loader, or parts of a step.
-        text: the remedy; {s.NAME} is a value of the settings, and `remedies` has the other words.
-        applies: whether it fits the settings.
-    """
+    """What to change if one of `limits` (stages of a loader, or parts of a step) limits."""
 
     limits: tuple[str, ...]
-    text: str
-    applies: Callable[[Any], bool] = lambda settings: True
+    text: str  # {s.NAME} is a value of the settings; `remedies` has the other words
+    applies: Callable[[Any], bool] = lambda settings: True  # whether it fits the settings
 
 
 _READ, _DEVICE = ("read", "storage"), ("collate", "device")
@@ -237,12 +212,7 @@ def advice(limit: str, settings: LoaderSettings) -> str:
 
 
 def limit_of(storage: float, loader: float, busy: Mapping[str, float]) -> str:
-    """What limits a loader: "storage", or the stage with the most busy seconds.
-
-    Args:
-        storage, loader: measured rates, images per second.
-        busy: busy seconds of each stage, or shares of them.
-    """
+    """The stage with the most `busy` seconds, or "storage". The rates are images per second."""
     return "storage" if storage < STORAGE_MARGIN * loader else limiting(busy)[0] or "storage"
 
 
@@ -250,10 +220,7 @@ class LoaderWindow:
     """The loaders' statistics over windows of steps.
 
     Each rank sends the busy seconds of its loader's stages with the figures of each step. At the end of a
-    window, the rank with the largest wait is examined.
-
-    Args:
-        settings: settings of rank 0's loader; those of the other ranks are the same.
+    window, the rank with the largest wait is examined, with rank 0's settings: all have the same.
     """
 
     def __init__(self, settings: LoaderSettings) -> None:
@@ -269,9 +236,7 @@ class LoaderWindow:
         self, ranks: Mapping[str, Sequence[float]], waits: Sequence[float]
     ) -> tuple[dict[str, Any], str | None]:
         """End a window: its line of metrics.jsonl, and a message if data limit the run, once per incident.
-
-        Args:
-            waits: share of each rank's time in which it waited for data.
+        `waits` are the shares of each rank's time in which it waited for data.
         """
         rank = max(range(len(waits)), key=lambda number: waits[number])
         before = self._before or {name: [0.0] * len(waits) for name in BUSY}

@@ -60,15 +60,10 @@ class ColumnError(Sa1bError):
 class Column:
     """A joined column in a converted file.
 
-    Args:
-        name: name of the column.
-        path: path of the converted file.
-        source: path or URL of the source, for messages.
-
     Attributes:
+        source: path or URL of the source, for messages.
         key: "image_id" or "mask_id".
-        missing: number of ids without a value that this process has looked up.
-        looked_up: number of ids that this process has looked up.
+        missing, looked_up: ids without a value, and all ids, that this process has looked up.
     """
 
     def __init__(self, name: str, path: Path, source: str) -> None:
@@ -111,11 +106,7 @@ class Column:
         return Column, (self.name, self.path, self.source)
 
     def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
-        """The values of some ids, in their order; None where the table has no row.
-
-        Args:
-            ids: int64 [N], image or mask ids, according to `key`.
-        """
+        """The values of image or mask ids, int64 [N], in their order; None where the table has no row."""
         import pyarrow as pa
 
         rows, found = self._rows(ids)
@@ -129,11 +120,7 @@ class Column:
         return int(np.count_nonzero(self._rows(ids)[1]))
 
     def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:
-        """Warn if some of these ids have no row; the message contains their number.
-
-        Raises:
-            ColumnError: none of the ids has a row.
-        """
+        """Warn of ids without a row, with their number; ColumnError if none has one."""
         _, found = self._rows(ids)
         if len(ids) and not found.any():
             raise ColumnError(
@@ -165,26 +152,19 @@ def open_columns(
 
     Args:
         join: name of the column -> source; an open column is used unchanged.
-        storage_options: for fsspec's file system, if the source is a URL.
         key: the column of ids; None: the first of KEYS that the source has, else one that names images.
         texts: the values are texts: an id may have several rows, and a conversation is its answers.
 
     Raises:
         ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
-        sa1b.storage.errors.StorageError: the source cannot be read.
         OSError: the cache cannot be written.
     """
     return {name: _open(name, source, storage_options, key, texts) for name, source in join.items()}
 
 
 def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
-    """Warn of images without a row in columns by image id.
-
-    Args:
-        images: returns the image ids of the stream, int64 [N]; called only if it is needed.
-
-    Raises:
-        ColumnError: a column has none of the images.
+    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images.
+    `images` returns the image ids of the stream, int64 [N]; it is called only if it is needed.
     """
     for column in columns:
         if column.key == "image_id":

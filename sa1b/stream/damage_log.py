@@ -25,13 +25,9 @@ class DamageLimitError(Sa1bError):
 class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
-    Args:
-        path: the file.
-        rank: of this process.
-        start: bytes at its beginning whose lines are not counted; None: all that it has now.
-
     Each line is one write of less than a page to a file opened for appending, so lines of several processes
-    do not mix. The first line creates the file.
+    do not mix. The first line creates the file. The first `start` bytes are not counted; None: its present
+    ones.
 
     If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
     printed to stderr. They are counted in the process that found them, and not in other worker processes.
@@ -62,10 +58,8 @@ class DamageLog:
     ) -> None:
         """Write a line. Print the first line to stderr, or every line if the file cannot be written.
 
-        Args:
-            read: samples that this rank has read in total, including those before a restart: the file
-                contains their damaged samples too.
-            once: skip an image that this rank has logged before; it is neither written nor counted.
+        `read` are the samples that this rank has read, with those before a restart: the file contains their
+        damaged samples too. With `once`, an image that this rank has logged before is skipped.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
@@ -95,11 +89,7 @@ class DamageLog:
             )
 
     def entries(self, start: int = 0) -> list[dict[str, object]]:
-        """Lines of all processes of this rank in the file, and lines that this process could not write.
-
-        Args:
-            start: bytes of the file that are left out.
-        """
+        """Lines of this rank from byte `start` on, and those that this process could not write."""
         try:
             with self._reading() as file:
                 file.seek(start if start <= _size(self._file) else 0)  # another program may have truncated it

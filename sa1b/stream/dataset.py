@@ -270,10 +270,7 @@ class Stream(IterableDataset[Batch]):
         """Begin an iteration and return its position.
 
         The next iteration is the next epoch, even if this one is not read to its end. An endless stream
-        continues after the last batch that this process passed to `taken`.
-
-        Raises:
-            UsageError: the stream is endless and a DataLoader with workers has read from it.
+        continues after the last batch passed to `taken`: UsageError if a DataLoader with workers read it.
         """
         return self.iterations.begin(None if self.epochs is None else self.plan.epoch_end)
 

@@ -27,11 +27,8 @@ from sa1b.stream.transform import Frame
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image to decode.
-
-    Attributes:
-        jpeg: the stored file. It may have fewer pixels than the source image, whose pixels the frame uses.
-        frame: which part of the image to decode, its size in the square, and whether it is mirrored.
+    """An image to decode: which part of it, its size in the square, and whether it is mirrored. The stored
+    file may have fewer pixels than the source image, whose pixels the frame uses.
     """
 
     jpeg: bytes | memoryview
@@ -54,24 +51,16 @@ class Decoder(Protocol):
     def batched(self) -> bool: ...
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
-        """Decode n images.
+        """Decode n images into `out`, uint8 [n, S, S, 3], RGB, contiguous, on `device`.
 
         The window of the frame fills the top left `Frame.taken` rows and columns of the image's square. If
         the frame is mirrored, the pixels are mirrored; then `Frame.pixels` is applied. All other pixels are
-        set to 0. The same file and frame give the same pixels in any thread and in any batch. A damaged JPEG,
-        or a JPEG that causes a decoder warning, does not affect other images: its BadSample is returned, not
-        raised, and the contents of its square are undefined.
+        set to 0. The same file and frame give the same pixels in any thread and in any batch. On a GPU the
+        work is submitted to the current stream and need not be finished on return.
 
-        Args:
-            images: n JPEG files in host memory.
-            out: uint8 [n, S, S, 3], RGB, contiguous, on `device`. On a GPU the work is submitted to the
-                current stream and need not be finished on return.
-
-        Returns:
-            For each image None, or the reason why it cannot be decoded.
-
-        Raises:
-            Exception: the error, such as MemoryError, is not caused by a file; reading stops.
+        For each image it returns None, or the reason why it cannot be decoded: a damaged JPEG, or one that
+        causes a warning, does not affect other images, and the contents of its square are undefined. An
+        exception, such as MemoryError, is not caused by a file, and reading stops.
         """
         ...
 
@@ -102,15 +91,10 @@ class CpuDecoder:
 
 
 def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]) -> None:
-    """Decode a JPEG into the top left of a square buffer; the rest of the buffer becomes 0.
+    """Decode a JPEG into the top left of `buffer`, uint8 [S, S, 3], RGB; the rest of the buffer becomes 0.
 
     The decoder's DCT scales down first (`sa1b.shards.jpeg.decode_scaled`). Then the window is resampled by
     its exact edges, so that the image is aligned with its masks.
-
-    Args:
-        data: the stored JPEG.
-        frame: position and size of the image in the square.
-        buffer: uint8 [S, S, 3], RGB.
 
     Raises:
         BadSample: the file is not a JPEG, or decoding it fails or causes a warning.
@@ -146,14 +130,10 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
 
 
 def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> Edges:
-    """The top, bottom, left and right edge of a frame's window in a decoded image, in its pixels.
+    """The top, bottom, left and right edge of a frame's window in an image decoded at n/8 of its stored size.
 
-    Edges may lie between pixels: a stored image may be smaller than its source, and n/8 of its size need not
-    be whole.
-
-    Args:
-        stored: height and width of the image in the file.
-        eighths: scale of the decoded image, in eighths of the stored one.
+    Edges are in its pixels and may lie between them: a stored image may be smaller than its source, and n/8
+    of its size need not be whole. `stored` is height and width in the file.
     """
     x, y, width, height = frame.window
     down, across = stored[0] * eighths, stored[1] * eighths

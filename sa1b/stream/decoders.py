@@ -55,16 +55,9 @@ class DecoderError(Sa1bError):
 class GpuDecoder:
     """Decodes on a GPU with one of sa1b.stream.jpeg_libraries; see the module and `Decoder`.
 
-    Args:
-        name: name of the decoder, for messages.
-        library: creates the library's decoder for a lane.
-        lane: creates a lane on a device.
-        device: type of the device.
-
-    Attributes:
-        counts: number of images of all streams of the process by how they were decoded: "gpu"; "cpu": files
-            that are not for a GPU; "refused": on the CPU because the library returned none; "skipped": on
-            the CPU because the library reported success without writing the image.
+    `counts` are the images of all streams of the process by how they were decoded: "gpu"; "cpu": files that
+    are not for a GPU; "refused": on the CPU because the library returned none; "skipped": on the CPU because
+    the library reported success without writing the image.
     """
 
     batched = True
@@ -131,10 +124,7 @@ class GpuDecoder:
                     idle.append(one)
 
     def _new(self, device: torch.device) -> tuple[Lane, JpegLibrary]:
-        """A new lane, whose library has decoded a test image.
-
-        Without the test, a library that cannot decode anything would leave all images to the CPU.
-        """
+        """A new lane whose library has decoded a test image: a broken one would leave all to the CPU."""
         lane, size = self._new_lane(device), (48, 64)
         test = np.full((*size, 3), 40, np.uint8)
         file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
@@ -195,13 +185,10 @@ def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:
 
 
 def written(images: Sequence[Tensor | None]) -> list[bool]:
-    """Whether all four corners and the centre of each image were written over POISON.
+    """Whether four corners and centre of each image, uint8 [height, width, 3], were written over POISON.
 
-    Waits for the current stream. A part of exactly that colour is taken as not written: the image is then
-    decoded on the CPU, each time.
-
-    Args:
-        images: uint8 [height, width, 3], at least 8 pixels high and wide; None is not written.
+    Waits for the current stream. Images have at least 8 pixels a side; None is not written. A part of exactly
+    that colour is taken as not written: the image is then decoded on the CPU, each time.
     """
     parts, side = [], _CORNER
     for image in images:
@@ -217,13 +204,9 @@ def written(images: Sequence[Tensor | None]) -> list[bool]:
 
 
 def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
-    """Write the frame's window of a decoded image into a padded square, resized with antialiasing.
-
-    Args:
-        pixels: uint8 [height, width, 3], the whole stored image.
-        stored: height and width of the stored image.
-        frame: position and size of the image in the square.
-        target: uint8 [S, S, 3] on the same device; pixels outside of the frame become 0.
+    """Write the frame's window of a decoded image into a padded square, resized with antialiasing. `pixels`,
+    uint8 [height, width, 3], is the whole stored image; `target`, uint8 [S, S, 3], is on the same device, and
+    its pixels outside of the frame become 0.
     """
     rows, columns = frame.taken
     edges = window_edges(frame, stored)
@@ -249,9 +232,8 @@ def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
 
 
 def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
-    """A window with edges between pixels, resized by bilinear interpolation, float [1, 3, rows, columns].
-
-    Where the window is reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
+    """A window with edges between pixels, resized bilinearly, float [1, 3, rows, columns]. Where it is
+    reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
     """
     top, bottom, left, right = edges
     height, width = source.shape[2:]
@@ -282,27 +264,18 @@ DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
 def decoder(name: str) -> Decoder:
-    """A decoder by its name, one of DECODERS; for a GPU, the same one for all streams of the process.
-
-    Raises:
-        ValueError: no decoder has this name, or the library that it needs is not installed.
-    """
+    """The decoder of this name, for a GPU one per process; ValueError if it is unknown or not installed."""
     if name not in DECODERS:
         raise BadValue(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()
 
 
 def decoder_for(decode: str, current: Decoder, name: str) -> str:
-    """The name of the decoder of a loader.
+    """The name of the decoder of a loader whose stream has `name`; ValueError if `decode` is unknown.
 
-    Args:
-        decode: "cpu"; "gpu": the stream's decoder if it decodes on a GPU, else the first library of
-            sa1b.stream.jpeg_libraries that is installed; "auto": the stream's decoder. On a GPU no rate has
-            been measured yet, so "auto" never replaces a decoder.
-        current, name: the stream's decoder.
-
-    Raises:
-        ValueError: `decode` is not one of DECODES, or no library for the GPU is installed.
+    "gpu" is the stream's decoder if it decodes on a GPU, else the first library of sa1b.stream.jpeg_libraries
+    that is installed, else a ValueError. "auto" is the stream's decoder: on a GPU no rate has been measured
+    yet, so it never replaces a decoder.
     """
     if decode not in DECODES:
         raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")

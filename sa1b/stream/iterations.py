@@ -59,11 +59,7 @@ _SAME = ("rank", "world_size", "global_batch", "micro_batch", "shares", "count",
 
 
 class Iterations:
-    """The position at which the next iteration begins, shared with worker processes.
-
-    Args:
-        position: position of the first iteration.
-    """
+    """The position at which the next iteration begins, shared with worker processes."""
 
     def __init__(self, position: int = 0) -> None:
         self._file, self._lock = _anonymous_file(), ForkLock()
@@ -90,12 +86,9 @@ class Iterations:
     def begin(self, following: Callable[[int], int] | None) -> int:
         """The position at which an iteration of this process begins.
 
-        Args:
-            following: maps the start position of an iteration to that of the next one. None for an endless
-                iteration: the position does not change, and the caller sets it when it takes batches.
-
-        Raises:
-            UsageError: worker processes have read an endless iteration, so the used batches are unknown.
+        `following` maps the start of an iteration to that of the next one. None is an endless iteration: the
+        position does not change, and the caller sets it when it takes batches. UsageError if worker processes
+        have read an endless iteration: the used batches are unknown.
         """
         worker = get_worker_info()
         with self._locked():
@@ -196,11 +189,6 @@ class StreamIterator(Iterator[Batch]):
 
     A worker's iteration is where it began and how many of its batches were used. The start of the next batch
     is computed from both, so no batch is read to resume. The iteration begins with its first batch.
-
-    Args:
-        plan, iterations: those of the stream.
-        read: reads micro-batches, see `Stream.read`.
-        begin: begins an iteration and returns its position, see `Stream.begin`.
     """
 
     def __init__(
@@ -258,11 +246,7 @@ class StreamIterator(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue an iteration, before the first batch.
-
-        Raises:
-            ResumeError: the state has other ranks, workers or batch sizes.
-        """
+        """Continue an iteration before its first batch; ResumeError if ranks, workers or sizes differ."""
         own = self._identity()
         if state.keys() != {*own, "begun", "used", "following"}:
             raise ResumeError(

@@ -68,9 +68,8 @@ class Lane(Protocol):
         ...
 
     def current(self) -> Any:
-        """A context in which the calling thread submits to this lane and allocates its memory.
-
-        On exit, the stream that was current before waits for the lane.
+        """A context in which the thread submits to this lane and allocates its memory. On exit, the stream
+        that was current before waits for the lane.
         """
         ...
 
@@ -92,13 +91,8 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A lane on a CUDA device; see `Lane`.
-
-    PyTorch has 32 streams of high priority, and gives them to callers in turn. So only a few lanes may be
-    made in a process; see `sa1b.stream.decoders.decoder`.
-
-    Args:
-        device: a CUDA device with an index.
+    """A lane on a CUDA device, with an index. PyTorch has 32 streams of high priority, and gives them to
+    callers in turn. So only a few lanes may be made in a process; see `sa1b.stream.decoders.decoder`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,24 +133,17 @@ class JpegLibrary(Protocol):
     """Interface of a library's decoder; one thread at a time uses it."""
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
-        """Decode n files inside `lane.current()`.
+        """Decode n files inside `lane.current()`. An exception is not caused by a file.
 
         Returns:
             For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
             with POISON before the JPEG engine could write into it; None if the file was not decoded.
-
-        Raises:
-            Exception: the error, such as lack of memory, is not caused by a file.
         """
         ...
 
 
 def installed() -> str:
-    """The first library that is installed in a version that can be used.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first library that is installed in a version that can be used; ValueError if there is none."""
     old = []
     for name, (distributions, least) in DISTRIBUTIONS.items():
         for distribution in distributions:
@@ -197,11 +184,7 @@ def _library(module: str, name: str) -> ModuleType:
 
 
 class Torchcodec:
-    """torchcodec; see the module.
-
-    Args:
-        decode: `torchcodec.decoders.decode_jpeg`.
-    """
+    """torchcodec, whose `torchcodec.decoders.decode_jpeg` is `decode`; see the module."""
 
     def __init__(self, decode: Callable[..., list[Tensor]]) -> None:
         self._decode = decode
@@ -238,12 +221,7 @@ class Torchcodec:
 
 
 class Nvimgcodec:
-    """nvimgcodec; see the module.
-
-    Args:
-        library: the module `nvidia.nvimgcodec`.
-        device: the GPU, with an index.
-    """
+    """The module `nvidia.nvimgcodec` on a GPU with an index; see the module's docstring."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         self._library = library
@@ -300,10 +278,8 @@ def _nvimgcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
 
 
 def _filled_spans(shapes: list[tuple[int, ...]], lane: Lane) -> list[Size]:
-    """Fill memory for these shapes, and free it again, so that the library's output is allocated in it.
-
-    Returns:
-        First and last address of each part, in bytes, ascending.
+    """First and last address of memory for these shapes, in bytes, ascending: filled, and freed again, so
+    that the library's output is allocated in it.
     """
     blocks = [lane.filled(shape) for shape in shapes]
     spans: list[Size] = []
@@ -321,9 +297,8 @@ def _inside(image: Tensor, spans: list[Size]) -> bool:
 
 
 def _copied(files: Sequence[File], lane: Lane) -> list[Tensor]:
-    """The files in the lane's host memory, without EXIF segments, by which the library would turn images.
-
-    Torch warns about tensors of read-only memory, such as bytes; so they are copied.
+    """The files, copied to host memory of the lane: torch warns about read-only memory, such as bytes. EXIF
+    segments, by which the library would turn images, are left out.
     """
     parts = [list(without_exif(file)) for file in files]
     ends = list(accumulate((sum(map(len, part)) for part in parts), initial=0))

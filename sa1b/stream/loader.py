@@ -6,9 +6,6 @@
             ...
             save({"stream": loader.state_dict()})
 
-One iteration is one epoch, and the next iteration is the next epoch. With `Stream(epochs=None)` an iteration
-does not end.
-
 There are three stages. Each stage works on later batches than the stage after it:
 
     pick        waits for the bytes of a sample, which are read in the background, and chooses its masks
@@ -21,9 +18,9 @@ processing runs release the GIL, so threads can share one copy of the sample tab
 until a batch is complete and makes its own CUDA stream wait for it. The sequence is exactly that of
 `sa1b.Stream`.
 
-Measured on a CPU with 3 threads. The caller computes for 0.4 s on each batch of 8 images of 1500 pixels
-with 32 masks at 256, and waits 1.3 ms for a batch (median). If collating and rasterising start only
-when the caller asks for the batch, it waits 16 ms.
+Measured on a CPU with 3 threads: the caller computes for 0.4 s on each batch of 8 images of 1500 pixels with
+32 masks at 256, and waits 1.3 ms for a batch (median). If collating and rasterising start only when the
+caller asks for the batch, it waits 16 ms.
 """
 
 import contextlib

@@ -98,10 +98,8 @@ class Order:
     def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows at these positions, int64, same shape: 0 to N - 1. Positions may span epochs.
 
-        Takes 20 ns per position in large calls and 10 us for 256 positions; releases the GIL.
-
-        Raises:
-            ValueError: a position is negative.
+        Takes 20 ns per position in large calls and 10 us for 256 positions; releases the GIL. Negative:
+        ValueError.
         """
         positions = _checked(positions)
         if positions.size == 0:
@@ -125,11 +123,7 @@ class Order:
         order_kernels.rows((positions - epoch * self.count).astype(np.uint64), keys, sizes, out)
 
     def check_step(self, position: int) -> None:
-        """Verify that a step may begin at this position.
-
-        Raises:
-            ValueError: the position is negative or cuts a block.
-        """
+        """ValueError if a step may not begin at this position: it is negative or cuts a block."""
         if position < 0:
             raise ValueError(f"position={position} must not be negative")
         if (position if self.endless else position % self.count) % self.block_size:
@@ -138,12 +132,7 @@ class Order:
             )
 
     def substitute(self, position: int, attempt: int) -> int:
-        """The row that replaces a damaged row at `position`: hash(seed, position, attempt) mod N.
-
-        Args:
-            position: position of the damaged row.
-            attempt: 0 for the first substitute, 1 if that one is damaged too, and so on.
-        """
+        """The row for a damaged one: hash(seed, position, attempt) mod N; attempts count from 0."""
         return random_word(self.seed, Purpose.SUBSTITUTE, position, attempt) % self.count
 
 
@@ -161,11 +150,7 @@ class Sequential:
         _check_count(self.count)
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The rows at these positions, int64, and whether each is valid, bool; same shape.
-
-        Raises:
-            ValueError: a position is negative.
-        """
+        """The rows at these positions, int64, and whether each is valid; ValueError if one is negative."""
         positions = _checked(positions)
         return np.minimum(positions, self.count - 1), positions < self.count
 
@@ -173,11 +158,8 @@ class Sequential:
 def check_global_batch(
     global_batch: int, world_size: int, block_size: int = 1, shares: Sequence[int] | None = None
 ) -> None:
-    """Verify that a global batch has a sample for every rank and cuts no block.
-
-    Raises:
-        ValueError: the global batch has too few samples (or blocks) for the ranks and their shares, or is not
-            a multiple of the block size; or the shares are not one positive number for each rank.
+    """ValueError if a global batch has too few samples or blocks for the ranks and their shares, or cuts a
+    block, or if the shares are not one positive number for each rank.
     """
     if shares is not None and (
         len(shares) != world_size or not all(isinstance(share, int) and share > 0 for share in shares)
@@ -218,9 +200,6 @@ def rank_slice(
     With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
     those from r*B//W to (r+1)*B//W. The last block of an epoch may be short. With shares, of which the ranks
     before r have the sum s(r), these are the blocks from s(r)*B//s(W) to s(r+1)*B//s(W).
-
-    Raises:
-        ValueError: the rank is out of range or the position is negative.
     """
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -245,11 +224,7 @@ def micro_batch_count(
     samples: int, world_size: int, size: int, *, block_size: int = 1, shares: Sequence[int] | None = None
 ) -> int:
     """Number of micro-batches of at most `size` samples that every rank runs in a step of `samples` samples.
-
     With shares, each rank has its own size: see `micro_batch_size`.
-
-    Raises:
-        ValueError: size is below 1.
     """
     if size < 1:
         raise ValueError(f"micro_batch={size} must be at least 1")
@@ -268,12 +243,8 @@ def micro_batch_count(
 
 
 def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:
-    """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty.
-
-    A block stays within one micro-batch if its length divides `size`.
-
-    Raises:
-        ValueError: the slice does not fit into `count` micro-batches.
+    """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty. A
+    block stays within one micro-batch if its length divides `size`.
     """
     if not 0 <= stop - start <= size * count:
         raise ValueError(f"[{start}, {stop}) must fit into {count} micro-batches of {size} samples")

@@ -93,21 +93,12 @@ class SampleSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickedSample:
-    """A sample of a pending batch that is read, with its chosen masks; its image is still a JPEG.
+    """A sample of a pending batch that is read, with its chosen masks; its image is still a JPEG."""
 
-    Attributes:
-        index: index in the micro-batch.
-        attempt: number of substitutes that were tried before it.
-        row: row of the sample table.
-        image: the image to decode; None for the black image that replaces a damaged sample of a sequential
-            stream.
-        masks: the chosen masks.
-    """
-
-    index: int
-    attempt: int
-    row: int
-    image: EncodedImage | None
+    index: int  # in the micro-batch
+    attempt: int  # number of substitutes that were tried before it
+    row: int  # of the sample table
+    image: EncodedImage | None  # None: the black image that replaces a damaged sample of a sequential stream
     masks: SampleMasks
 
 
@@ -120,12 +111,8 @@ class PendingBatch:
     evaluation would not be comparable.
 
     Attributes:
-        source: where its samples come from.
-        piece: positions of the micro-batch.
         rows: rows of the sample table; of a damaged sample, that of its substitute.
-        valid: whether each sample is valid: False for padding and, once decoded, for a damaged sample of a
-            sequential stream.
-        reads: one pending read for each sample.
+        valid: False for padding and, once decoded, for a damaged sample of a sequential stream.
         number: number of the batch, counted from the first one of an iteration.
         images: uint8 [B, S, S, 3], the decoder's output, on its device; whoever decodes allocates it.
         pinned: pinned memory of the batch for the copy to a GPU; None on a CPU.
@@ -172,21 +159,13 @@ class PendingBatch:
 
     def pick(self, i: int) -> None:
         """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.
-
-        Raises:
-            DamageLimitError: too many samples are damaged.
-            sa1b.storage.errors.StorageError: the storage is not available.
+        Raises DamageLimitError, or a StorageError if the storage is not available.
         """
         self.picked[i] = self._pick(i, 0, self.rows[i], self.reads[i])
 
     def decode(self, start: int, stop: int) -> None:
-        """Decode the images of picked samples or of their substitutes.
-
-        Args:
-            start, stop: one sample, or all samples if the decoder takes a micro-batch at a time.
-
-        Raises:
-            DamageLimitError, sa1b.storage.errors.StorageError: as in `pick`.
+        """Decode the images of picked samples or of their substitutes: one sample, or all if the decoder
+        takes a micro-batch at a time. Raises as `pick`.
         """
         samples, out = [one for one in self.picked[start:stop] if one is not None], self.images[start:stop]
         self.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes

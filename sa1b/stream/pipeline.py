@@ -35,11 +35,7 @@ class StalledError(Sa1bError):
 
 
 class Pool:
-    """A ThreadPoolExecutor with priorities.
-
-    Args:
-        threads: number of threads.
-    """
+    """A ThreadPoolExecutor with priorities."""
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
@@ -47,10 +43,7 @@ class Pool:
         self._numbers = count()
 
     def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
-        """Run a job in a thread. Smaller priorities run first; jobs of equal priority run in order.
-
-        The job's result or exception is discarded.
-        """
+        """Run a job, smaller priorities first, equal ones in order. Its result or exception is discarded."""
         self._jobs.put((priority, next(self._numbers), job))
         self._threads.submit(self._work)
 
@@ -84,13 +77,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSettings:
-    """Settings and memory that the iterations of one loader share.
-
-    Attributes:
-        stream, threads, device, dense, read_only, stall_seconds: as for `sa1b.stream.loader.Loader`.
-        images: memory for the images of batches on the CPU.
-        masks: memory for the dense masks of batches on the CPU.
-    """
+    """Settings and memory that the iterations of one loader share; see `sa1b.stream.loader.Loader`."""
 
     stream: Stream
     threads: int
@@ -98,15 +85,13 @@ class PipelineSettings:
     dense: int | None
     read_only: bool
     stall_seconds: float
-    images: BufferPool
-    masks: MaskBufferPool
+    images: BufferPool  # memory for the images of batches on the CPU
+    masks: MaskBufferPool  # memory for the dense masks of batches on the CPU
 
 
 class BatchPipeline:
-    """The three stages of one iteration. Only its pool's threads and one caller use it.
-
-    Args:
-        side: stream of all iterations for copies to a GPU; None on a CPU.
+    """The three stages of one iteration. Only its pool's threads and one caller use it. `side` is the stream
+    of all iterations for copies to a GPU; None on a CPU.
     """
 
     def __init__(self, settings: PipelineSettings, side: SideStream | None) -> None:
@@ -272,9 +257,7 @@ class BatchPipeline:
 
     def _wait(self, work: PendingBatch) -> None:
         """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`.
-
-        Raises:
-            UnavailableError, StalledError: a thread reads or decodes a sample for longer than the deadline.
+        UnavailableError or StalledError if a thread reads or decodes a sample for longer than the deadline.
         """
         unfinished, seconds, since = work.unfinished(), self.settings.stall_seconds, time.monotonic()
         while not wait([work.result], timeout=max(0.0, self._next(since + seconds) - time.monotonic())).done:

@@ -35,27 +35,16 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Plan:
-    """The micro-batches of a rank, step by step.
-
-    Attributes:
-        order: order of the samples.
-        global_batch: samples of a step over all ranks.
-        micro_batch: largest number of samples that a rank reads at a time; with shares, for the largest one.
-        rank, world_size: rank of this process, and number of processes.
-        shares: for each rank, its share of a step; None: all ranks have the same.
-        count: micro-batches of a full step, the same number on every rank.
-
-    Raises:
-        ValueError: the sizes do not fit together.
-    """
+    """The micro-batches of a rank, step by step; ValueError if the sizes do not fit together."""
 
     order: Order | Sequential
-    global_batch: int
+    global_batch: int  # samples of a step over all ranks
+    # largest number of samples that a rank reads at a time; with shares, for the largest one
     micro_batch: int
     rank: int
     world_size: int
-    shares: Sequence[int] | None = None
-    count: int = field(init=False)
+    shares: Sequence[int] | None = None  # for each rank, its share of a step; None: all ranks have the same
+    count: int = field(init=False)  # micro-batches of a full step, the same number on every rank
 
     def __post_init__(self) -> None:
         check_global_batch(self.global_batch, self.world_size, self.block_size, self.shares)
@@ -63,11 +52,7 @@ class Plan:
         self.count = self._count(self.global_batch)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, the same number on every rank.
-
-        Raises:
-            TypeError: the order is endless.
-        """
+        """Micro-batches in an epoch, the same number on every rank; TypeError if the order is endless."""
         if self.endless:
             raise BadType("len(stream): an endless stream (epochs=None) has no length; use steps_per_epoch")
         before = (self.steps_per_epoch - 1) * self.global_batch
@@ -84,9 +69,7 @@ class Plan:
 
     def micro_batches(self, position: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches from the start of a step to the end of the epoch, if there is an end.
-
-        Raises:
-            ValueError: the position is negative or cuts a block.
+        ValueError if the position is negative or cuts a block.
         """
         if isinstance(self.order, Sequential):
             position %= self.order.count  # every epoch repeats the first one
@@ -133,11 +116,7 @@ class Plan:
 
 
 def checked_position(position: object, name: str = "position") -> int:
-    """A position, which leaves room for an epoch in the 63 bits of a position.
-
-    Raises:
-        ValueError: not a whole number from 0 to MAX_POSITION.
-    """
+    """A position from 0 to MAX_POSITION, which leaves room for an epoch in 63 bits; ValueError for others."""
     return whole_number(name, position, most=MAX_POSITION)
 
 
@@ -149,13 +128,8 @@ def largest_share(samples: int, world_size: int, shares: Sequence[int] | None) -
 
 
 def process_rank() -> tuple[int, int]:
-    """Rank and world size of this process.
-
-    They come from torch.distributed if it is initialised, else from torchrun's environment variables. Without
-    either, the process is rank 0 of 1.
-
-    Raises:
-        ValueError: a variable is no number, or RANK is negative or not below WORLD_SIZE.
+    """Rank and world size of this process: those of torch.distributed if it is initialised, else of
+    torchrun's environment variables, else 0 of 1. ValueError if a variable is not valid.
     """
     # If torch.distributed was never imported, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
@@ -176,10 +150,7 @@ _SEQUENCE = ("order", "block_size", "ids_sha256", "masks_where", "seed")
 
 class ResumeError(Sa1bError):
     """A saved state that does not belong to this stream; the message names the difference and the remedy.
-
-    Attributes:
-        argument: the stream's argument that differs, such as "seed" or "view"; None if the value is not the
-            state of a stream.
+    `argument` is the stream's argument that differs, such as "seed"; None: not the state of a stream.
     """
 
     def __init__(self, message: str, argument: str | None = None) -> None:
@@ -194,18 +165,10 @@ _PASS = "pass what state_dict() returned"
 
 
 def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
-    """Check that a state has the same sequence as a stream, and warn about other differences.
+    """Check that a state has the same sequence as a stream, `own`, and warn about other differences.
 
-    Args:
-        own: state of the stream.
-        state: the saved state.
-        view: the stream's view, for messages.
-        root: the stream's dataset directory, for messages.
-        grown: whether the stream reads all images of the directory, which may have grown since the state was
-            saved.
-
-    Raises:
-        ResumeError: the state has another sequence, or is not the state of a stream.
+    View and dataset directory are for messages. `grown`: the stream reads all images of the directory, which
+    may have grown since the state was saved. ResumeError: another sequence, or not the state of a stream.
     """
     if not isinstance(state, Mapping):
         raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")

@@ -110,38 +110,22 @@ class SampleOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleMasks:
-    """The chosen masks of one image, m of them; coordinates in the padded square S x S, see sa1b.masks.grid.
-
-    Attributes:
-        image_id: id of the image.
-        frame: window, size and mirroring of the image in the square.
-        runs: runs of the chosen masks in the frame's window, at source resolution, mirrored if the image is.
-        boxes: float32 [m, 4], x0, y0, x1, y1: the centres of the mask's first and last column and row.
-        points: float32 [m, 2], x, y: the centre of a uniform foreground pixel.
-        areas: int64 [m], source pixels in the window.
-        predicted_iou, stability_score: float32 [m].
-        mask_ids: int64 [m], -1 where the annotation has none.
-        mask_index: int64 [m], the mask's index in its record, ascending and unique in an image.
-    """
+    """The chosen masks of one image, m of them; coordinates in the padded square, see sa1b.masks.grid."""
 
     image_id: int
     frame: Frame
-    runs: Runs
-    boxes: npt.NDArray[np.float32]
-    points: npt.NDArray[np.float32]
-    areas: npt.NDArray[np.int64]
+    runs: Runs  # in the frame's window, at source resolution, mirrored if the image is
+    boxes: npt.NDArray[np.float32]  # [m, 4], x0, y0, x1, y1: centres of the first and last column and row
+    points: npt.NDArray[np.float32]  # [m, 2], x, y: the centre of a uniform foreground pixel
+    areas: npt.NDArray[np.int64]  # [m], source pixels in the window
     predicted_iou: npt.NDArray[np.float32]
     stability_score: npt.NDArray[np.float32]
-    mask_ids: npt.NDArray[np.int64]
-    mask_index: npt.NDArray[np.int64]
+    mask_ids: npt.NDArray[np.int64]  # [m], -1 where the annotation has none
+    mask_index: npt.NDArray[np.int64]  # [m], index in the record, ascending and unique in an image
 
 
 def frame_of(annotations: Annotations, options: SampleOptions, seed: int, epoch: int) -> Frame:
-    """The frame of an image, a function of (seed, image id, epoch).
-
-    Raises:
-        TransformError: a transform failed.
-    """
+    """The frame of an image, a function of (seed, image id, epoch); TransformError if a transform failed."""
     image_id = annotations.image_id
     frame = Frame.whole_image(
         annotations.height, annotations.width, options.image_size, stretch=options.resize == "stretch"
@@ -163,11 +147,7 @@ def pick_masks(
     usable: npt.NDArray[np.bool_] | None = None,
 ) -> SampleMasks:
     """Choose masks and a point in each: a function of (seed, image id, epoch) in the frame of the image.
-
-    `usable` is bool [N], the masks that may be chosen; None means all. Empty masks are never chosen.
-
-    Raises:
-        TransformError: a transform failed.
+    `usable` is bool [N], the masks that may be chosen; None means all. TransformError if a transform failed.
     """
     image_id = annotations.image_id
     frame = frame_of(annotations, options, seed, epoch)

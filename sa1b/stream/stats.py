@@ -14,19 +14,12 @@ STAGES = ("read", "pick", "decode", "collate", "device")
 
 @dataclass(slots=True)
 class Stage:
-    """Counters of one stage over all threads.
+    """Counters of one stage over all threads."""
 
-    Attributes:
-        items: samples for read, pick and decode; batches for collate and device.
-        bytes: bytes of files for read and decode, bytes of images for device.
-        seconds: busy time.
-        depth: jobs that waited for a thread, mean over all requests for a batch. Jobs of pick are counted
-            under read, because one job does both.
-    """
-
-    items: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    items: int = 0  # samples for read, pick and decode; batches for collate and device
+    bytes: int = 0  # of files for read and decode, of images for device
+    seconds: float = 0.0  # busy time
+    # jobs that waited for a thread, mean over requests; read counts those of pick: one job does both
     depth: float = 0.0
 
 
@@ -54,21 +47,13 @@ class Snapshot(dict[str, Any]):
 
 @dataclass(slots=True, eq=False)
 class PipelineStats:
-    """All stages of one stream or loader; safe to share between threads.
-
-    Attributes:
-        stages: counters by name of the stage.
-        waited_seconds: seconds that the caller waited for batches.
-        ready: complete batches at a request for a batch, mean.
-        looks: number of requests for a batch.
-        cache: the local cache of the dataset directory, which counts its reads.
-    """
+    """All stages of one stream or loader; safe to share between threads."""
 
     stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
-    waited_seconds: float = 0.0
-    ready: float = 0.0
-    looks: int = 0
-    cache: RangeCache | None = None
+    waited_seconds: float = 0.0  # that the caller waited for batches
+    ready: float = 0.0  # complete batches at a request for a batch, mean
+    looks: int = 0  # requests for a batch
+    cache: RangeCache | None = None  # the local cache of the dataset directory, which counts its reads
     _lock: ForkLock = field(default_factory=ForkLock)
 
     @contextmanager

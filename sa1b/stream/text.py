@@ -116,21 +116,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextColumn:
-    """An open table of texts.
-
-    Attributes:
-        options: how it was opened.
-        column: the texts by id.
-        tokenizer: None if the table has embeddings.
-        width: numbers of an embedding; 0 if the table has strings.
-        several: whether an id has a list of texts.
-    """
+    """An open table of texts."""
 
     options: Text
     column: Column
-    tokenizer: Tokenizer | None = field(init=False)
-    width: int = field(init=False)
-    several: bool = field(init=False)
+    tokenizer: Tokenizer | None = field(init=False)  # None: the table has embeddings
+    width: int = field(init=False)  # numbers of an embedding; 0 if the table has strings
+    several: bool = field(init=False)  # whether an id has a list of texts
 
     def __post_init__(self) -> None:
         import pyarrow as pa
@@ -174,14 +166,9 @@ class TextColumn:
     ) -> tuple[Texts, list[Any]]:  # fmt: skip
         """The texts of N images or masks, as tensors and as Python values, None where there is none.
 
-        Args:
-            seed: seed of the stream.
-            ids: int64 [N], image or mask ids, according to the key.
-            images, epochs: int64 [N], id of each one's image, and the epoch.
-            indices: int64 [N], index of each mask in its record; 0 for images.
-
-        Raises:
-            ColumnError: embeddings have different lengths or NaN, or the tokenizer returns something else.
+        `ids` are those of images or masks, according to the key; `images` and `epochs` those of their visits;
+        `indices` those of masks in their records, 0 for images: all int64 [N]. ColumnError if embeddings have
+        different lengths or NaN, or if the tokenizer returns something else.
         """
         values = self.column.lookup(ids)
         self._warn_if_none(ids)
@@ -238,15 +225,7 @@ class TextColumn:
 
 
 def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
-    """The tokens of N texts; None is no text.
-
-    Args:
-        length: largest number of tokens; longer texts are cut.
-        key: what the texts belong to.
-
-    Raises:
-        ColumnError: the tokenizer returns something else than tokens.
-    """
+    """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns others."""
     rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
     rows = [row[:length] for row in rows]
     keys = [-1 if value is None else _key(value.encode()) for value in values]
@@ -266,11 +245,7 @@ def _key_of(column: Column) -> Key:
 
 def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:
     """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
-
-    Raises:
-        ColumnError: there is no such table, or it is not one of texts.
-        sa1b.storage.errors.StorageError: the table cannot be read.
-        UsageError: there is no such tokenizer.
+    ColumnError if it is not a table of texts; UsageError if there is no such tokenizer.
     """
     if text is None or isinstance(text, TextColumn):
         return text

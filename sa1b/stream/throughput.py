@@ -50,11 +50,9 @@ _PORTION = 8  # images that a thread decodes in one job
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The measured throughput.
+    """The measured throughput, and the settings of the loader.
 
     Attributes:
-        root: the dataset directory.
-        threads, image_size, masks, dense, batch, device: the settings of the loader.
         decoder: name of the decoder, see sa1b.stream.decode.
         on_cpu: share of the images that a decoder of the GPU left to the CPU; None for other decoders.
         images_per_second: rates of storage, decode and loader.
@@ -124,13 +122,10 @@ def measure(
     decode: Literal["auto", "cpu", "gpu"] = "auto",
     quiet: bool = False,
 ) -> Throughput:
-    """Measure storage, decoder and loader on the images of an endless stream.
+    """Measure storage, decoder and loader on the images of an endless stream, Stream(..., epochs=None).
 
-    Args:
-        stream: Stream(root, global_batch=..., epochs=None, ...).
-        seconds: time of all measurements together, without warm-up; the last batch may exceed it.
-        threads, dense, device, decode: as for `Loader`.
-        quiet: show no progress bar.
+    `seconds` is the time of all measurements together, without warm-up; the last batch may exceed it.
+    `threads`, `dense`, `device` and `decode` are as for `Loader`.
     """
     if stream.epochs is not None:
         raise UsageError(
@@ -194,9 +189,8 @@ def measure(
 
 
 def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
-    """Read batches of samples of an endless stream, with twice as many reads in flight as there are threads.
-
-    Yields the number of samples of each batch; their bytes are appended to `sizes`.
+    """Read batches of an endless stream, with twice as many reads in flight as there are threads. Yields the
+    number of samples of each batch; their bytes are appended to `sizes`.
     """
 
     def take(read: PendingRead) -> int:
@@ -248,9 +242,8 @@ def _images(stream: Stream) -> list[EncodedImage]:
 def _decodes(
     stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int, device: torch.device
 ) -> Iterator[int]:
-    """Decode the same JPEG files repeatedly, each thread into its own memory.
-
-    A decoder of micro-batches gets as many files at a time, of which only a few are decoded together.
+    """Decode the same JPEG files repeatedly, each thread into its own memory. A decoder of micro-batches gets
+    as many files at a time, of which only a few are decoded together.
     """
     batched, size = stream.decoder.batched, stream.options.image_size
     together = stream.plan.micro_batch if batched else 1

@@ -22,25 +22,15 @@ _FORMS = f"{BYTES!r}, the path of a .json file of the library tokenizers, or MOD
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer.
+    """A tokenizer."""
 
-    Attributes:
-        name: the name or path that it was opened with.
-        encode: text -> tokens, integers from 0 to vocabulary - 1.
-        vocabulary: number of different tokens; None if a function does not state it.
-    """
-
-    name: str
-    encode: Callable[[str], Sequence[int]]
-    vocabulary: int | None
+    name: str  # the name or path that it was opened with
+    encode: Callable[[str], Sequence[int]]  # text -> tokens, integers from 0 to vocabulary - 1
+    vocabulary: int | None  # number of different tokens; None if a function does not state it
 
 
 def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """A tokenizer by its name, see the module.
-
-    Raises:
-        UsageError: there is no such tokenizer, or the library tokenizers is missing.
-    """
+    """A tokenizer by its name, see the module; UsageError if there is none, or no library tokenizers."""
     name = os.fspath(name)
     if name == BYTES:
         return Tokenizer(name, lambda text: text.encode(), 256)

@@ -206,10 +206,8 @@ class ScaleJitter:
 def apply(
     transforms: Sequence[Transform], frame: Frame, annotations: Annotations, seed: int, epoch: int
 ) -> Frame:
-    """Apply all transforms to a frame, one after the other.
-
-    Raises:
-        TransformError: a transform raised an error, or did not return a frame of this image.
+    """Apply all transforms to a frame, one after the other. TransformError if a transform raised an error, or
+    did not return a frame of this image.
     """
     image_id = annotations.image_id
     for number, transform in enumerate(transforms):
@@ -229,11 +227,7 @@ def apply(
 
 
 def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Apply `Frame.pixels` to a decoded image; the result has the same shape and dtype.
-
-    Raises:
-        TransformError: the function raised an error, or returned another shape or dtype.
-    """
+    """Apply `Frame.pixels` to a decoded image; TransformError if it fails or shape or dtype are others."""
     try:
         changed = function(image)
     except Exception as error:
@@ -247,11 +241,7 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
 
 
 def check_pickles(transforms: Sequence[Transform]) -> None:
-    """Check that the transforms can be sent to spawned worker processes.
-
-    Raises:
-        TransformError: a transform cannot be pickled.
-    """
+    """TransformError if a transform cannot be pickled, as spawned worker processes need."""
     for transform in transforms:
         try:
             ForkingPickler.dumps(transform)
@@ -291,9 +281,8 @@ def _between(low: float, high: float, part: float) -> float:
 
 
 def _cut(frame: Frame, width: float, height: float, right: float, down: float) -> Frame:
-    """A window of about this size inside the frame's window.
-
-    `right` and `down`, from 0 to 1, give its position between the left and right, and top and bottom edge.
+    """A window of about this size inside the frame's window, whose place between the left and right, and top
+    and bottom edge is `right` and `down`, from 0 to 1.
     """
     x, y, most_wide, most_high = frame.window
     wide = min(most_wide, max(1, round(width)))
