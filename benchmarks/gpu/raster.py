@@ -21,7 +21,8 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
 from sa1b.masks import raster_torch
-from sa1b.stream.batch import Batch, RaggedMasks
+from sa1b.stream.batch import Batch
+from sa1b.stream.ragged import RaggedMasks
 
 IMAGE_SIZE = 1024
 TARGET = 1.5  # times zero_(), uint8 at 1024

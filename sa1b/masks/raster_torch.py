@@ -15,6 +15,7 @@ from sa1b.masks.runs import check_size
 Size = int | Tensor
 Flip = bool | Tensor
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
+PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
 
 
 def rasterize(
@@ -173,6 +174,20 @@ def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
     rows, columns = (source_pixel(target, image_size, 2 * size) < framed[:, i : i + 1] for i in range(2))
     inside: Tensor = rows[:, :, None] & columns[:, None, :]
     return inside
+
+
+def normalised(images: Tensor, sizes: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
+    """Normalised pixels float32 [B, 3, S, S] of RGB images uint8 [B, 3, S, S], the input of the encoder.
+
+    `sizes`: int64 [B, 2], rows and columns of each image; pixels outside are set to 0 after normalisation.
+    """
+    pixels = images.to(torch.float32).sub_(mean).div_(std)
+    if sizes is not None:
+        pixels_of_axis = torch.arange(images.shape[-1], device=images.device)
+        rows, columns = (pixels_of_axis < sizes.to(images.device)[:, :, None]).unbind(1)
+        pixels *= rows[:, None, :, None]
+        pixels *= columns[:, None, None, :]
+    return pixels
 
 
 # The rule of sa1b.masks.grid for torch; sa1b.masks.raster_triton compiles the same three functions. So they

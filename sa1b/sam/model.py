@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.image_encoder import ImageEncoder
 from sa1b.sam.mask_decoder import ALL, MaskDecoder
 from sa1b.sam.prompt_encoder import PromptEncoder
@@ -26,7 +27,6 @@ from sa1b.sam.transformer import SharedImage
 
 _RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
-PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +139,6 @@ PRESETS: dict[str, ModelConfig] = {
 
 def _flag(name: str) -> str:
     return f"--model.{name.replace('_', '-')}"
-
-
-def normalised(images: Tensor, sizes: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalised pixels float32 [B, 3, S, S] of RGB images uint8 [B, 3, S, S], the input of the encoder.
-
-    `sizes`: int64 [B, 2], rows and columns of each image; pixels outside are set to 0 after normalisation.
-    """
-    pixels = images.to(torch.float32).sub_(mean).div_(std)
-    if sizes is not None:
-        pixels_of_axis = torch.arange(images.shape[-1], device=images.device)
-        rows, columns = (pixels_of_axis < sizes.to(images.device)[:, :, None]).unbind(1)
-        pixels *= rows[:, None, :, None]
-        pixels *= columns[:, None, None, :]
-    return pixels
 
 
 class Sam(nn.Module):

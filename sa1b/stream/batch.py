@@ -1,4 +1,4 @@
-"""A micro-batch as tensors: images as uint8, masks as ragged runs that become pixels on demand.
+"""A micro-batch as tensors: images as uint8, masks as ragged runs, and the forms that other models take.
 
 torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
 memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
@@ -11,13 +11,9 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,111 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from sa1b.arguments import BadValue
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.masks import raster, raster_torch
-from sa1b.masks.runs import Runs, check_size
-from sa1b.stream.buffers import Tensors, fresh
+from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
+from sa1b.stream.buffers import Tensors
+from sa1b.stream.ragged import PaddedMasks, RaggedMasks, padded_index
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.text import Texts
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
 _SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RaggedMasks(Tensors):
-    """The masks of a micro-batch as runs, M masks of B images.
-
-    Attributes:
-        runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
-        offsets: int64 [M + 1] into runs.
-        image: int64 [M], the image in the batch that each mask belongs to, ascending.
-        counts: number of masks of each image, as integers on the host: reading them does not wait for the
-            device.
-        sizes: int64 [M, 2], height and width of the mask's source image, or of its window.
-        taken: int64 [M, 2], rows and columns of the padded square that the image fills.
-        image_size: pixels of the padded square.
-    """
-
-    runs: Tensor
-    offsets: Tensor
-    image: Tensor
-    counts: tuple[int, ...]
-    sizes: Tensor
-    taken: Tensor
-    image_size: int
-
-    def __repr__(self) -> str:
-        return (
-            f"RaggedMasks({len(self):,} masks of {len(self.counts)} images, {len(self.runs):,} runs, "
-            f"frame of {self.image_size} pixels, {self.runs.device})"
-        )
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
-
-        The result is the same on every device, bit for bit: see sa1b.masks.grid. On a CUDA device nothing is
-        copied and the host does not wait if triton is installed, which CUDA builds of torch include.
-
-        Raises:
-            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
-        """
-        size = self._size(size)
-        if self.runs.device.type != "cpu":
-            rasterize = _back_end(self.runs.device.type).rasterize_frame
-            masks = (self.runs, self.offsets, *self.sizes.unbind(1))
-            pixels: Tensor = rasterize(*masks, self.image_size, size, taken=self.taken, out=out)
-            return pixels
-        if out is None:
-            out = fresh((len(self), size, size))
-        for job in self.raster_jobs(size, out):
-            job()
-        return out
-
-    def empty(self, size: int | None = None) -> Tensor:
-        """Which masks have no pixel in the padded square at `size` (image_size if None): bool [M].
-
-        `dense` may read none of the source pixels of a small mask. The mask stays in the batch, with its
-        point, box and scores, as a target without foreground. Leave it out of the loss, or exclude such masks
-        with `Stream(min_pixels=)`. The result is computed from the runs, without pixels, and equals
-        `~(self.dense(size) != 0).flatten(1).any(1)`.
-
-        Raises:
-            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
-        """
-        heights, widths = self.sizes.unbind(1)
-        size = self._size(size)
-        return raster_torch.empty_frames(
-            self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
-        )
-
-    def _size(self, size: int | None) -> int:
-        return self.image_size if size is None else check_size(size, size)[0]
-
-    def raster_jobs(
-        self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
-    ) -> list[Callable[[], object]]:
-        """The work of `dense` on a CPU as one call per image, which fills its masks in `out`, uint8 [M, size,
-        size]. `boxes`, int64 [M, 4], are the parts of `out` that are not 0: see
-        `sa1b.masks.raster.rasterize_frame`.
-        """
-        # The compiled function takes the masks of one image, which are contiguous.
-        found: list[Callable[[], object]] = []
-        for start, stop in pairwise(accumulate(self.counts, initial=0)):
-            if start < stop:
-                height, width = self.sizes[start].tolist()
-                offsets = self.offsets[start : stop + 1].numpy()
-                runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
-                own = Runs(runs, offsets - offsets[0], height, width)
-                rows, columns = self.taken[start].tolist()
-                job = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
-                known = None if boxes is None else boxes[start:stop]
-                found.append(partial(job, out=out[start:stop].numpy(), boxes=known))
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +103,113 @@ class Batch(Tensors):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def boxes_xyxy(self) -> Tensor:
+        """Edges of the boxes, x0, y0, x1, y1 in the padded square: float32 [M, 4].
+
+        `boxes` has the centres of the first and last source pixel, and these are half a source pixel outside
+        of them. It is the form of torchvision's detectors: a box of one pixel is not empty.
+        """
+        half = (self.framed_sizes / self.source_sizes / 2).flip(1)[self.masks.image]  # x, y
+        return self.boxes + torch.cat((-half, half), dim=1)
+
+    def padded(self, size: int | None = None) -> PaddedMasks:
+        """Masks, points and boxes as [B, N, ...], padded to the N masks of the image with most.
+
+        The pixels are those of `masks.dense(size)`. For them the result has B * N * size**2 bytes. On a CUDA
+        device the host does not wait.
+
+        Args:
+            size: height and width of the masks; None: those of `dense`, or of the images without it.
+
+        Raises:
+            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
+        """
+        dense = self.dense
+        if dense is None or size not in (None, dense.shape[-1]):
+            dense = self.masks.dense(size)
+        index = padded_index(self.masks.counts)
+        row, column = (one.to(self.ids.device, non_blocking=True) for one in (index >= 0).nonzero().unbind(1))
+
+        def padded(flat: Tensor) -> Tensor:
+            empty = flat.new_zeros(*index.shape, *flat.shape[1:])
+            return empty.index_put_((row, column), flat)
+
+        return PaddedMasks(
+            masks=padded(dense),
+            points=padded(self.points),
+            boxes=padded(self.boxes),
+            index=index.to(self.ids.device, non_blocking=True),
+            valid=padded(self.valid[self.masks.image]),
+        )
+
+    def normalised(self, mean: Sequence[float] = PIXEL_MEAN, std: Sequence[float] = PIXEL_STD) -> Tensor:
+        """Images as encoders take them, (value - mean) / std: float32 [B, 3, S, S], padding 0 after that.
+
+        `mean` and `std` are of red, green and blue for values from 0 to 255, by default those of SAM and
+        ImageNet. Multiply those for values from 0 to 1 by 255.
+        """
+        mean_rgb, std_rgb = (torch.tensor(one, device=self.ids.device).view(3, 1, 1) for one in (mean, std))
+        return normalised(self.images, self.framed_sizes, mean_rgb, std_rgb)
+
+    def to_source(self, coordinates: Tensor, image: Tensor | None = None) -> Tensor:
+        """Points or boxes of the padded square as pixel indices in the source image, for any crop and flip.
+
+        Args:
+            coordinates: float [N, 2] (x, y) or [N, 4] (x0, y0, x1, y1), such as `points` and `boxes`.
+            image: int64 [N], the image in the batch that each row belongs to; None: `masks.image`.
+
+        Returns:
+            Of the shape of `coordinates`. Of a mirrored image, x0 and x1 are exchanged.
+
+        Raises:
+            ValueError: `coordinates` has another shape.
+        """
+        (x, y, width, height), (rows, columns), flipped = self._frame(coordinates, image)
+        across, down = coordinates[:, ::2] * width / columns, coordinates[:, 1::2] * height / rows
+        across = torch.where(flipped, width - across.flip(1), across)
+        return torch.stack((x + across, y + down), dim=2).flatten(1) - 0.5
+
+    def to_square(self, coordinates: Tensor, image: Tensor | None = None) -> Tensor:
+        """The inverse of `to_source`: pixel indices in the source image as points or boxes of the square."""
+        (x, y, width, height), (rows, columns), flipped = self._frame(coordinates, image)
+        across, down = coordinates[:, ::2] + 0.5 - x, coordinates[:, 1::2] + 0.5 - y
+        across = torch.where(flipped, width - across.flip(1), across)
+        return torch.stack((across * columns / width, down * rows / height), dim=2).flatten(1)
+
+    def _frame(self, coordinates: Tensor, image: Tensor | None) -> tuple[Any, Any, Tensor]:
+        """Window, size in the square and flip of the image of each row, [N, 1] each."""
+        image = self.masks.image if image is None else image
+        if coordinates.ndim != 2 or coordinates.shape[1] not in (2, 4) or len(coordinates) != len(image):
+            actual = list(coordinates.shape)
+            raise BadValue(f"coordinates: must be [{len(image)}, 2] or [{len(image)}, 4], got {actual}")
+        columns = (self.windows[image], self.framed_sizes[image])
+        window, framed = (one[:, :, None].unbind(1) for one in columns)
+        return window, framed, self.flipped[image, None]
+
+    def for_transformers(self, prompts: str = "points") -> dict[str, Tensor]:
+        """The arguments of `transformers.SamModel` for this batch: `SamModel(**batch.for_transformers())`.
+
+        The model adds half a pixel to coordinates itself. Prompts are padded as in `padded`, so its
+        predictions are [B, N, ...]; leave out those that are not `padded().valid`.
+
+        Args:
+            prompts: "points", "boxes" or "both".
+
+        Raises:
+            ValueError: `prompts` is none of them.
+        """
+        if prompts not in ("points", "boxes", "both"):
+            raise BadValue(f"prompts={prompts!r}: must be 'points', 'boxes' or 'both'")
+        padded = self.padded(1)
+        found = {"pixel_values": self.normalised()}
+        if prompts != "boxes":
+            found["input_points"] = padded.points[:, :, None] - 0.5
+            found["input_labels"] = torch.where(padded.index < 0, -10, 1)[:, :, None]  # -10: no point
+        if prompts != "points":
+            found["input_boxes"] = padded.boxes - 0.5
+        return found
 
     def pack(self, allocate: Callable[[int], Tensor]) -> "Batch":
         """A copy with all tensors except `images` and `dense` in one buffer, for one copy to a device.
@@ -311,14 +320,6 @@ def _numbers(rows: list[tuple[int, ...]], width: int) -> npt.NDArray[np.int64]:
 def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
     empty = np.zeros((0,) if width is None else (0, width), dtype)
     return torch.from_numpy(np.concatenate([empty, *arrays]))
-
-
-@cache
-def _back_end(device_type: str) -> ModuleType:
-    """Triton's kernels on a CUDA device if triton is installed, else plain torch. Results are identical."""
-    if device_type != "cuda" or find_spec("triton") is None:
-        return raster_torch
-    return import_module("sa1b.masks.raster_triton")
 
 
 def _noted(name: str, tensor: Tensor, sizes: list[int]) -> Tensor:

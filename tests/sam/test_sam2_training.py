@@ -19,10 +19,10 @@ from torch import Tensor
 
 import sa1b
 from sa1b.hashing import Purpose
+from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam import clicks
 from sa1b.sam.iteration import Iteration, Scene
-from sa1b.sam.model import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.protocol import next_click
 from sa1b.sam.random_values import random_words, uniforms
 from tests.train.command import make_root

@@ -13,9 +13,10 @@ import torch
 import sa1b
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
-from sa1b.stream.batch import Batch, RaggedMasks, collate
+from sa1b.stream.batch import Batch, collate
 from sa1b.stream.decode import decode
 from sa1b.stream.order import Order
+from sa1b.stream.ragged import RaggedMasks
 from sa1b.stream.sample import SampleOptions, pick_masks
 from tests.shards import tiny
 

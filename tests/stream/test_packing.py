@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sa1b.masks import raster_torch
 from sa1b.masks.runs import Runs
-from sa1b.stream.batch import Batch, RaggedMasks, collate
+from sa1b.stream.batch import Batch, collate
+from sa1b.stream.ragged import RaggedMasks
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.transform import Frame
 from tests.masks.samples import examples, pixel_masks, to_runs

@@ -274,7 +274,7 @@ def test_dense_masks_are_those_of_the_reference_raster(root: Path) -> None:
     ds = sa1b.open(root)
     for size in (128, 32):
         dense = batch.masks.dense(size).numpy()
-        on_torch = sa1b.stream.batch.raster_torch.rasterize_frame(
+        on_torch = sa1b.stream.ragged.raster_torch.rasterize_frame(
             batch.masks.runs, batch.masks.offsets, batch.masks.sizes[:, 0], batch.masks.sizes[:, 1], 128, size
         )
         assert (dense == on_torch.numpy()).all()

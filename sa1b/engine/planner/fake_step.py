@@ -44,7 +44,8 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch
 from sa1b.engine.step.optim import freeze, make_optimizer, of_rank, update_ema
-from sa1b.stream.batch import Batch, RaggedMasks
+from sa1b.stream.batch import Batch
+from sa1b.stream.ragged import RaggedMasks
 from sa1b.stream.text import Texts
 
 RUNS_PER_MASK = 300  # mean of synthetic images with the statistics of SA-1B

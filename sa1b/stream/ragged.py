@@ -1,0 +1,148 @@
+"""The masks of a micro-batch: ragged runs, which become pixels on demand, and the padded form of a batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sa1b.masks import raster, raster_torch
+from sa1b.masks.runs import Runs, check_size
+from sa1b.stream.buffers import Tensors, fresh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedMasks(Tensors):
+    """The masks of a micro-batch as runs, M masks of B images.
+
+    Attributes:
+        runs: int32 [R], column-major at source resolution, background first, mirrored where the image is.
+        offsets: int64 [M + 1] into runs.
+        image: int64 [M], the image in the batch that each mask belongs to, ascending.
+        counts: number of masks of each image, as integers on the host: reading them does not wait for the
+            device.
+        sizes: int64 [M, 2], height and width of the mask's source image, or of its window.
+        taken: int64 [M, 2], rows and columns of the padded square that the image fills.
+        image_size: pixels of the padded square.
+    """
+
+    runs: Tensor
+    offsets: Tensor
+    image: Tensor
+    counts: tuple[int, ...]
+    sizes: Tensor
+    taken: Tensor
+    image_size: int
+
+    def __repr__(self) -> str:
+        return (
+            f"RaggedMasks({len(self):,} masks of {len(self.counts)} images, {len(self.runs):,} runs, "
+            f"frame of {self.image_size} pixels, {self.runs.device})"
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def dense(self, size: int | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
+
+        The result is the same on every device, bit for bit: see sa1b.masks.grid. On a CUDA device nothing is
+        copied and the host does not wait if triton is installed, which CUDA builds of torch include.
+
+        Raises:
+            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
+        """
+        size = self._size(size)
+        if self.runs.device.type != "cpu":
+            rasterize = _back_end(self.runs.device.type).rasterize_frame
+            masks = (self.runs, self.offsets, *self.sizes.unbind(1))
+            pixels: Tensor = rasterize(*masks, self.image_size, size, taken=self.taken, out=out)
+            return pixels
+        if out is None:
+            out = fresh((len(self), size, size))
+        for job in self.raster_jobs(size, out):
+            job()
+        return out
+
+    def empty(self, size: int | None = None) -> Tensor:
+        """Which masks have no pixel in the padded square at `size` (image_size if None): bool [M].
+
+        `dense` may read none of the source pixels of a small mask. The mask stays in the batch, with its
+        point, box and scores, as a target without foreground. Leave it out of the loss, or exclude such masks
+        with `Stream(min_pixels=)`. The result is computed from the runs, without pixels, and equals
+        `~(self.dense(size) != 0).flatten(1).any(1)`.
+
+        Raises:
+            sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
+        """
+        heights, widths = self.sizes.unbind(1)
+        size = self._size(size)
+        return raster_torch.empty_frames(
+            self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
+        )
+
+    def _size(self, size: int | None) -> int:
+        return self.image_size if size is None else check_size(size, size)[0]
+
+    def raster_jobs(
+        self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
+    ) -> list[Callable[[], object]]:
+        """The work of `dense` on a CPU as one call per image, which fills its masks in `out`, uint8 [M, size,
+        size]. `boxes`, int64 [M, 4], are the parts of `out` that are not 0: see
+        `sa1b.masks.raster.rasterize_frame`.
+        """
+        # The compiled function takes the masks of one image, which are contiguous.
+        found: list[Callable[[], object]] = []
+        for start, stop in pairwise(accumulate(self.counts, initial=0)):
+            if start < stop:
+                height, width = self.sizes[start].tolist()
+                offsets = self.offsets[start : stop + 1].numpy()
+                runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
+                own = Runs(runs, offsets - offsets[0], height, width)
+                rows, columns = self.taken[start].tolist()
+                job = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
+                known = None if boxes is None else boxes[start:stop]
+                found.append(partial(job, out=out[start:stop].numpy(), boxes=known))
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedMasks(Tensors):
+    """The masks of a batch with one row for each image: B images of N masks, N of the image with most.
+
+    Attributes:
+        masks: uint8 [B, N, size, size], pixels in the padded square.
+        points: float32 [B, N, 2], as `Batch.points`.
+        boxes: float32 [B, N, 4], as `Batch.boxes`.
+        index: int64 [B, N], the mask's index among the M masks of the batch; -1: there is none, and masks,
+            points and boxes are 0.
+        valid: bool [B, N], whether there is a mask, and its image is valid (`Batch.valid`).
+    """
+
+    masks: Tensor
+    points: Tensor
+    boxes: Tensor
+    index: Tensor
+    valid: Tensor
+
+
+def padded_index(counts: tuple[int, ...]) -> Tensor:
+    """`PaddedMasks.index`, on the host, for images with these numbers of masks."""
+    columns = torch.arange(max(counts, default=0))
+    number = torch.tensor(counts, dtype=torch.int64)[:, None]
+    return torch.where(columns < number, number.cumsum(0) - number + columns, -1)
+
+
+@cache
+def _back_end(device_type: str) -> ModuleType:
+    """Triton's kernels on a CUDA device if triton is installed, else plain torch. Results are identical."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return raster_torch
+    return import_module("sa1b.masks.raster_triton")
