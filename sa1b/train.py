@@ -33,7 +33,7 @@ from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.buffers import Buffers
-from sa1b.engine.step.gradients import clear, finish, micro_batch, reduction_of, warm_up
+from sa1b.engine.step.gradients import clear, micro_batch, reduction_of, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
 from sa1b.engine.step.run import PLANNER, Run, fitted, watched
 from sa1b.engine.watch.failure import (
@@ -97,10 +97,7 @@ def train(run: Run) -> None:
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
             ids.append(batch.ids)
         with phases.part("sync"):
-            norm = finish(
-                module, optimizer, scaler, totals["count"] / run.divisor, rank_info,
-                grad_clip=config.optim.grad_clip,
-            )  # fmt: skip
+            norm = run.train_step.finish(totals["count"])
             numbers = run.numbers(ids)
             images = sum(map(len, ids)) if wrapper is None or wrapper.counts else 0
             figures = control.exchange(totals, norm, images, numbers)  # waits for the device

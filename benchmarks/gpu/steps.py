@@ -21,7 +21,7 @@ from benchmarks.gpu.part import Record, Setting
 from benchmarks.gpu.training import common
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.process_group import start, stop
-from sa1b.engine.step.gradients import clear, finish
+from sa1b.engine.step.gradients import clear
 from sa1b.engine.step.run import Run
 from sa1b.engine.watch.phase import Phases
 from sa1b.recipes import presets
@@ -95,8 +95,7 @@ def _step(setting: Setting, run: Run, batch: Batch) -> tuple[float, float]:
     _wait(setting)
     began = time.perf_counter()
     sums = run.forward_backward(batch)
-    masks = sums["count"] / run.divisor
-    finish(run.module, run.optimizer, run.scaler, masks, run.rank_info, grad_clip=1.0)
+    run.train_step.finish(sums["count"])
     run.scaler.step(run.optimizer)
     clear(run.module, run.optimizer)
     host = time.perf_counter() - began

@@ -36,14 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.config import Config, build
 from sa1b.engine.data_config import DataConfig
-from sa1b.engine.model import declared
 from sa1b.engine.planner.live_memory import PURPOSES, LiveMemory
 from sa1b.engine.ranks.parallel import COMPRESSION, check_ranks, mode_of
 from sa1b.engine.ranks.process_group import mesh_of, replicas_on
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch
-from sa1b.engine.step.optim import freeze, make_optimizer, of_rank, update_ema
+from sa1b.engine.step.gradients import clear, micro_batch
+from sa1b.engine.step.optim import of_rank, update_ema
+from sa1b.engine.step.run import TrainStep
 from sa1b.stream.batch import Batch
 from sa1b.stream.ragged import RaggedMasks
 from sa1b.stream.text import Texts
@@ -119,8 +119,9 @@ def _step(
         return new
 
     module._apply(empty)
-    freeze(module, config.optim)
-    module = mode_of(parallel).wrap(module, parallel, rank_info)
+    step = TrainStep(module, replace(config, parallel=parallel), rank_info, mode_of(parallel).wrap)
+    step.scaler = GradScaler(_CPU.type, enabled=False)  # fp16's has two numbers
+    module, optimizer = step.module, step.optimizer
     if isinstance(module, DistributedDataParallel):
         _send_nothing(module)
     data = config.data
@@ -134,19 +135,16 @@ def _step(
         parts = (batch, batch.masks, *([] if batch.texts is None else [batch.texts]))
         tensors = [getattr(one, name.name) for one in parts for name in fields(one)]
         memory.mark((one for one in tensors if isinstance(one, Tensor)), "batches")
-    optimizer = make_optimizer(module, config.optim, data.global_batch, mode_of(parallel).optimizer)
     memory.mark([*module.parameters(), *module.buffers()], "parameters")
-    scaler = GradScaler(_CPU.type, enabled=False)  # fp16's has two numbers
 
     def run() -> Tensor:
-        inputs = declared(module).inputs(batches[0], config.seed)
-        sums = forward_backward(module, inputs, 1.0, parallel.precision, rank_info, scaler)
+        sums = step.forward_backward(batches[0])
         memory.mark((parameter.grad for parameter in module.parameters()), "gradients")
         return sums["count"]
 
     def update(masks: Tensor) -> None:
-        finish(module, optimizer, scaler, masks, rank_info, grad_clip=config.optim.grad_clip)
-        scaler.step(optimizer)
+        step.finish(masks)
+        step.scaler.step(optimizer)
         update_ema(optimizer, config.optim, 0)
         clear(module, optimizer)
 

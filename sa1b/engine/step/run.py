@@ -24,7 +24,7 @@ from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.gradients import forward_backward, loss_divisor, reduction_of, seed_generators
+from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, reduction_of, seed_generators
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.step.precision import grad_scaler
 from sa1b.engine.technique import Place
@@ -61,12 +61,44 @@ PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
 )
 
 
+class TrainStep:
+    """A new model, which is frozen and distributed here, with its optimizer; all ranks create it together."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        rank_info: RankInfo,
+        wrap: Callable[[nn.Module, ParallelConfig, RankInfo], nn.Module] = wrap,
+    ) -> None:
+        self.config, self.rank_info = config, rank_info
+        freeze(module, config.optim)
+        self.module = wrap(module, config.parallel, rank_info)
+        self.model = declared(self.module)
+        batch, kind = config.data.global_batch, mode_of(config.parallel).optimizer
+        self.optimizer = make_optimizer(self.module, config.optim, batch, kind)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
+        self.divisor = loss_divisor(batch * max(config.data.masks, 1))
+
+    def forward_backward(
+        self, batch: Batch, backward: Callable[[Tensor], object] = torch.autograd.backward
+    ) -> dict[str, Tensor]:
+        """Add the gradient of a micro-batch; see the function of this name."""
+        inputs, precision = inputs_of(self.model, batch, self.config.seed), self.config.parallel.precision
+        own = self.module, inputs, self.divisor, precision, self.rank_info, self.scaler
+        return forward_backward(*own, backward)
+
+    def finish(self, count: Tensor) -> Tensor:
+        """Turn the sums into the gradient of the global batch; `count`: of this rank's micro-batches."""
+        module, optimizer, clip = self.module, self.optimizer, self.config.optim.grad_clip
+        return finish(module, optimizer, self.scaler, count / self.divisor, self.rank_info, grad_clip=clip)
+
+
 class Run:
     """A run on one rank, in the state of its newest checkpoint; all ranks create it together.
 
     Attributes:
         step: Number of completed steps.
-        divisor: see `sa1b.engine.step.gradients.loss_divisor`.
 
     Args:
         remote: the run in a bucket if --out is a URL; `close` closes it.
@@ -80,8 +112,7 @@ class Run:
         self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
-        mode = mode_of(config.parallel)
-        divided = mode.divides_steps
+        divided = mode_of(config.parallel).divides_steps
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
         config = self.config = with_steps(config, len(self.feed.stream.view))
         self.held_out = held_out_feed(
@@ -89,19 +120,16 @@ class Run:
         )
         phases.reading = self.reading
         module = build(config, initial_weights(config))
-        freeze(module, config.optim)
         if remote is None:
             check_shared_folder(config.folder, rank_info, config.data.deadline)
         elif rank_info.rank == 0:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
-        self.module: nn.Module = wrap(module, config.parallel, rank_info)
-        self.model = declared(self.module)
+        self.train_step = step = TrainStep(module, config, rank_info)
+        self.module, self.model = step.module, step.model
+        self.optimizer, self.scaler = step.optimizer, step.scaler
         self.wrapper = self.module if isinstance(self.module, Wrapper) else None
-        self.optimizer = make_optimizer(self.module, config.optim, data.global_batch, mode.optimizer)
         self.times = RankTime(phases, self.module, self.optimizer, rank_info)
         self.sampler = Sampler(rank_info.device)
-        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
-        self.divisor = loss_divisor(data.global_batch * max(data.masks, 1))
         self.checkpoints = Checkpoints(
             remote or config.folder, config.checkpoint, config.parallel.timeout_first
         )
@@ -226,17 +254,11 @@ class Run:
     def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 
-        The loss is divided by `divisor`. The caller must divide its count by `divisor` too.
-
         Args:
             number: number of the micro-batch in its step.
         """
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
-        inputs = inputs_of(self.model, batch, self.config.seed)
-        precision, backward = self.config.parallel.precision, self.times.backward
-        sums = forward_backward(
-            self.module, inputs, self.divisor, precision, self.rank_info, self.scaler, backward
-        )
+        sums = self.train_step.forward_backward(batch, self.times.backward)
         return {name: sums[name] for name in (*self.model.figures, "count")}
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,14 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sa1b.engine.config import Config, build
-from sa1b.engine.model import Wrapper, declared
-from sa1b.engine.ranks.parallel import mode_of, wrap
+from sa1b.engine.model import Wrapper
+from sa1b.engine.ranks.parallel import mode_of
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.gradients import clear, finish, forward_backward, loss_divisor, micro_batch, warm_up
-from sa1b.engine.step.optim import freeze, make_optimizer, of_rank, set_lr
-from sa1b.engine.step.precision import grad_scaler
+from sa1b.engine.step.gradients import clear, micro_batch, warm_up
+from sa1b.engine.step.optim import of_rank, set_lr
+from sa1b.engine.step.run import TrainStep
 from sa1b.masks import geometry
 from sa1b.masks.raster import runs_of
 from sa1b.programs.scaling.cases import Case, Device, bind
@@ -245,17 +246,10 @@ class TrainingStep:
 
     def __init__(self, config: Config, rank_info: RankInfo) -> None:
         self.config, self.rank_info = config, rank_info
-        module = build(config, None)
-        freeze(module, config.optim)
-        self.module: nn.Module = wrap(module, config.parallel, rank_info)
-        self.model = declared(self.module)
-        self.optimizer = make_optimizer(
-            self.module, config.optim, config.data.global_batch, mode_of(config.parallel).optimizer
-        )
+        self.step = self.finishing = TrainStep(build(config, None), config, rank_info)
+        self.module, self.optimizer, self.scaler = self.step.module, self.step.optimizer, self.step.scaler
         for optimizer in (self.optimizer, of_rank(self.optimizer)):
             set_lr(optimizer, 0.0)
-        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
-        self.divisor = loss_divisor(config.data.global_batch * max(config.data.masks, 1))
         # While parameters are gathered, the module has other parameters than the optimizer.
         self.weights = nn.ParameterList(
             weight for group in self.optimizer.param_groups for weight in group["params"]
@@ -263,7 +257,7 @@ class TrainingStep:
         self.zeros: list[Tensor] | None = None  # gradients of the shards when separate
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
-        warm_up(self.module, lambda: self._forward_backward(batches[0]))
+        warm_up(self.module, lambda: self.step.forward_backward(batches[0]))
 
     def separate(self) -> None:
         """From now on, steps exchange nothing with other ranks. The result of such a step is not used."""
@@ -275,6 +269,9 @@ class TrainingStep:
                     unit.unshard()  # the last exchange
         # The gradients of gathered parameters are not those of the shards, which the optimizer updates.
         self.zeros = [torch.zeros_like(weight) for weight in self.weights]
+        self.finishing = copy(self.step)
+        self.finishing.module = self.weights
+        self.finishing.rank_info = replace(self.rank_info, world_size=1, mesh=None)
 
     def take(self, batches: Sequence[Batch] | Iterator[Batch]) -> None:
         """One step; returns when the device has finished it."""
@@ -282,30 +279,14 @@ class TrainingStep:
         masks: Tensor | float = 0.0
         for number, batch in enumerate(batches, 1):
             with micro_batch(self.module, last=self.zeros is None and number == count):
-                masks = masks + self._forward_backward(batch)
-        module, rank_info = self.module, self.rank_info
-        if self.zeros is not None:
-            module, rank_info = self.weights, replace(rank_info, world_size=1, mesh=None)
-            if isinstance(self.module, FSDPModule):
-                for weight, zero in zip(self.weights, self.zeros, strict=True):
-                    weight.grad = zero
+                masks = masks + self.step.forward_backward(batch)["count"]
+        if self.zeros is not None and isinstance(self.module, FSDPModule):
+            for weight, zero in zip(self.weights, self.zeros, strict=True):
+                weight.grad = zero
         assert isinstance(masks, Tensor)
-        norm = finish(
-            module,
-            self.optimizer,
-            self.scaler,
-            masks / self.divisor,
-            rank_info,
-            grad_clip=self.config.optim.grad_clip,
-        )
+        norm = self.finishing.finish(masks)
         # A sharded optimizer sends the weights that it has updated.
         self.scaler.step(self.optimizer if self.zeros is None else of_rank(self.optimizer))
         self.scaler.update()
         clear(self.module, self.optimizer)
         float(norm)  # waits for the device
-
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        inputs = self.model.inputs(batch, self.config.seed)
-        precision = self.config.parallel.precision
-        sums = forward_backward(self.module, inputs, self.divisor, precision, self.rank_info, self.scaler)
-        return sums["count"]
