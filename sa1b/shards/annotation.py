@@ -191,17 +191,11 @@ def _small(value: Any, default: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """An annotation file that can be used.
-
-    Attributes:
-        annotations: the columns.
-        runs: all masks, decoded.
-        warnings: reason -> warning about an odd value.
-    """
+    """An annotation file that can be used; `runs` are all its masks, decoded."""
 
     annotations: Annotations
     runs: Runs
-    warnings: ImageWarnings = field(default_factory=ImageWarnings)
+    warnings: ImageWarnings = field(default_factory=ImageWarnings)  # reason -> warning about an odd value
 
 
 def pixels_message(what: str, width: int, height: int, max_pixels: int) -> str:
@@ -214,13 +208,8 @@ def pixels_message(what: str, width: int, height: int, max_pixels: int) -> str:
 def parse_annotation(text: bytes, image_id: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Parsed:
     """Read the annotation file of image `image_id`, check it and decode its masks.
 
-    A file of 100 masks in the usual form takes 0.64 ms, more than half of it to parse the JSON.
-
-    Args:
-        max_pixels: largest accepted image in pixels.
-
-    Raises:
-        BadSample: not JSON, fields that decoding needs are missing, or a mask is malformed.
+    A file of 100 masks in the usual form takes 0.64 ms, more than half of it to parse the JSON. BadSample:
+    not JSON, fields that decoding needs are missing, or a mask is malformed.
     """
     if len(text) > MAX_JSON_BYTES:
         raise BadSample("json_too_large", f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")

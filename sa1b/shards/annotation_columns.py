@@ -26,16 +26,10 @@ MAX_LISTED_MASKS = 1000  # for an image and a reason; real images have 100 masks
 
 @dataclass(slots=True)
 class ImageWarning:
-    """A warning about an image.
+    """A warning about an image."""
 
-    Attributes:
-        message: what is odd; the first example if several masks are concerned.
-        masks: indices of the first MAX_LISTED_MASKS masks concerned; empty if the warning is not about masks.
-        mask_count: number of masks concerned.
-    """
-
-    message: str
-    masks: list[int] = field(default_factory=list)
+    message: str  # what is odd; the first example if several masks are concerned
+    masks: list[int] = field(default_factory=list)  # the first MAX_LISTED_MASKS masks concerned
     mask_count: int = 0
 
 
@@ -277,11 +271,7 @@ _KEYS = _signature(
 
 
 def decode_usual(text: bytes, image_id: int, max_pixels: int) -> tuple[int, int, dict[str, Any]] | None:
-    """Height, width and the columns of `usual_columns` for a file in the usual form, else None.
-
-    Args:
-        max_pixels: limit of the image; a larger one returns None.
-    """
+    """Height, width and the columns of `usual_columns` for a file in the usual form, else None."""
     try:
         document = _DECODER.decode(text)
     except (ValueError, RecursionError):  # ValueError: not in the usual form, or not UTF-8

@@ -152,11 +152,7 @@ def remove_quarantine(store: Store, name: str) -> None:
 
 
 def check_clash(task: Task, staged: Path, root: Root) -> None:
-    """Refuse images that are already in the dataset under another source, before any file is changed.
-
-    Raises:
-        SourceError: naming the image and the shard.
-    """
+    """SourceError if images are already in the dataset under another source. Changes no file."""
     store = open_store(root)
     try:
         document = read_dataset(store)
@@ -195,14 +191,9 @@ def write_dataset(
 ) -> None:
     """Write the sample table and dataset.json over finished sources. Memory: 24 bytes an image.
 
-    With several processes at work in `root`, within `dataset_claim`.
-
-    Args:
-        tasks: the sources, made with the same options, without an image in common.
-        failed, pending, like: see `dataset_document`. Without any source, dataset.json is removed.
-
-    Raises:
-        SourceError: an image is in two sources.
+    With several processes at work in `root`, within `dataset_claim`. The sources are made with the same
+    options; SourceError if an image is in two of them. `failed`, `pending` and `like`: see
+    `dataset_document`. Without any source, dataset.json is removed.
     """
     store = open_store(root)
     found = tables_of(store, tasks)
@@ -222,11 +213,8 @@ def join_tables(
     like: Task | None = None,
     keep: Collection[str] = (),
 ) -> None:
-    """`write_dataset` for callers that have the rows of every source, and no image in two of them.
-
-    Args:
-        tasks, tables: by source, in the same order.
-        keep: names of older tables that are not removed.
+    """`write_dataset` for callers that have the rows of every source, and no image in two of them. `tasks`
+    and `tables` have the same order; older tables whose names are in `keep` are not removed.
     """
     store = open_store(root)
     if not tasks and like is None:
@@ -256,11 +244,8 @@ def tables_of(root: Root, tasks: Mapping[str, Task]) -> dict[str, tuple[Task, Sa
 
 
 def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
-    """The task and the rows of a source, from tasks/<source>.samples. If that file is missing or damaged,
-    the rows are rebuilt from the indexes.
-
-    Raises:
-        OSError, TableError: an index cannot be read.
+    """The task and the rows of a source, from tasks/<source>.samples or, if that file is missing or damaged,
+    from the indexes. OSError or TableError: an index cannot be read.
     """
     store = open_store(root)
     name = task_name(task.name, "samples")

@@ -154,12 +154,7 @@ class Dataset(Displayed):
         return len(self.table)
 
     def __getitem__(self, i: int) -> Sample:
-        """The i-th sample in order of image ids.
-
-        Raises:
-            IndexError: no such row.
-            ShardError: the bytes do not match their checksum.
-        """
+        """The i-th sample by image id. IndexError: no such row; ShardError: its bytes are damaged."""
         count = len(self)
         if not isinstance(i, int | np.integer) or isinstance(i, bool):
             raise BadType(f"sample {i!r}: the index must be an integer; by_id() takes image ids")
@@ -172,11 +167,7 @@ class Dataset(Displayed):
         return (self[i] for i in range(len(self)))
 
     def submit(self, rows: Sequence[int]) -> list[PendingRead]:
-        """Start to read samples, each a row of the table; see sa1b.shards.sample.
-
-        Raises:
-            TableError: the table is damaged, as far as that shows here.
-        """
+        """Start to read samples, each a row of the table. TableError: damage of the table shows here."""
         try:
             return submit(self.reader, [location_of(self.table, row, self.shards) for row in rows])
         except (IndexError, OverflowError):  # no such shard or offset
@@ -242,10 +233,8 @@ class Dataset(Displayed):
         """Check that the dataset still has the shard that was opened.
 
         Call this if a sample of the shard seems damaged, as every sample does after the shard was replaced.
-
-        Raises:
-            ReplacedError: dataset.json lists another shard of this name, or none.
-            StorageError: the store cannot be read, or its object has another size than dataset.json lists.
+        ReplacedError: dataset.json lists another shard of this name, or none. StorageError: the store cannot
+        be read, or its object has another size.
         """
         try:
             place, is_local = Path(self._arguments[0]), self.reader.is_local
@@ -301,12 +290,8 @@ def _reopen(
     kept: list[str],
     cache: RangeCache | None,
 ) -> Dataset:
-    """The same version of a dataset in another process.
-
-    Args:
-        digest: of its table.
-        kept: the files of the table and of the manifest, as the first process has them open.
-        cache: of the first process.
+    """The same version of a dataset in another process, which has `kept`, the files of table and manifest,
+    open. `digest` is that of the table.
     """
     dataset = Dataset.__new__(Dataset)
     dataset._open(*arguments)
@@ -329,13 +314,8 @@ def _reopen(
 
 
 def check_cache(cache: object, cache_bytes: object, *, is_open: bool = False) -> int:
-    """The limit of a cache, from the arguments of a caller; 0 without a cache.
-
-    Args:
-        is_open: whether the dataset is open already, so that a cache comes too late.
-
-    Raises:
-        ValueError: one of the arguments is invalid, or missing.
+    """The limit of a cache, from the arguments of a caller; 0 without a cache. ValueError if one is invalid
+    or missing, or if the dataset is open already, so that a cache comes too late.
     """
     if cache is None and cache_bytes is None:
         return 0
@@ -381,15 +361,7 @@ def annotations_only(dataset: Dataset) -> bool:
 
 
 def check_images(dataset: Dataset, use: str, instead: str = "") -> None:
-    """Refuse a use that needs images if there are none.
-
-    Args:
-        use: what needs images.
-        instead: another way out, such as "run B, or ".
-
-    Raises:
-        UsageError: the directory has annotations only; the message names the use.
-    """
+    """UsageError that names the use, if there are no images. `instead` is a way out: "run B, or "."""
     if annotations_only(dataset):
         raise UsageError(
             f"{dataset.root}: {use} needs images, and this directory has annotations only "

@@ -109,10 +109,8 @@ def _html(image: "Image", caption: str) -> str:
 
 
 def preview(read: Callable[[], Pictured], side: int) -> tuple["Image", str]:
-    """An image with its masks and a line of text; its longer side has at most `side` pixels.
-
-    Args:
-        read: returns the sample, or raises an error; the image then shows the error's text.
+    """An image with its masks and a line of text; its longer side has at most `side` pixels. If `read` raises
+    an error, the image shows its text.
     """
     words = ""
     try:
@@ -124,12 +122,7 @@ def preview(read: Callable[[], Pictured], side: int) -> tuple["Image", str]:
 
 
 def contact_sheet(reads: Sequence[tuple[int, Callable[[], Pictured]]], images: int) -> "Image":
-    """Some images of a dataset with their masks, in rows of three.
-
-    Args:
-        reads: pairs of an image id and a function that reads the sample.
-        images: number of images in the dataset.
-    """
+    """Some of a dataset's images with their masks, in rows of three: ids, and functions that read them."""
     from PIL import Image, ImageDraw
 
     cells = [(image_id, *preview(read, _CELL_SIDE)) for image_id, read in reads]
@@ -168,10 +161,8 @@ def _write(pen: Any, place: tuple[int, int], text: str) -> None:
 
 
 def show(image: "Image", title: str) -> None:
-    """Show an image in the notebook of this process, or in PIL's viewer if there is no notebook.
-
-    Raises:
-        UsageError: this machine has no display, or no program that shows images.
+    """Show an image in the notebook of this process, or in PIL's viewer if there is no notebook. UsageError
+    if this machine has no display, or no program that shows images.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
@@ -207,13 +198,10 @@ def scaled(pixels: Pixels, longer_side: int) -> Pixels:
 
 
 def decode_for_display(data: bytes, longer_side: int) -> Pixels:
-    """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3].
+    """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3]; BadSample as `sa1b.shards.jpeg.frame`.
 
     The decoder's DCT scales down first: memory and time grow with the displayed pixels, not with those of the
     file, up to a reduction of 8.
-
-    Raises:
-        BadSample: not a JPEG, an absurd size, or a decoder error.
     """
     found = jpeg.frame(data)
     stored = found.height, found.width
@@ -224,16 +212,10 @@ def decode_for_display(data: bytes, longer_side: int) -> Pixels:
 
 
 def overlay(pixels: Pixels, runs: Runs) -> Pixels:
-    """A copy of an image with masks drawn over it.
+    """A copy of an image, RGB uint8 [h, w, 3] at any size, with masks of the source image drawn over it.
 
-    Args:
-        pixels: the image, RGB uint8 [h, w, 3], at any size.
-        runs: N masks, of the source image at any size; they are resized to h x w. One dense mask is in memory
-            at a time.
-
-    Returns:
-        RGB uint8 [h, w, 3]: each pixel tinted in the colour of the smallest mask that covers it, with
-        contours of one pixel inside the masks.
+    Each pixel is tinted in the colour of the smallest mask that covers it, with contours of one pixel inside
+    the masks. Masks are resized to h x w; one dense mask is in memory at a time.
     """
     height, width = pixels.shape[:2]
     top = np.zeros((height, width), np.int32)  # number, from 1, of the last mask drawn at each pixel

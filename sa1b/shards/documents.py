@@ -53,25 +53,16 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options that determine the bytes of the shards.
+    """The options that determine the bytes of the shards."""
 
-    Attributes:
-        images_per_shard: images in a shard; the last shard of a source may hold fewer.
-        image_size: longer side of stored images in pixels; None if images keep their original bytes.
-        quality: JPEG quality of re-encoded images; None if image_size is None.
-        keep_json: the shards also contain the annotation files verbatim.
-        index_runs: the index holds the decoded masks.
-        decode_images: every JPEG was decoded, and refused where that failed.
-        annotations_only: the shards contain no images. In documents only if it is True, so that the bytes of
-            other directories do not depend on it.
-    """
-
+    # the last shard of a source may hold fewer
     images_per_shard: Annotated[int, Meta(ge=1, le=2**63 - 1)] = 1024
-    image_size: Count | None = None
-    quality: Count | None = None
-    keep_json: bool = False
-    index_runs: bool = True
-    decode_images: bool = False
+    image_size: Count | None = None  # longer side of stored images, pixels; None: original bytes
+    quality: Count | None = None  # JPEG quality of re-encoded images; None if image_size is None
+    keep_json: bool = False  # the shards also contain the annotation files verbatim
+    index_runs: bool = True  # the index holds the decoded masks
+    decode_images: bool = False  # every JPEG was decoded, and refused where that failed
+    # without images; in documents only if True: the bytes of other directories stay the same
     annotations_only: bool = False
 
     def document(self) -> dict[str, Any]:
@@ -104,11 +95,9 @@ class Task:
     """A finished source.
 
     Attributes:
-        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained
-            it, and perhaps READING.
-        options: see Options.
+        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained it,
+            and perhaps READING.
         versions: of the package and of the libraries that shape the bytes.
-        shards: in order.
         counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
         damage: stretches of the source that could not be read.
         largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
@@ -265,20 +254,12 @@ def converted(document: Any, kind: type[_Document]) -> _Document:
 
 
 def check_dataset(document: Any) -> None:
-    """Check the fields of dataset.json, and that each shard belongs to a listed source.
-
-    Raises:
-        FieldError: a field is missing or invalid; the message names it.
-    """
+    """Check dataset.json, and that each shard belongs to a listed source; FieldError names the field."""
     converted(document, _Dataset)
 
 
 def check_task(document: Any, source: str) -> tuple[list[ShardInfo], Options]:
-    """The shards and options of the task file of a source, whose other fields are checked too.
-
-    Raises:
-        FieldError: a field is missing or invalid; the message names it.
-    """
+    """The shards and options of a source's task file, all fields checked; FieldError names a wrong one."""
     task = converted(document, _Task)
     if task.source.name != source:
         raise FieldError(f"source.name is {task.source.name!r}; expected {source!r}, the file's name")
@@ -289,11 +270,7 @@ def check_task(document: Any, source: str) -> tuple[list[ShardInfo], Options]:
 
 
 def check_view(document: Any) -> None:
-    """Check the fields and the digest of a view's document.
-
-    Raises:
-        FieldError: a field is missing or invalid; the message names it.
-    """
+    """Check the fields and the digest of a view's document; FieldError names the field."""
     view = converted(document, _View)
     if view.document_sha256 != view_seal(document):
         raise FieldError(f"its content does not have the digest that {VIEW_SEAL} gives: it was changed")

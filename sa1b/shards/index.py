@@ -58,17 +58,11 @@ _ORIGIN = {  # only of shards from files in COCO's format
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One image of a shard, with the offsets and contents of its members.
-
-    Attributes:
-        image_height, image_width: size of the stored JPEG in pixels; the annotations have the size of the
-            source image.
-        jpg_offset, masks_offset: offsets of the members' contents from the start of the tar, in bytes.
-    """
+    """One image of a shard; offsets of the members' contents from the start of the tar, in bytes."""
 
     annotations: Annotations
     runs: Runs
-    image_height: int
+    image_height: int  # of the stored JPEG, pixels; the annotations have the size of the source image
     image_width: int
     jpg_offset: int
     jpg_bytes: int
@@ -99,9 +93,6 @@ class IndexWriter:
 
     A row group is written, and leaves memory, as soon as it holds ROW_GROUP_IMAGES images or ROW_GROUP_BYTES
     of numbers and runs. Other contents of a row (the COCO strings, the annotation file) are not kept.
-
-    Raises:
-        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, *, with_runs: bool) -> None:
@@ -231,10 +222,8 @@ class MemberLocation:
 def index_file(reader: Reader, name: str) -> Any:
     """What pyarrow opens an index from: its path or, of a URL, a file that reads the ranges it needs.
 
-    The ranges of a URL are not verified, because an index has one digest for the whole file.
-
-    Raises:
-        sa1b.storage.errors.StorageError: the URL cannot be read; also during reads.
+    The ranges of a URL are not verified, because an index has one digest for the whole file. StorageError,
+    also during reads: the URL cannot be read.
     """
     # A relative path such as "run:1/x.parquet" would be taken for a URI.
     if reader.is_local:
@@ -243,12 +232,8 @@ def index_file(reader: Reader, name: str) -> Any:
 
 
 class RangeFile(io.RawIOBase):
-    """An object of a URL as a file.
-
-    Args:
-        reader: reader of the URL.
-        name: name of the object.
-        report: called with each error of the store before it is raised, for callers that hide its class.
+    """An object of a URL as a file. `report` is called with each error of the store before it is raised, for
+    callers that hide its class.
     """
 
     def __init__(
@@ -291,12 +276,7 @@ class RangeFile(io.RawIOBase):
 
 
 class IndexReader:
-    """The rows of an index file.
-
-    Attributes:
-        with_runs: whether the index contains the decoded masks.
-        columns: the columns with one value per image, each [rows].
-    """
+    """The rows of an index file. `with_runs`: it has the decoded masks; `columns`: those by image, [rows]."""
 
     def __init__(self, path: Path) -> None:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
@@ -326,20 +306,12 @@ class IndexReader:
         return MemberLocation(*map(int, values))
 
     def numbers(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """The columns with one entry per mask: [N] or, for boxes and points, [N, width].
-
-        Raises:
-            one of UNREADABLE: the row group is damaged.
-        """
+        """The columns of masks: [N] or, for boxes and points, [N, width]. UNREADABLE: damaged row group."""
         table, i = self._row(row)
         return {name: _entry(table[name], i) for name in self._per_mask}
 
     def runs(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """All masks of a row as runs and offsets, see sa1b.masks.runs.
-
-        Raises:
-            one of UNREADABLE: the row group is damaged.
-        """
+        """All masks of a row as runs and offsets, see sa1b.masks.runs. UNREADABLE: damaged row group."""
         table, i = self._row(row)
         masks = _single(table["runs"])
         first, last = masks.offsets[i].as_py(), masks.offsets[i + 1].as_py()

@@ -48,13 +48,11 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
     """Read all markers of a JPEG file, without decoding.
 
     Finds truncation at any point: the end-of-image marker must follow the coded data. It cannot detect a
-    changed byte inside the coded data; only a checksum can. A file of 1 MB takes 0.3 ms.
-
-    Args:
-        max_pixels: a larger image is refused. Ingest passes a limit; readers of stored images do not.
+    changed byte inside the coded data; only a checksum can. A file of 1 MB takes 0.3 ms. Ingest passes
+    `max_pixels`; readers of stored images do not.
 
     Raises:
-        BadSample: not a JPEG, truncated, no frame header or several, or an absurd size.
+        BadSample: not a JPEG, truncated, no frame header or several, an absurd size, or too many pixels.
     """
     if len(data) > MAX_JPEG_BYTES:
         raise BadSample("jpeg_too_large", f"JPEG of {len(data):,} bytes, cap {MAX_JPEG_BYTES:,}")
@@ -111,11 +109,7 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
 
 
 def check_length(frame: JpegFrame) -> None:
-    """Refuse a JPEG whose coded data cannot be all of the image.
-
-    Raises:
-        BadSample: fewer bits than blocks of 8 x 8 pixels need.
-    """
+    """BadSample if the coded data cannot be all of the image: fewer bits than blocks of 8 x 8 pixels need."""
     # A block takes at least two bits; a progressive file may leave most blocks to scans that are missing.
     blocks = (frame.height // 8) * (frame.width // 8)
     if not frame.progressive and 8 * frame.coded_bytes < 2 * blocks:
@@ -152,11 +146,8 @@ def _end_of_scan(data: bytes, position: int) -> int:
 
 
 def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
-    """RGB pixels, uint8 [height, width, 3].
-
-    Raises:
-        BadSample: a decoder error or warning: data cut off or corrupt.
-        MemoryError: no memory for the pixels; a progressive file takes 9 bytes a pixel.
+    """RGB pixels, uint8 [height, width, 3]. BadSample: a decoder error or warning: data cut off or corrupt.
+    MemoryError: a progressive file takes 9 bytes a pixel.
     """
     return _decoded(data, (0, 0), None)
 
@@ -172,13 +163,8 @@ def decode_scaled(
     n is 1 to 4, or 8: libjpeg-turbo takes up to twice as long for 5/8 to 7/8 as for the whole image. A pixel
     covers 8/n x 8/n pixels of the file; the last row and column may lie partly outside the image.
 
-    Args:
-        stored: height and width of the image in the file.
-        least: smallest height and width of the result. Images are never enlarged.
-        buffer: memory for the result, at least as large as the pixels of the file.
-
-    Raises:
-        BadSample, MemoryError: as `decode`.
+    Sizes are height and width: `stored` in the file, `least` the smallest of the result. Images are never
+    enlarged. `buffer` is memory for the result, as large as the file's pixels. Raises as `decode`.
     """
     for n in range(1, 5):
         height, width = (-(-side * n // 8) for side in stored)
@@ -214,14 +200,10 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
 
 
 def scale_down(data: bytes, found: JpegFrame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
-    """Re-encode so that the longer side has at most `longer_side` pixels: bytes, height, width.
+    """Re-encode so that the longer side has at most so many pixels: bytes, height, width. Raises as `decode`.
 
     An image that is not larger is returned unchanged. Pixels are averaged over areas, which avoids aliasing.
     Chroma subsampling is 4:2:0, as in SA-1B's files.
-
-    Raises:
-        BadSample: the JPEG does not decode.
-        MemoryError: no memory for the pixels.
     """
     if max(found.height, found.width) <= longer_side:
         return data, found.height, found.width
@@ -241,20 +223,15 @@ _THREAD = threading.local()
 
 
 def resample(image: Pixels, edges: Edges, rows: int, columns: int, target: Pixels | None = None) -> Pixels:
-    """A window of an image, resized: uint8 [rows, columns, 3].
+    """A window of an image, uint8 [height, width, 3], resized: uint8 [rows, columns, 3].
 
     Interpolates bilinearly. Where the window is reduced by more than 4/3, each pixel is the mean of n x m
     such values, which are at most 4/3 pixels apart. This takes half the time of OpenCV's INTER_AREA. A window
     whose top left corner is the corner of a pixel takes a third of the time of another one.
 
-    Args:
-        image: uint8 [height, width, 3].
-        edges: top, bottom, left and right edge of the window, in pixels of the image. The last row and
-            column of pixels may lie partly outside of it.
-        target: uint8 [rows, columns, 3], for the result; not used if the image has these pixels already.
-
-    Raises:
-        MemoryError: no memory for the pixels.
+    `edges` are the top, bottom, left and right edge of the window, in pixels of the image: the last row and
+    column may lie partly outside of it. `target` is for the result, unless the image has these pixels
+    already.
     """
     top, bottom, left, right = edges
     n, m = ceil((bottom - top) / rows / _STEP), ceil((right - left) / columns / _STEP)

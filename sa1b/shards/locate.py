@@ -31,22 +31,15 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The images of an input: columns of [N], sorted by id.
-
-    Attributes:
-        image_id, offset, jpg_bytes, masks_bytes: as in sa1b.shards.sample_table.
-        shard: position in `shards`.
-        shards: path or URL of each shard.
-        sources: name of each shard's source.
-    """
+    """The images of an input: columns of [N], sorted by id, as in sa1b.shards.sample_table."""
 
     image_id: npt.NDArray[np.uint64]
-    shard: npt.NDArray[np.int64]
+    shard: npt.NDArray[np.int64]  # position in `shards`
     offset: npt.NDArray[np.uint64]
     jpg_bytes: npt.NDArray[np.uint32]
     masks_bytes: npt.NDArray[np.uint32]
-    shards: list[str]
-    sources: list[str]
+    shards: list[str]  # path or URL of each shard
+    sources: list[str]  # name of each shard's source
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Source -> its first and last image id."""
@@ -63,21 +56,13 @@ class Rows:
 
 @dataclass(slots=True, eq=False)
 class Located:
-    """The locations of images.
+    """The locations of images, [N]. One read of the shard from `offset` returns an image and its masks."""
 
-    Attributes:
-        image_id: uint64 [N], ascending.
-        status: [N] of STORED, ESTIMATED (only the source is known, by an estimate) or UNKNOWN.
-        source, shard: [N] of names and paths; "" if unknown.
-        offset, jpg_bytes, masks_bytes: int64 [N]; -1 if unknown. One read of the shard from `offset` returns
-            the image and its masks.
-    """
-
-    image_id: npt.NDArray[np.uint64]
-    status: npt.NDArray[np.object_] = field(init=False)
-    source: npt.NDArray[np.object_] = field(init=False)
-    shard: npt.NDArray[np.object_] = field(init=False)
-    offset: npt.NDArray[np.int64] = field(init=False)
+    image_id: npt.NDArray[np.uint64]  # ascending
+    status: npt.NDArray[np.object_] = field(init=False)  # STORED, ESTIMATED (source only) or UNKNOWN
+    source: npt.NDArray[np.object_] = field(init=False)  # name; "" if unknown
+    shard: npt.NDArray[np.object_] = field(init=False)  # path; "" if unknown
+    offset: npt.NDArray[np.int64] = field(init=False)  # -1 if unknown, as are the sizes
     jpg_bytes: npt.NDArray[np.int64] = field(init=False)
     masks_bytes: npt.NDArray[np.int64] = field(init=False)
 
@@ -99,10 +84,9 @@ class Located:
 
 
 def locate(ids: npt.NDArray[np.uint64], inputs: Sequence[str], listed: Sequence[str] = ()) -> Located:
-    """Search images in all inputs; the first input that contains an image counts.
+    """Search images, ids ascending and each once, in all inputs; the first that has an image counts.
 
     Args:
-        ids: image ids, ascending, each once.
         inputs: dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples).
         listed: names of sources; without `inputs`, only these are estimated. Empty: all tars of SA-1B.
 

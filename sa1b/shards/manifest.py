@@ -59,12 +59,7 @@ def _document(task: Task) -> dict[str, Any]:
 
 
 def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
-    """All finished sources of a dataset directory, by name; the task files of sources in `without` are not
-    read.
-
-    Raises:
-        ManifestError: a task file of another format, or damaged.
-    """
+    """All finished sources by name, but those in `without`; ManifestError as `read_task`."""
     found, damaged = readable_tasks(root, without)
     for error in damaged.values():
         raise error
@@ -93,11 +88,8 @@ def _read_task(store: Store, name: str) -> Task | ManifestError | None:
 
 
 def read_task(root: Root, source_name: str) -> Task:
-    """The task file of a source.
-
-    Raises:
-        FileNotFoundError: the source is not finished.
-        ManifestError: the file has another format, or is damaged.
+    """The task file of a source. FileNotFoundError: the source is not finished. ManifestError: the file has
+    another format, or is damaged.
     """
     store = open_store(root)
     name = task_name(source_name)
@@ -105,11 +97,7 @@ def read_task(root: Root, source_name: str) -> Task:
 
 
 def parse_task(data: bytes, source_name: str, path: object) -> Task:
-    """A task file from its bytes; `path` is where they are from, for messages.
-
-    Raises:
-        ManifestError: the file has another format, or is damaged.
-    """
+    """A task file from its bytes, which are from `path`; ManifestError: another format, or damaged."""
     document = parse_document(data, path)
     try:
         shards, options = check_task(document, source_name)
@@ -163,11 +151,7 @@ def dataset_around(path: Path) -> Path | None:
 
 
 def read_dataset(root: Root) -> dict[str, Any]:
-    """dataset.json.
-
-    Raises:
-        ManifestError: missing, damaged or of another format.
-    """
+    """dataset.json; ManifestError: missing, damaged or of another format."""
     store = open_store(root)
     path = store.url(DATASET)
     try:
@@ -212,11 +196,9 @@ def dataset_document(
     pending: Sequence[str] = (),
     like: Task | None = None,
 ) -> bytes:
-    """The bytes of dataset.json.
+    """The bytes of dataset.json; `table_name` and `facts` are of the sample table: file name, header values.
 
     Args:
-        tasks: finished sources.
-        table_name, facts: file name and header values of the sample table.
         failed: source -> why it is not in the dataset.
         pending: sources that are neither finished nor failed.
         like: where no source is finished: a source that will be, for options and versions.
@@ -258,11 +240,7 @@ def _readings(tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
 
 
 def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
-    """dataset.json from its bytes; `path` is where they are from, for messages. Every field has its type.
-
-    Raises:
-        ManifestError: damaged or of another format.
-    """
+    """dataset.json from its bytes, every field with its type; ManifestError: damaged or of another format."""
     document = parse_document(data, path)
     try:
         check_dataset(document)
@@ -274,13 +252,7 @@ def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
 
 
 def parse_document(data: bytes, path: object) -> dict[str, Any]:
-    """The object in dataset.json or a task file, with nothing but its format checked.
-
-    `path` is where the bytes are from, for messages.
-
-    Raises:
-        ManifestError: damaged or of another format.
-    """
+    """The object in dataset.json or a task file, with only its format checked; ManifestError as above."""
     try:
         document = json.loads(data)
         found = document["format"]
@@ -296,10 +268,8 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
 
 def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     """`read_tasks`, and the sources that dataset.json lists and whose task files are lost or damaged, with
-    the values of dataset.json. So a writer of dataset.json does not lose them.
-
-    Raises:
-        ManifestError: a damaged task file of a source that has shards and is not in dataset.json.
+    the values of dataset.json: so a writer of it does not lose them. ManifestError: a damaged task file of a
+    source that has shards and is not in dataset.json.
     """
     store = open_store(root)
     found, damaged = readable_tasks(store, without)

@@ -22,19 +22,14 @@ from sa1b.masks.runs import Runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """The masks that a model predicted for N masks of an image.
+    """The masks that a model predicted for N masks of an image."""
 
-    `mask_id`, `points` (x and y in source pixels) and `iou` are those of the true masks and prompts;
-    `predicted_iou` is the model's estimate. `runs` are at source resolution. `phrases` is empty if points
-    were the prompts.
-    """
-
-    mask_id: npt.NDArray[np.int64]
-    points: npt.NDArray[np.float64]
-    iou: npt.NDArray[np.float64]
-    predicted_iou: npt.NDArray[np.float64]
-    runs: Runs
-    phrases: tuple[str, ...] = ()
+    mask_id: npt.NDArray[np.int64]  # of the true mask
+    points: npt.NDArray[np.float64]  # the prompts, x and y in source pixels
+    iou: npt.NDArray[np.float64]  # with the true masks
+    predicted_iou: npt.NDArray[np.float64]  # the model's estimate
+    runs: Runs  # at source resolution
+    phrases: tuple[str, ...] = ()  # empty if points were the prompts
 
     def line(self, image_id: int) -> str:
         """The line of the file for an image."""
@@ -62,12 +57,7 @@ class Predicted:
 
 
 def read_predictions(path: Path) -> dict[int, Predicted]:
-    """Image id -> predicted masks, in the order of the file.
-
-    Raises:
-        UsageError: the file has another format; the message names the line.
-        OSError: the file cannot be read.
-    """
+    """Image id -> predicted masks, in the order of the file; UsageError names the line of another format."""
     predictions: dict[int, Predicted] = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

@@ -35,7 +35,6 @@ class Quarantine:
 
     Attributes:
         refused, warnings: reason -> number of pairs.
-        members: number of refused members.
         damages: damaged ranges of the archive.
         examples: reason -> the first messages.
     """
@@ -150,10 +149,7 @@ def _printable(message: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Number (from 1) and content of each line of a file; the content is None for a line of another form.
-
-    A missing file has no lines.
-    """
+    """Number (from 1) and content of each line; None: a line of another form. A missing file has no lines."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -167,12 +163,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_warnings(root: Root) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Source and line of each image that was kept with a warning, by source.
-
-    A line has `reason`, `image_id` and `message`.
-
-    Raises:
-        ManifestError: a line is damaged; the message names it.
+    """Source and line of each image that was kept with a warning, by source. A line has `reason`, `image_id`
+    and `message`; ManifestError names a damaged one.
     """
     store = open_store(root)
     for source in store.folders(QUARANTINE):

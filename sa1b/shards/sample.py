@@ -188,26 +188,16 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Location of a sample in a shard.
-
-    Attributes:
-        image_id: id of the image.
-        shard: name of the shard.
-        start: offset of the jpg's content in the shard, in bytes.
-        masks_start: offset of the record's content.
-        stop: end of the record.
-        jpg_bytes: size of the jpg in bytes.
-        jpg_crc, masks_crc: CRC-32C of the jpg and of the record.
-    """
+    """Location of a sample in a shard; offsets are in bytes from its start."""
 
     image_id: int
     shard: str
-    start: int
-    masks_start: int
-    stop: int
+    start: int  # of the jpg's content
+    masks_start: int  # of the record's content
+    stop: int  # end of the record
     jpg_bytes: int
-    jpg_crc: int
-    masks_crc: int
+    jpg_crc: int  # CRC-32C
+    masks_crc: int  # of the record
 
     def parts(self, origin: int) -> tuple[Part, Part]:
         """The checksums to verify in a range that starts at `origin`."""
@@ -219,28 +209,17 @@ class SampleLocation:
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """A sample that is being read.
-
-    Attributes:
-        location: its location in the shard.
-        reader: reader of the dataset directory.
-        begun: the pending read, which may cover a block of samples.
-        origin: offset in the shard at which the read begins.
-        shared: whether the same read returns other samples.
-    """
+    """A sample that is being read."""
 
     location: SampleLocation
     reader: Reader
-    begun: _Begun
-    origin: int
-    shared: bool
+    begun: _Begun  # the pending read, which may cover a block of samples
+    origin: int  # offset in the shard at which the read begins
+    shared: bool  # whether the same read returns other samples
 
     def result(self) -> tuple[memoryview, Annotations]:
-        """The JPEG's bytes and the masks, both verified.
-
-        Raises:
-            ShardError: the stored bytes are damaged or belong to another sample.
-            sa1b.storage.errors.StorageError: the sample cannot be read now; its state is unknown.
+        """The JPEG's bytes and the masks, both verified. ShardError: they are damaged or belong to another
+        sample. StorageError: the sample cannot be read now; its state is unknown.
         """
         location = self.location
         try:
@@ -309,11 +288,7 @@ def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLo
 
 
 def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
-    """Location of a sample from its row of a shard's index; `row` is column name -> value.
-
-    Raises:
-        ShardError: the row does not describe a sample: the index is damaged.
-    """
+    """Location of a sample from its row of an index, column name -> value; ShardError: a damaged index."""
     if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
         raise ShardError(
             f"{shard}: the index has no valid location for image {row['image_id']}; "

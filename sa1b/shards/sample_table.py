@@ -56,12 +56,7 @@ def is_table_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
-    """The columns of a sample table, each [N], sorted by image_id; views into the mapped file.
-
-    Attributes:
-        ids_digest: sha256 of the sorted image ids, which identifies the set of images for any sharding.
-        digest: sha256 of all columns.
-    """
+    """The columns of a sample table, each [N], sorted by image_id; views into the mapped file."""
 
     image_id: npt.NDArray[np.uint64]
     shard: npt.NDArray[np.uint32]
@@ -70,8 +65,8 @@ class SampleTable:
     masks_bytes: npt.NDArray[np.uint32]
     jpg_crc32c: npt.NDArray[np.uint32]
     masks_crc32c: npt.NDArray[np.uint32]
-    ids_digest: str
-    digest: str
+    ids_digest: str  # sha256 of the sorted image ids, which identifies the set of images for any sharding
+    digest: str  # sha256 of all columns
 
     def __len__(self) -> int:
         return len(self.image_id)
@@ -84,14 +79,7 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:
-    """The manifest's entry for a sample table.
-
-    Attributes:
-        bytes: size of the file.
-        sha256: sha256 of the file.
-        ids_sha256: sha256 of the sorted image ids.
-        columns_sha256: sha256 of all columns.
-    """
+    """The manifest's entry for a sample table: size and sha256 of its file, digests as in `SampleTable`."""
 
     bytes: int
     sha256: str
@@ -110,11 +98,7 @@ _EMPTY = SampleTable(
 
 
 def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
-    """The file's bytes, from columns in any order of rows.
-
-    Raises:
-        ValueError: an image id occurs twice; the message names it.
-    """
+    """The file's bytes, from columns in any order of rows; ValueError names an image id that occurs twice."""
     order = np.argsort(columns["image_id"], kind="stable")
     ids = columns["image_id"][order]
     twice = ids[1:] == ids[:-1]
@@ -125,15 +109,8 @@ def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
 
 
 def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence[int]) -> TableFacts:
-    """Join tables into one file, flushed. Memory: 24 bytes a row.
-
-    Args:
-        path: path of the file; an existing file is overwritten.
-        parts: tables without an image in common.
-        first_shards: for each part, the number of its first shard in the joined table.
-
-    Raises:
-        ValueError: an image id occurs twice; the message names it.
+    """Join tables into one file, flushed; ValueError names an image id that occurs twice. Memory: 24 bytes a
+    row. `first_shards` has the number of each part's first shard in the joined table.
     """
     parts = [*parts, _EMPTY]
     first_shards = [*first_shards, 0]
@@ -187,10 +164,8 @@ def _header(ids: npt.NDArray[Any], sha256: bytes) -> bytes:
 
 
 def open_table(path: Path, *, check: bool = False) -> SampleTable:
-    """Map a sample table. `check` also computes the digest of its columns.
-
-    Raises:
-        TableError: not a sample table, another version, a wrong size or digest.
+    """Map a sample table. `check` also computes the digest of its columns. TableError: not a sample table,
+    another version, a wrong size or digest.
     """
     try:
         with path.open("rb") as file:
@@ -206,11 +181,7 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
 
 
 def decode(view: bytes | mmap.mmap, path: object = "sample table") -> SampleTable:
-    """A table from the bytes of its file; `path` is where they are from, for messages.
-
-    Raises:
-        TableError: not a sample table, another version or a wrong size.
-    """
+    """A table from its file's bytes, which are from `path`; TableError as `open_table`."""
     if len(view) < _HEADER_BYTES or view[:8] != MAGIC:
         raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)

@@ -51,22 +51,15 @@ _ORDER = (["jpg", "masks"], ["jpg", "masks", "json"], ["masks"], ["masks", "json
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """One image, ready to be stored.
+    """One image, ready to be stored."""
 
-    Attributes:
-        jpeg: the bytes to store; empty: the shard gets no image.
-        height, width: pixels of that JPEG; 0 if it is empty.
-        annotations, runs: annotations and masks of the source image.
-        text: the annotation file to store verbatim, or None.
-        warnings: reason -> warning about an odd value; not stored in the shard.
-    """
-
-    jpeg: bytes
-    height: int
+    jpeg: bytes  # the bytes to store; empty: the shard gets no image
+    height: int  # pixels of that JPEG; 0 if it is empty, as is the width
     width: int
-    annotations: Annotations
+    annotations: Annotations  # of the source image, as are the runs
     runs: Runs
-    text: bytes | None = None
+    text: bytes | None = None  # the annotation file to store verbatim, or None
+    # about odd values; not stored in the shard
     warnings: ImageWarnings = field(default_factory=ImageWarnings)
 
 
@@ -147,15 +140,12 @@ class StoredMember:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredImage:
-    """The members of one image; `json` is None unless the shard was made with --keep-json.
-
-    In a shard without images, `jpg` is empty and its offset is that of the header of the masks.
-    """
+    """The members of one image. Without images, `jpg` is empty and has the offset of the masks' header."""
 
     image_id: int
     jpg: StoredMember
     masks: StoredMember
-    json: StoredMember | None
+    json: StoredMember | None  # None unless the shard was made with --keep-json
 
     def members(self) -> dict[str, StoredMember]:
         """Ending -> member, for the members that the index refers to."""
@@ -180,14 +170,11 @@ def walk_shard(
 ) -> Iterator[StoredImage]:
     """The images of a shard in its order; one image is in memory at a time.
 
-    Args:
-        digest: a hashlib object that is updated with every byte of the file; complete when the iterator has
-            ended.
-        progress: called with the number of bytes of each read.
+    `digest` is a hashlib object that is updated with every byte of the file; it is complete when the iterator
+    has ended. `progress` is called with the number of bytes of each read.
 
     Raises:
-        ShardError: a byte of the tar's structure differs from what ingest writes; the message names the
-            offset.
+        ShardError: a byte of the tar's structure differs from what ingest writes; it names the offset.
     """
     with shard.open("rb", buffering=0) as file:
         read = _Reads(shard, file, digest, progress)
@@ -212,9 +199,7 @@ def walk_shard(
 
 def index_row(shard: Path, image: StoredImage) -> Row:
     """The row of the index for an image, from its JPEG's frame header and its decoded mask record.
-
-    Raises:
-        ShardError: the JPEG, the record or a mask cannot be read, or the record is of another image.
+    ShardError: JPEG, record or a mask cannot be read, or the record is of another image.
     """
     jpg, masks = image.jpg, image.masks
     try:
@@ -264,11 +249,7 @@ class _Reads:
         self.position = 0
 
     def member(self) -> tuple[int, int, str, StoredMember] | None:
-        """Offset of the header, image id, ending and content; None at the end of the tar.
-
-        Raises:
-            ShardError: as in `walk_shard`.
-        """
+        """Offset of the header, image id, ending and content; None at the end. ShardError as `walk_shard`."""
         offset = self.position
         header = self._read(BLOCK)
         if not header.strip(b"\0"):
@@ -311,9 +292,7 @@ class _Reads:
 
 def seal(shard: Path) -> ShardInfo:
     """Read a finished shard, compare every image with the index, and flush both files to the disk.
-
-    Raises:
-        ShardError: the tar does not read back as it was written, or differs from the index.
+    ShardError: the tar does not read back as it was written, or differs from the index.
     """
     index = index_path(shard)
     reader = pq.ParquetFile(index.absolute())
@@ -342,11 +321,7 @@ def seal(shard: Path) -> ShardInfo:
 
 
 def _compare(shard: Path, row: dict[str, int] | None, image: StoredImage | None) -> int:
-    """Compare an image with its row of the index; returns 1, the number of images compared.
-
-    Raises:
-        ShardError: they differ, or one of the two is missing.
-    """
+    """Compare an image with its row; returns 1. ShardError: they differ or one is missing."""
     if row is None or image is None:
         name, where = ("the index", "the tar") if image is None else ("the tar", "the index")
         known = row["image_id"] if row is not None else image.image_id if image is not None else -1

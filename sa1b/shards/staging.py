@@ -96,9 +96,8 @@ def remove_leftovers(root: Root, spill: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def clean_scratch(store: Store) -> Iterator[None]:
-    """Context of work on copies of objects of a bucket: removes those of ended processes, before and after.
-
-    A worker process that is killed leaves its copies in the scratch folder.
+    """Context of work on copies of objects of a bucket: removes those of ended processes, before and after: a
+    worker process that is killed leaves its copies in the scratch folder.
     """
     if store.is_local:
         yield

@@ -58,12 +58,8 @@ def stored_shards(store: Store, source: str) -> set[str]:
 
 
 def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
-    """Sources that have shards and no task file, and the names of these shards in order.
-
-    The name of a source is that of its rows in tasks/, or the usual one of its shards.
-
-    Args:
-        known: names of the sources that have a task file.
+    """Sources that have shards and no task file in `known`, and the names of these shards in order. The name
+    of a source is that of its rows in tasks/, or the usual one of its shards.
     """
     rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
     names = {source_stem(name): name for name in (*rows, *known)}
@@ -78,17 +74,14 @@ def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list
 def check_kept(
     store: Store, source: str, ids: Ids, files: Collection[str], *, damaged: bool, replace: bool
 ) -> None:
-    """Refuse to replace the stored shards of a source by a result that lacks an image of them.
+    """SourceError, with the images, if a result lacks images of the source's stored shards. UsageError: a
+    file is not the package's.
 
     Args:
         ids: of the images of the new result.
         files: of `stored_files`; only the process that has claimed the source changes them.
         damaged: a part of the source could not be read.
         replace: the user asked for the content of another source. A damaged one is refused all the same.
-
-    Raises:
-        SourceError: naming the images.
-        UsageError: a file is not the package's.
     """
     listed = _listed(store, source)
     check_own(store, [name for name in files if shard_of(name) not in listed])
@@ -113,11 +106,7 @@ def check_kept(
 
 
 def check_drop(store: Store, source: str) -> None:
-    """Refuse to remove shards that no document lists if they hold images that the dataset lacks.
-
-    Raises:
-        UsageError: naming the shards, or a file that is not the package's.
-    """
+    """UsageError if unlisted shards hold images that the dataset lacks, or for a user's file."""
     listed, files = _listed(store, source), stored_files(store, source)
     check_own(store, [name for name in files if shard_of(name) not in listed])
     if listed or store.exists(task_name(source, "samples")):  # the rows are removed after the shards
@@ -133,11 +122,7 @@ def check_drop(store: Store, source: str) -> None:
 
 
 def check_own(store: Store, names: Iterable[str]) -> None:
-    """Refuse files that have a name of the package and not its form.
-
-    Raises:
-        UsageError: naming one.
-    """
+    """UsageError if a file has a name of the package and not its form."""
     for name in names:
         if not is_own(store, name):
             raise UsageError(
@@ -147,11 +132,7 @@ def check_own(store: Store, names: Iterable[str]) -> None:
 
 
 def check_outside(folder: Path) -> None:
-    """Refuse a new dataset directory in a folder that another one has for its own files.
-
-    Raises:
-        UsageError: naming the other one.
-    """
+    """UsageError for a new dataset directory in a folder that another one has for its own files."""
     path = folder.resolve()
     around = dataset_around(path.parent)
     if around is not None and path.relative_to(around).parts[0] in (TASKS, QUARANTINE, PARTIAL, VIEWS):

@@ -67,10 +67,7 @@ def _read_json(path: str, names: list[str]) -> pa.Table:
 
 def ids_of_names(values: pa.ChunkedArray, *, numbers: bool) -> pa.ChunkedArray:
     """Image ids of texts such as sa_7, sa_7.jpg and any/folder/sa_7.jpg, null where a text names no image.
-
-    Args:
-        values: strings.
-        numbers: take 7 and 7.jpg too, unless a text has a folder: coco/9.jpg is no image of SA-1B.
+    `numbers`: take 7 and 7.jpg too, unless a text has a folder: coco/9.jpg is no image of SA-1B.
     """
     text = pc.utf8_trim_whitespace(values.cast(pa.large_string()))
     ids = pc.struct_field(pc.extract_regex(text, _NAMED), "id")
@@ -112,11 +109,8 @@ def with_ids(table: pa.Table, column: str) -> tuple[pa.Table, int]:
 
 
 def collected(ids: npt.NDArray[np.int64], values: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
-    """Each id once, with the list of all texts of its rows.
-
-    Args:
-        ids: int64 [N], ascending.
-        values: Arrow array [N] of large strings, or of lists of them.
+    """Each id once, of ids int64 [N], ascending, with the list of all texts of its rows. The values are large
+    strings, or lists of them.
     """
     first = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
     ends = np.append(first, len(ids))
