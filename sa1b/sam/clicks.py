@@ -31,12 +31,10 @@ def box_prompts(boxes: Tensor) -> tuple[Tensor, Tensor]:
 def noised_boxes(
     boxes: Tensor, keys: Tensor, sizes: Tensor, noise: float, limit: float, *, uniform: bool = False
 ) -> Tensor:
-    """Boxes float32 [M, 4] with noise: each side is moved by a random value and clipped to the image.
+    """Boxes float32 [M, 4], each side moved at random by at most `limit` pixels, and clipped to the image.
 
-    Args:
-        sizes: int64 [M, 2], rows and columns of each mask's image.
-        noise: standard deviation, as a fraction of the box's size; for `uniform` noise the largest movement.
-        limit: largest movement of a side, pixels.
+    `sizes`: int64 [M, 2], rows and columns of each mask's image. `noise`: standard deviation, as a fraction
+    of the box's size; for `uniform` noise the largest movement.
     """
     lengths = (boxes[:, 2:] - boxes[:, :2]).repeat(1, 2)
     sides = torch.arange(4, device=boxes.device)
@@ -84,11 +82,8 @@ def corrective_clicks(
     prediction without error, it is a foreground click, uniform over the target; if the target has no pixel,
     there is no click: the label NOTHING.
 
-    Args:
-        masks: bool [M, R, R], the predicted masks; must be False outside the image.
-        targets: bool [M, R, R].
-        number: number of the iteration; the random values depend on it.
-        image_size: pixels of the padded square.
+    Masks, which must be False outside the image, and targets are bool [M, R, R]. The random values depend on
+    the `number` of the iteration. `image_size`: pixels of the padded square.
     """
     errors = masks ^ targets
     regions = torch.where(errors.flatten(1).any(dim=1)[:, None, None], errors, targets)

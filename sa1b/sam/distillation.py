@@ -54,9 +54,7 @@ class EmbeddingCache:
         self, images: Tensor, sizes: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """The embeddings of B >= 1 images, float32 [B, C, h, w] on their device; waits for the device.
-
-        `sizes`: int64 [B, 2], rows and columns of each image in the padded square. `compute` is called for
-        each missing image alone.
+        `sizes`: rows and columns in the padded square. `compute` is called for each missing image alone.
         """
         self._words = _words_of(images, self._words)
         keys = pixel_keys(images, sizes, self._words).tolist()
@@ -203,9 +201,8 @@ class Distillation(Interactive):
     ) -> dict[str, Tensor]:
         """Losses of a micro-batch, or its scores as those of `Interactive`.
 
-        Returns:
-            Training: sums over images, float32 scalars: "loss", with the gradient; "cosine", the mean cosine
-            similarity of the tokens of both embeddings; "count", the number of images.
+        In training, sums over images, float32 scalars: "loss", with the gradient; "cosine", the mean cosine
+        similarity of the tokens of both embeddings; "count", the number of images.
         """
         if evaluate or protocol is not None:
             return super().forward(images, targets, image_keys, evaluate=evaluate, protocol=protocol)

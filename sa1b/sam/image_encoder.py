@@ -90,7 +90,7 @@ class ImageEncoder(nn.Module):
 
         `keep`: bool [B, depth, 2], whether an image passes through the attention (0) and the MLP (1) of each
         block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None, or in evaluation
-        mode: all images pass through all blocks, unscaled.
+        mode: all pass through all blocks, unscaled.
         """
         return self.embedding(self.through(self.tokens(pixels), range(len(self.blocks)), keep))
 

@@ -29,20 +29,13 @@ _OF_VIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FittedWeights:
-    """Weights that fit the sizes of a model; as a string, a line that describes them.
-
-    Attributes:
-        kind: kind of the file's model, in words.
-        resized: the resized tensors, in words; None: no tensor was resized.
-        left_out: names in the file that the model does not use.
-        kept: names of the model that keep their initial values.
-    """
+    """Weights that fit the sizes of a model; as a string, a line that describes them."""
 
     tensors: dict[str, Tensor]
-    kind: str
-    resized: str | None
-    left_out: tuple[str, ...]
-    kept: tuple[str, ...]
+    kind: str  # of the file's model, in words
+    resized: str | None  # the resized tensors, in words; None: no tensor was resized
+    left_out: tuple[str, ...]  # names in the file that the model does not use
+    kept: tuple[str, ...]  # names of the model that keep their initial values
 
     def __str__(self) -> str:
         parts = [f"{len(self.tensors)} tensors of {self.kind}"]
@@ -56,10 +49,8 @@ class FittedWeights:
 
 
 def read_initial_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file for `fit_weights`, float32, on the CPU. Runs no code of the file.
-
-    Raises:
-        WeightsError: the file is damaged, or contains neither a SAM nor a plain ViT.
+    """The tensors of a file for `fit_weights`, float32, on the CPU. Runs no code of the file. WeightsError:
+    the file is damaged, or contains neither a SAM nor a plain ViT.
     """
     tensors = read_tensors(path)
     if not _is_vit(tensors):
@@ -70,10 +61,8 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
-    """Fit weights of `read_initial_weights` or of a checkpoint to the sizes of a model.
-
-    Raises:
-        UsageError: sizes other than the image size differ; the message names the flag.
+    """Fit weights of `read_initial_weights` or of a checkpoint to the sizes of a model. UsageError names the
+    flag of a size other than the image size that differs.
     """
     return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)
 

@@ -87,10 +87,7 @@ class Iteration:
         recompute: bool,
     ) -> IterationOutcome:
         """The masks of one iteration compared with the targets; without feedback, it is the first one.
-
-        Args:
-            compiled: all images have as many masks, and `compiles` is true.
-            recompute: the backward pass recomputes the activations.
+        `compiled` needs images with as many masks, and that `compiles` is true.
         """
         compare: Callable[..., IterationOutcome] = self._compare
         if compiled and self._compiled is not None:

@@ -55,15 +55,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageEmbedding:
-    """What the image encoder of a model returns for an image, for several calls of `predict`.
-
-    Attributes:
-        features: what `Sam.embed` returns, on the model's device.
-        height, width: pixels of the image that was passed.
-    """
+    """What `Sam.embed` returns for an image, on the model's device, for several calls of `predict`."""
 
     features: Tensor
-    height: int
+    height: int  # of the image that was passed, pixels
     width: int
 
 

@@ -66,11 +66,10 @@ class SamProtocol:
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
         """Scores of all masks of the micro-batch.
 
-        Returns:
-            "intersections" and "unions", int64 [M, 6], source pixels, a column for each of PROMPTS; for the
-            first click: "logits", float32 [M, R, R] of the padded square with R = S / 4, "predicted_iou",
-            float32 [M], and "points", float32 [M, 2], the position of the click in the padded square, where
-            the centre of a pixel is its index plus 0.5.
+        "intersections" and "unions" are int64 [M, 6], source pixels, a column for each of PROMPTS. For the
+        first click: "logits", float32 [M, R, R] of the padded square with R = S / 4, "predicted_iou", float32
+        [M], and "points", float32 [M, 2], the position of the click in the padded square, where the centre of
+        a pixel is its index plus 0.5.
         """
         embeddings = model.embed(images, sizes=sizes)  # called once on every rank, even if there are no masks
         scores = [
@@ -293,10 +292,8 @@ class Score:
     def add(self, intersections: Tensor, unions: Tensor, areas: Tensor, weights: Tensor) -> None:
         """Add the masks of a batch; the host does not wait for the device.
 
-        Args:
-            intersections, unions: int64 [M, P], pixels; a union of 0 is an IoU of 0, as in training.
-            areas: int64 [M], source pixels.
-            weights: [M]; 0 excludes a mask, any other weight counts it once.
+        Intersections and unions are pixels, int64 [M, P]; a union of 0 is an IoU of 0, as in training.
+        `areas` are source pixels, int64 [M]. A weight of 0 excludes a mask, any other counts it once.
         """
         ious = intersections * UNIT // unions.clamp(min=1)
         row = (areas >= MEDIUM).long() + (areas >= LARGE).long()

@@ -50,9 +50,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The unchanged tensors in a file, by name; if a .pth has an entry "model", the tensors of that entry.
-
-    Raises:
-        WeightsError: the file is damaged, or not a dictionary of tensors.
+    WeightsError: the file is damaged, or not a dictionary of tensors.
     """
     with path.open("rb") as file:
         start = file.read(16)

@@ -19,29 +19,17 @@ from sa1b.sam.random_values import random_words
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """The targets of the M masks of a micro-batch of B images.
+    """The targets of the M masks of a micro-batch of B images. Boxes and points are in the padded square."""
 
-    Attributes:
-        masks: uint8 [M, R, R], 1 is foreground; the padded square in R x R pixels, R at least
-            image_size / 4.
-        boxes: float32 [M, 4], x0, y0, x1, y1 in the padded square: the centres of the first and last column
-            and row; see sa1b.masks.grid.
-        points: float32 [M, 2], x and y in the padded square, the centre of a foreground pixel.
-        image: int64 [M], index in the micro-batch of each mask's image.
-        weights: float32 [M], weight of each mask; 0 for padding, and for masks without a pixel at R.
-        keys: int64 [M], a hash for each mask, from which its random values are computed.
-        sizes: int64 [B, 2], rows and columns of each image in the padded square.
-        counts: number of masks of each image, B numbers on the host; `image` must be ascending. The masks of
-            an image then share products with its embedding. None: each mask gets a copy of the embedding.
-    """
-
-    masks: Tensor
-    boxes: Tensor
-    points: Tensor
-    image: Tensor
-    weights: Tensor
-    keys: Tensor
-    sizes: Tensor
+    masks: Tensor  # uint8 [M, R, R], 1: foreground; the padded square, R at least image_size / 4
+    boxes: Tensor  # float32 [M, 4], x0, y0, x1, y1: centres of first and last column and row
+    points: Tensor  # float32 [M, 2], x and y of the centre of a foreground pixel
+    image: Tensor  # int64 [M], index in the micro-batch of each mask's image
+    weights: Tensor  # float32 [M]; 0 for padding, and for masks without a pixel at R
+    keys: Tensor  # int64 [M], a hash for each mask, from which its random values are computed
+    sizes: Tensor  # int64 [B, 2], rows and columns of each image in the padded square
+    # masks of each image, on the host, for ascending `image`: they share products with its embedding. None:
+    # each mask gets a copy of the embedding
     counts: Sequence[int] | None = None
 
 

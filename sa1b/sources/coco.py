@@ -71,11 +71,7 @@ class CocoPass(SourceReading):
         return {"sha256": self._sha256.hexdigest()}
 
     def check_unchanged(self) -> None:
-        """Check that no file has changed since it was read, by size, mtime and ctime.
-
-        Raises:
-            SourceError: a file was removed, replaced or written since.
-        """
+        """SourceError if a file was removed, replaced or written since, by size, mtime and ctime."""
         for path, state in self._files:
             if fingerprint(path, stat_of(path)) != state:
                 raise SourceError(f"{path}: changed while {self.path} was read; run the same command again")
@@ -139,9 +135,7 @@ def as_jpeg(
     """The image as a JPEG, its height and width, and how it was encoded for the provenance.
 
     A JPEG keeps its bytes, unless its EXIF orientation makes it an image of the annotated height and width.
-
-    Raises:
-        BadSample: it is no image, has another size than annotated, or cannot become a JPEG.
+    BadSample: it is no image, has another size than annotated, or cannot become a JPEG.
     """
     from PIL import Image
 
@@ -168,15 +162,9 @@ def as_jpeg(
 def encode_jpeg(image: "Image.Image", quality: int, max_pixels: int, *, upright: bool = False) -> bytes:
     """An image of another format as a JPEG with 4:2:0 chroma subsampling; alpha is dropped.
 
-    Args:
-        image: opened and not decoded yet.
-        quality: 1 to 100.
-        max_pixels: a larger image is refused before it is decoded.
-        upright: turn it as its EXIF orientation says, instead of keeping the stored rows.
-
-    Raises:
-        BadSample: the image is too large, or a JPEG would have other pixels.
-        OSError, SyntaxError, ValueError: it does not decode.
+    The image is opened and not decoded yet; one of more than `max_pixels` is refused before. `upright` turns
+    it as its EXIF orientation says. BadSample: too large, or a JPEG would have other pixels. OSError,
+    SyntaxError or ValueError: it does not decode.
     """
     import simplejpeg
     from PIL import ImageOps

@@ -68,28 +68,16 @@ class CocoDocument(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class CocoImage:
-    """An image of the file.
+    """An image of the file."""
 
-    Attributes:
-        image_id: id of the image in the dataset directory.
-        entry: the object in the list `images`.
-        name: name of its file, relative to the folder of images.
-        annotations: numbers of its annotations in the list `annotations`, in their order.
-    """
-
-    image_id: int
-    entry: dict[str, Any]
-    name: str
-    annotations: list[int]
+    image_id: int  # in the dataset directory
+    entry: dict[str, Any]  # the object in the list `images`
+    name: str  # of its file, relative to the folder of images
+    annotations: list[int]  # numbers in the list `annotations`, in their order
 
 
 class CocoFile:
-    """The images and annotations of a file.
-
-    Args:
-        path: the file.
-        source: name of the source, part of the ids by hash.
-        options: how it is read.
+    """The images and annotations of a file. The source's name is part of the ids by hash.
 
     Attributes:
         folder: folder of the images.
@@ -99,9 +87,7 @@ class CocoFile:
         unlisted: numbers of the annotations of images that are not in the file, by id of the image.
 
     Raises:
-        SourceError: the file is not in COCO's format, an id of an image is not an integer, or no image of the
-            file exists.
-        OSError: the file cannot be read.
+        SourceError: another format, an id of an image is not an integer, or no image of the file exists.
     """
 
     def __init__(self, path: Path, source: str, options: CocoOptions) -> None:
@@ -139,11 +125,7 @@ class CocoFile:
         return path if path.is_relative_to(os.path.normpath(base)) else None
 
     def size(self) -> tuple[int, int]:
-        """Bytes of the file and of all images, and the newest modification time in nanoseconds.
-
-        Raises:
-            SourceError: no image exists.
-        """
+        """Bytes of the file and all images, and the newest mtime in ns. SourceError: no image exists."""
         stats = [self.path.stat()]
         for image in self.images:
             path = self.file_of(image)
@@ -203,12 +185,7 @@ def _key(raw: msgspec.Raw) -> Any:
 
 
 def read_document(path: Path) -> CocoDocument:
-    """The lists of a file in COCO's format.
-
-    Raises:
-        SourceError: it has another format.
-        OSError: it cannot be read.
-    """
+    """The lists of a file in COCO's format; SourceError if it has another one."""
     with path.open("rb") as file, tempfile.TemporaryFile() as copy, naming_path(Path(tempfile.gettempdir())):
         shutil.copyfileobj(file, copy, 1 << 24)
         copy.flush()

@@ -36,17 +36,11 @@ class _Mask:
 
 @dataclass(slots=True)
 class CocoPair:
-    """The annotation file of one image.
+    """The annotation file of one image."""
 
-    Attributes:
-        text: its bytes, JSON.
-        refused: reason -> the annotations, or parts of annotations, that are not in it.
-        messages: reason -> message about the first of them.
-    """
-
-    text: bytes = b""
-    refused: dict[str, list[Any]] = field(default_factory=dict)
-    messages: dict[str, str] = field(default_factory=dict)
+    text: bytes = b""  # its bytes, JSON
+    refused: dict[str, list[Any]] = field(default_factory=dict)  # reason -> what is not in it
+    messages: dict[str, str] = field(default_factory=dict)  # reason -> message about the first of them
 
     def refuse(self, reason: str, annotation: Any, message: str) -> None:
         """Leave an annotation out."""
@@ -68,14 +62,10 @@ def coco_pair(
     categories: dict[int | str, str],
     provenance: dict[str, Any],
 ) -> CocoPair:
-    """Convert the annotations of an image.
+    """Convert the annotations of an image, given by its id in the dataset directory and its pixels.
 
-    Args:
-        image_id: id of the image in the dataset directory.
-        height, width: pixels of the image.
-        annotations: the objects of the list `annotations` of the COCO file.
-        categories: id of a category -> its name.
-        provenance: keys of the object `provenance` beside `masks`.
+    `annotations` are objects of the COCO file, `categories` id -> name, and `provenance` the keys of this
+    object beside `masks`.
     """
     pair = CocoPair()
     masks = [mask for one in annotations if (mask := _mask(pair, one, height, width)) is not None]

@@ -94,14 +94,13 @@ def discover(
     rename: Mapping[Path, str] | None = None,
     formats: Sequence[SourceFormat] = FORMATS,
 ) -> Discovered:
-    """Find all sources in `paths`.
+    """Find all sources in tars, files in COCO's format (x.json), and folders, searched at any depth.
 
     Hidden files and folders are not taken, but listed; files that operating systems write are not
     (`.DS_Store`, `._*`, `Thumbs.db`, `lost+found`, ...). Symbolic links are followed; a folder that is
     reached twice counts once.
 
     Args:
-        paths: tars, files in COCO's format (x.json), or folders to search at any depth for tars and pairs.
         ignore: fnmatch patterns, compared with the file name and with the path relative to the given folder;
             a match is neither taken nor listed. They do not apply to `paths` themselves.
         skip: files and folders of this run, such as its output. They are neither taken nor listed, unless
@@ -111,8 +110,8 @@ def discover(
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
-            tars share a folder, a path is a dataset directory, a path in `rename` is no source, or a file
-            in COCO's format cannot be used.
+            tars share a folder, a path is a dataset directory, a path in `rename` is no source, or a file in
+            COCO's format cannot be used.
     """
     names = {os.path.realpath(path): name for path, name in (rename or {}).items()}
     skipped = {inode_of(path) for path in skip if path.exists()}

@@ -66,11 +66,7 @@ def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
 
 def pair_files(path: Path, ignore: Ignore) -> list[Path]:
     """The files of a folder source by image id, jpg before json, and folders or links with names of members.
-
     Subfolders that cannot be listed come first. Memory: 1 kB per name.
-
-    Raises:
-        OSError: the folder itself cannot be listed.
     """
     found = []
     files, unreadable = listed(path, subfolders(path, ignore))
@@ -128,12 +124,8 @@ class FolderPass(SourceReading):
         return {"sha256": self._sha256.hexdigest()}
 
     def check_unchanged(self) -> None:
-        """Check that no file has changed since it was read, by name, size, mtime and ctime.
-
-        `StoredStream.check_unchanged` lists the changes that cannot be detected.
-
-        Raises:
-            SourceError: a file was added, removed, replaced or written since.
+        """SourceError if a file was added, removed, replaced or written, by name, size, mtime and ctime.
+        `LocalFile.check_unchanged` lists the changes that cannot be detected.
         """
         stats = hashlib.sha256()
         for file in self._format.files(self.path, self.ignore):

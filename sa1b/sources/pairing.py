@@ -155,13 +155,10 @@ _BOTH = 3
 class WantedPairs:
     """Filters the members of one source.
 
-    Args:
+    Attributes:
         ids: image ids, ascending, each once.
         is_block: the source contains a contiguous block of ids in random order, so that an id far outside of
             the range of the members read so far is not in the source.
-
-    Attributes:
-        ids, is_block: as above.
         first, last: smallest and largest image id read so far; None before the first member of a pair.
         is_whole: the source was read to its end.
         damage: what could not be read of it.

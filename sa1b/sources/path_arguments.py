@@ -16,23 +16,14 @@ from sa1b.storage.store import Store
 
 
 def check_here(flag: str, value: Path | None) -> None:
-    """Refuse a URL as the value of a flag that needs a path of this machine.
-
-    Raises:
-        UsageError: the path was made from a URL, so that it begins with a scheme.
-    """
+    """UsageError for a URL as the value of a flag that needs a path of this machine."""
     if value is not None and was_url(value):
         raise UsageError(f"{flag} {value}: must be a path of this machine, not a URL")
 
 
 def check_writable(what: str, root: str) -> None:
-    """Refuse a dataset directory at a URL that can only be read.
-
-    Args:
-        what: what the command writes, for the message.
-
-    Raises:
-        UsageError: the URL is of a web server or of the Hugging Face Hub.
+    """UsageError for a URL that can only be read: of a web server or of the Hugging Face Hub. The command
+    writes `what`.
     """
     if kind_of(root).is_read_only:
         raise UsageError(
@@ -42,11 +33,7 @@ def check_writable(what: str, root: str) -> None:
 
 
 def check_scratch_flag(scratch: Path | None, *roots: str) -> None:
-    """Refuse --scratch if no dataset directory is at a URL.
-
-    Raises:
-        UsageError: no root is a URL, or the folder is one.
-    """
+    """UsageError for --scratch if no dataset directory is at a URL, or if it is one itself."""
     check_here("--scratch", scratch)
     if scratch is not None and not any(map(is_url, roots)):
         raise UsageError(f"--scratch {scratch}: only for a dataset directory at a URL; omit it")
@@ -85,15 +72,7 @@ def linked(
     rate: float | None = None,
     endpoint: str | None = None,
 ) -> tuple[Link, ...]:
-    """The links of the URLs in SOURCE and of --links.
-
-    Args:
-        source: SOURCE.
-        path: value of --links.
-        connections: requests at the same time for each link.
-        rate: limit of each link, in bytes per second.
-        endpoint: value of --endpoint.
-    """
+    """The links of the URLs in SOURCE and of --links; limits of each: connections, bytes per second."""
     from sa1b.sources.remote_sources import links_at
 
     urls = filter(is_url, source)
@@ -111,11 +90,7 @@ def linked(
 
 
 def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple[str, ...]) -> Store:
-    """The store of --out, which may be a folder or a URL that can be written.
-
-    Raises:
-        UsageError: a flag does not fit --out, or --out cannot be written.
-    """
+    """The store of --out, a folder or a URL; UsageError if it cannot be written or a flag does not fit."""
     if kind_of(out).is_read_only:
         raise UsageError(
             f"--out {out}: {protocol_of(out)} can only be read; pass a folder, or a URL such as "

@@ -21,11 +21,8 @@ _DEADLINE = 60.0  # seconds until a server counts as unreachable
 
 
 def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
-    """The link to a tar, or the links to all tars directly in a folder of an object store.
-
-    Raises:
-        SourceError: the URL names no tar and no folder with tars.
-        StorageError: the store cannot be reached.
+    """The link to a tar, or the links to all tars directly in a folder of an object store. SourceError: the
+    URL names neither. StorageError: the store cannot be reached.
     """
     options = dict(options or {})
     if is_tar_name(url.partition("?")[0]):
@@ -39,11 +36,7 @@ def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
 
 
 def named_links(links: Iterable[Link]) -> dict[str, Link]:
-    """The links by the names of their sources, sorted.
-
-    Raises:
-        SourceError: a file name cannot be the name of a source, or two links have the same name.
-    """
+    """The links by the names of their sources, sorted; SourceError for an invalid or repeated name."""
     named: dict[str, Link] = {}
     for link in links:
         name = tar_name(link.file_name)
@@ -67,16 +60,11 @@ def remote_sources(
     format: SourceFormat = TAR,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[Source], dict[str, str]]:
-    """The sources of links, and the links that do not work: source -> error message.
+    """The sources of links, by name, and the links that do not work: source -> error message.
 
     A size is one request for a byte. All links into a folder share their connections. After a server could
-    not be reached, its other links fail without a request.
-
-    Args:
-        named: links by the names of their sources, see `named_links`.
-        known: size and mtime_ns of finished sources by name. Their links are not used.
-        format: how the tars are read.
-        progress: called with 1 for each link.
+    not be reached, its other links fail without a request. `known` has size and mtime_ns of finished sources,
+    whose links are not used. `progress` is called with 1 for each link.
     """
     finished = known or {}
     with _Sizes() as sizes:

@@ -35,13 +35,9 @@ class Ignore:
 
 
 class SourceReading(Protocol):
-    """One pass over a source of one format.
+    """One pass over a source of one format."""
 
-    Attributes:
-        categories: those of a file in COCO's format, with all their fields, once the first item is read;
-            empty for other sources.
-    """
-
+    # of a file in COCO's format, with all fields, once the first item is read
     categories: list[dict[str, Any]]
 
     def items(self) -> Iterator[Member | Damage]:
@@ -62,19 +58,12 @@ class SourceReading(Protocol):
 
 
 class SourceFormat(ABC):
-    """A form of input. An instance has the settings that determine how its sources are read.
+    """A form of input. An instance has the settings that determine how its sources are read."""
 
-    Attributes:
-        kind: name of the format in task files.
-        ending: ending of the names of its files, for advice.
-        has_links: whether a source may be at a URL.
-        in_folders: whether the search of a folder takes what `takes` accepts.
-    """
-
-    kind: ClassVar[str]
-    ending: ClassVar[str]
-    has_links: ClassVar[bool] = False
-    in_folders: ClassVar[bool] = False
+    kind: ClassVar[str]  # name in task files
+    ending: ClassVar[str]  # of the names of its files, for advice
+    has_links: ClassVar[bool] = False  # a source may be at a URL
+    in_folders: ClassVar[bool] = False  # the search of a folder takes what `takes` accepts
 
     def takes(self, path: Path) -> bool:
         """Whether a file that the user names is a source of this format."""
@@ -86,10 +75,8 @@ class SourceFormat(ABC):
 
     @abstractmethod
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        """Bytes of all files of a source, and the newest modification time in nanoseconds.
-
-        Raises:
-            SourceError: the source cannot be used.
+        """Bytes of all files of a source, and the newest modification time in nanoseconds. SourceError: the
+        source cannot be used.
         """
 
     @abstractmethod
@@ -103,27 +90,16 @@ class SourceFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One task of ingest.
+    """One task of ingest."""
 
-    Attributes:
-        name: file name without ending, or the folder's name; part of the names of shards.
-        path: file or folder; the name of the tar if it has a link.
-        format: how it is read.
-        size: stored bytes of the tar, or of all files of the folder, or of the COCO file and its images.
-        mtime_ns: modification time in nanoseconds of the tar, or of the newest of these files.
-        ignore: patterns of the files of a folder that are left out.
-        link: source of the tar's bytes if the tar is not a file; `path` is then only its name.
-        wanted: the only pairs that are read; None: all.
-    """
-
-    name: str
-    path: Path
+    name: str  # file name without ending, or the folder's name; part of the names of shards
+    path: Path  # file or folder; only the name of the tar if it has a link
     format: SourceFormat
-    size: int
-    mtime_ns: int
-    ignore: Ignore | None = None
-    link: Link | None = None
-    wanted: WantedPairs | None = None
+    size: int  # bytes of the tar, of the folder's files, or of the COCO file and its images
+    mtime_ns: int  # of the tar, or of the newest of these files
+    ignore: Ignore | None = None  # patterns of the files of a folder that are left out
+    link: Link | None = None  # source of the tar's bytes if the tar is not a file
+    wanted: WantedPairs | None = None  # the only pairs that are read; None: all
 
     @property
     def kind(self) -> str:
@@ -135,8 +111,7 @@ class Source:
         """What decides, beside the path, which pairs and ids the source gives: recorded with it for a repair.
 
         Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
-        ignore; images_only; part for a source of which only wanted pairs are taken. Empty for a whole tar
-        or folder.
+        ignore; images_only; part for a source of which only wanted pairs are taken. Else empty.
         """
         found = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
         return {"kind": self.kind, **found} if found else {}
@@ -148,11 +123,7 @@ class Source:
 
 
 class SourceReader:
-    """One pass over a source: `items()`, then `digests()` and `check_unchanged()`, then `close()`.
-
-    Raises:
-        OSError: a tar cannot be opened or read; the message names it.
-    """
+    """One pass over a source: `items()`, then `digests()` and `check_unchanged()`, then `close()`."""
 
     def __init__(self, source: Source, *, md5: bool = False, progress: Progress | None = None) -> None:
         self.source = source
@@ -170,11 +141,8 @@ class SourceReader:
         return self._pass.digests()
 
     def check_unchanged(self) -> None:
-        """Check that the source has not changed since it was found and since it was opened.
-
-        Raises:
-            SourceError: a size, inode, modification time or change time differs. `LocalFile.check_unchanged`
-                lists the changes that this cannot detect.
+        """SourceError if size, inode, mtime or ctime changed since the source was found and since it was
+        opened. `LocalFile.check_unchanged` lists the changes that this cannot detect.
         """
         self._pass.check_unchanged()
 
@@ -197,11 +165,8 @@ def digest_of_source(source: Source, progress: Progress | None = None, kind: str
 
 
 def read_checklist(path: Path) -> dict[str, str]:
-    """File name -> md5, from a file in the form of md5sum: `<32 hex digits>  <name>` on each line.
-
-    Raises:
-        SourceError: a line has another form, or another md5 for a name than a line before; the message names
-            it.
+    """File name -> md5, from lines of md5sum: `<32 hex digits>  <name>`. SourceError names a line of another
+    form, or with another md5 for a name than before.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

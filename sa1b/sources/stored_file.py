@@ -26,25 +26,15 @@ _TAR = re.compile(r"sa_[0-9]+\.tar")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A source tar at a URL, and how to read it.
+    """A source tar at a URL, and how to read it."""
 
-    Attributes:
-        url: the complete URL, with its signature if it has one. It is a secret: messages show `label`.
-        file_name: name of the tar.
-        label: name of the link for messages.
-        listed: path of the list with this link; None if the user named the URL.
-        connections: requests at the same time.
-        max_rate: limit in bytes per second; None: no limit.
-        options: options of fsspec's file system.
-    """
-
-    url: str = field(repr=False)
-    file_name: str
+    url: str = field(repr=False)  # complete, perhaps signed: a secret, messages show `label`
+    file_name: str  # of the tar
     label: str
-    listed: Path | None = None
-    connections: int = CONNECTIONS
-    max_rate: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    listed: Path | None = None  # the list with this link; None if the user named the URL
+    connections: int = CONNECTIONS  # requests at the same time
+    max_rate: float | None = None  # bytes per second; None: no limit
+    options: Mapping[str, Any] = field(default_factory=dict)  # of fsspec's file system
 
     def split(self) -> tuple[str, str]:
         """The URL of the folder, and the name of the object with its query."""
@@ -76,11 +66,7 @@ class Link:
 
 
 def link_of(url: str) -> Link:
-    """The link to a URL that the user named.
-
-    Raises:
-        SourceError: the URL has no host, or does not name a file.
-    """
+    """The link to a URL that the user named; SourceError if it has no host, or does not name a file."""
     parts = urlsplit(url)
     name = parts.path.rpartition("/")[2]
     label = printable(url)
@@ -91,11 +77,7 @@ def link_of(url: str) -> Link:
 
 def read_links(path: Path) -> tuple[list[Link], list[str]]:
     """The tars of SA-1B in a list of links, sorted by name, and the names of the other files in it.
-
-    Raises:
-        SourceError: a line has another form, or a file is listed twice with different links. The message
-            names the line.
-        OSError: the list cannot be read.
+    SourceError names a line of another form, or with another link for a file than before.
     """
     found: dict[str, Link] = {}
     others = []
@@ -127,15 +109,10 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
 
 
 class StoredFile(Protocol):
-    """The bytes of a file in their order.
+    """The bytes of a file in their order."""
 
-    Attributes:
-        label: path or URL, for messages.
-        size: bytes.
-    """
-
-    label: str
-    size: int
+    label: str  # path or URL, for messages
+    size: int  # bytes
 
     def read(self, length: int) -> bytes:
         """The next bytes, at most `length`; empty at the end of the file."""
@@ -188,14 +165,8 @@ class LocalFile:
 
 
 class RemoteFile:
-    """An object at a URL.
-
-    Args:
-        link: the URL and how to read it.
-
-    Raises:
-        SourceError: the link has expired, or the object does not exist.
-        StorageError: the server cannot be reached, or does not serve ranges.
+    """An object at a URL. SourceError: the link has expired, or the object does not exist. StorageError: the
+    server cannot be reached, or does not serve ranges.
     """
 
     def __init__(self, link: Link) -> None:

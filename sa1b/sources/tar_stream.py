@@ -32,42 +32,27 @@ _INFLATE_ERROR: type[Exception] = vars(isal_zlib)["error"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member as stored in the source.
+    """One member as stored in the source."""
 
-    Attributes:
-        name: name as stored; untrusted.
-        kind: "file", or the kind of the other entry.
-        offset: bytes from the start of the tar (uncompressed) to the member's header; 0 in a folder.
-        data: content of a file, else empty.
-        detail: target of a hard link as stored; for OVERSIZED and UNREADABLE the reason why `data` is empty;
-            with `reason` the message.
-        reason: snake_case word: why the reader of the source refuses the member; empty if it does not.
-    """
-
-    name: str
-    kind: str
-    offset: int
-    data: bytes
+    name: str  # as stored; untrusted
+    kind: str  # "file", or the kind of the other entry
+    offset: int  # from the start of the tar (uncompressed) to the header, bytes; 0 in a folder
+    data: bytes  # content of a file, else empty
+    # target of a hard link as stored; for OVERSIZED and UNREADABLE why `data` is empty; with `reason` the
+    # message
     detail: str = ""
-    reason: str = ""
+    reason: str = ""  # snake_case word: why the reader of the source refuses the member, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A stretch of the archive that holds no readable member.
-
-    Attributes:
-        reason: snake_case word.
-        message: what is wrong, for the user.
-        offset, length: bytes of the tar (uncompressed). Length 0: bytes are missing after the offset.
-        data: the bytes, at most MAX_KEPT_BYTES.
-    """
+    """A stretch of the archive that holds no readable member; `reason` is a snake_case word."""
 
     reason: str
     message: str
-    offset: int
-    length: int = 0
-    data: bytes = b""
+    offset: int  # bytes of the tar (uncompressed), as the length
+    length: int = 0  # 0: bytes are missing after the offset
+    data: bytes = b""  # the bytes, at most MAX_KEPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +137,7 @@ def _number(data: bytes) -> int | None:
 
 class StoredStream:
     """The bytes of a tar, decompressed if the file is gzip. The stored bytes are digested during reading.
-
-    Attributes:
-        position: bytes returned so far.
-        damage: the reason why the stream ended early, else None.
+    `position` is the bytes returned so far; `damage` why the stream ended early, else None.
     """
 
     def __init__(

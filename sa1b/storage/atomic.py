@@ -58,11 +58,8 @@ def naming_final(path: Path) -> Iterator[None]:
 def write_whole(path: Path, data: bytes, temporary: Path | None = None) -> None:
     """Write a small file atomically: a reader sees the old content or the new content.
 
-    Args:
-        path: path of the file.
-        data: content of the file.
-        temporary: a path in the same folder that no other process uses. By default a fixed path: then only
-            one process may write the file at a time.
+    `temporary` is a path in the same folder that no other process uses. By default it is a fixed path: then
+    only one process may write the file at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or path.with_name(f".{path.name}.partial")
@@ -85,10 +82,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file in one write, which is not interleaved with writes of other processes.
-
-    Raises:
-        OSError: the bytes were not written, or only some of them; the error names the path.
+    """Append bytes to a file in one write, which is not interleaved with writes of other processes. OSError
+    names the path: not all bytes were written.
     """
     with naming_path(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -112,14 +107,9 @@ def json_bytes(document: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on a folder. The operating system releases it when the process ends.
+    """Hold an exclusive lock on a folder, which the system releases when the process ends.
 
-    Args:
-        folder: the folder.
-        wait: wait without limit until the lock is free.
-
-    Raises:
-        LockedError: another process holds the lock, and `wait` is False.
+    With `wait`, wait without limit until it is free; else LockedError if another process holds it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -42,16 +42,9 @@ _LOG = logging.getLogger(__name__)
 class BucketStore(Store):
     """The objects below a URL.
 
-    Args:
-        root: URL of the dataset directory.
-        scratch: local folder for files before they are uploaded and after they are downloaded; by default
-            `sa1b-<user id>` in the system's folder for temporary files.
-        options: options of fsspec's file system.
-        retry_policy: times of reads and writes.
-
-    Attributes:
-        protocol: scheme of the URL.
-        options: as above, for readers of the same directory.
+    `scratch` is a local folder for files before they are uploaded and after they are downloaded; by default
+    `sa1b-<user id>` in the system's folder for temporary files. `options` are those of fsspec's file system,
+    also for readers of the same directory; `protocol` is the scheme of the URL.
     """
 
     is_local = False

@@ -32,17 +32,7 @@ _TRIES = 4  # writes of an object whose stored bytes differ from the written byt
 
 
 class BucketRequests:
-    """Requests to the objects below a URL, by their names.
-
-    Args:
-        root: URL without a "/" at the end.
-        options: options of fsspec's file system.
-        retry_policy: times of reads and writes.
-
-    Attributes:
-        reader: makes the requests.
-        objects: the store's kind.
-    """
+    """Requests to the objects below a URL without a "/" at the end. `objects` is the store's kind."""
 
     def __init__(
         self, root: str, options: Mapping[str, Any] | None, retry_policy: RetryPolicy | None
@@ -328,10 +318,7 @@ class Conditions:
 
     def _check_conditions(self) -> None:
         """Check once that the store obeys conditions of writes, with an object that no other process uses.
-
-        Raises:
-            StorageError: it ignores them.
-            DeniedError: objects cannot be read, written or removed.
+        StorageError: it ignores them. DeniedError: no access to objects.
         """
         if self._has_if_match is not None:
             return
@@ -356,10 +343,8 @@ class Conditions:
         self._bucket.objects, self._has_if_match = objects, has_if_match
 
     def _kind(self, name: str) -> tuple[Objects, bool]:
-        """The requests with the form of `If-Match` that the store obeys, and whether it obeys one.
-
-        Args:
-            name: name of an object for the test.
+        """The requests with the form of `If-Match` that the store obeys, and whether it obeys one. `name` is
+        an object for the test.
         """
         for quoted in (True, False):
             objects, stat = S3Objects(quoted=quoted), self._bucket.stat(name)

@@ -34,12 +34,7 @@ def default_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """The default cache, created if it is missing.
-
-    Raises:
-        StorageError: the folder belongs to another user.
-        OSError: the folder cannot be created.
-    """
+    """The default cache, created if it is missing; StorageError if the folder belongs to another user."""
     cache = default_folder()
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     if cache.stat().st_uid != os.getuid():  # the temporary folder is open to everyone
@@ -50,13 +45,8 @@ def cache_folder() -> Path:
 def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None) -> Path:
     """A local file with the bytes of an object. If the reader's root is local, the file itself, unverified.
 
-    Any number of processes may call this at the same time; one of them downloads.
-
-    Args:
-        reader: reads the object.
-        name: name of the object, relative to the reader's root.
-        digest: sha256 of the object, in hexadecimal.
-        cache: folder for copies; by default default_folder().
+    Any number of processes may call this at the same time; one of them downloads into `cache`, by default
+    default_folder(). `digest` is the object's sha256, in hexadecimal.
 
     Raises:
         DamageError: the object has another digest.
@@ -117,14 +107,10 @@ _PREFETCH = 8  # pieces in memory: 64 MiB
 def digest(
     reader: Reader, name: str, progress: Callable[[int], object] | None = None, file: BinaryIO | None = None
 ) -> str:
-    """sha256 of an object in hexadecimal, from one read. Memory: 64 MiB.
+    """sha256 of an object in hexadecimal, from one read; `file` receives a copy. Memory: 64 MiB.
 
-    Args:
-        progress: called with the number of bytes after each piece. An exception ends the read.
-        file: receives a copy.
-
-    Raises:
-        StorageError: as `Reader.read_range`.
+    `progress` is called with the number of bytes after each piece; its exception ends the read. Raises as
+    read_range.
     """
     sha256 = hashlib.sha256()
     for data in reader.read_ranges(pieces_of(name, reader.size(name)), prefetch=_PREFETCH):
@@ -139,18 +125,10 @@ def digest(
 def fetch(
     reader: Reader, name: str, expected: str, file: BinaryIO, progress: Callable[[int], object] | None = None
 ) -> None:
-    """Copy an object to a file and verify its digest while it is copied. Memory: 64 MiB.
+    """Copy an object to an empty file, open for reading too, and verify its sha256. Memory: 64 MiB.
 
-    Args:
-        reader: reads the object.
-        name: name of the object, relative to the reader's root.
-        expected: sha256 of the object, in hexadecimal.
-        file: opened for reading and writing, empty.
-        progress: called with the number of bytes after each piece. An exception ends the copy.
-
-    Raises:
-        DamageError: the object has another digest.
-        StorageError: as `Reader.read_range`.
+    `progress` is called with the number of bytes after each piece; its exception ends the copy. DamageError:
+    the object has another digest. Else raises as `Reader.read_range`.
     """
     found = digest(reader, name, progress, file)
     size = file.tell()

@@ -43,24 +43,15 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a claim, as recorded in the claim's file.
-
-    Attributes:
-        host, pid: host name and process id.
-        process: name of the process, see sa1b.storage.atomic.
-        token: random value that identifies this claim.
-        age: seconds since the heartbeat, by the file system's clock; below 0: it is dated in the future.
-        timeout: seconds without a heartbeat after which the claim may be taken over.
-        started: start time of the process, see sa1b.storage.atomic; None: unknown.
-    """
+    """The holder of a claim, as recorded in the claim's file."""
 
     host: str
     pid: int
-    process: str
-    token: str
-    age: float
-    timeout: float = TIMEOUT
-    started: int | None = None
+    process: str  # name of the process, see sa1b.storage.atomic
+    token: str  # random value that identifies this claim
+    age: float  # seconds since the heartbeat, by the file system's clock; below 0: dated in the future
+    timeout: float = TIMEOUT  # seconds without a heartbeat after which the claim may be taken over
+    started: int | None = None  # start time of the process, see sa1b.storage.atomic; None: unknown
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}" if self.token else "an unknown process"
@@ -73,11 +64,7 @@ class Holder:
         return start_of(self.pid) == self.started and not is_of_dead_process(self.process)
 
     def is_live(self, timeout: float = 0.0) -> bool:
-        """Whether the claim may not be taken over yet.
-
-        Args:
-            timeout: seconds without a heartbeat, if longer than the claim's own timeout.
-        """
+        """Whether the claim may not be taken over yet, by its own timeout or this one if longer."""
         if is_of_dead_process(self.process):
             return False
         return self.age <= max(timeout, self.timeout) or self.is_here
@@ -95,10 +82,7 @@ class Holder:
 
 class Claim:
     """A claim of this process: a context manager that sends heartbeats and releases the claim at the end.
-
-    Attributes:
-        name: name of the claim's file in the store.
-        previous: the previous holder if the claim was taken over, else None.
+    `previous` is the holder from whom it was taken over, else None.
     """
 
     def __init__(
@@ -113,11 +97,8 @@ class Claim:
     def take(cls, store: Store, name: str, *, timeout: float = TIMEOUT) -> "Claim | None":
         """Take a claim that is free or no longer live; None if another process holds it.
 
-        Args:
-            store: the dataset directory.
-            name: name of the claim's file, ends with ".claim".
-            timeout: seconds without a heartbeat after which other processes may take over this claim. An
-                existing claim has its own timeout.
+        `timeout` is the seconds without a heartbeat after which others may take it over; an existing claim
+        has its own.
         """
         token = secrets.token_hex(8)
         holding = {"host": socket.gethostname(), "pid": os.getpid(), "process": this_process()}
@@ -182,11 +163,8 @@ class Claim:
 
 @contextlib.contextmanager
 def exclusive(store: Store, name: str, written: str) -> Iterator[None]:
-    """Hold a claim; wait for another process to release it.
-
-    Args:
-        name: name of the claim.
-        written: the file that the holder writes, for the message of a long wait.
+    """Hold a claim; wait for another process to release it. `written` is the file that the holder writes, for
+    the message of a long wait.
     """
     began = time.monotonic()
     told = False

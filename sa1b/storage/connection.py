@@ -19,13 +19,8 @@ _REFUSALS = {301, 302, 307, 308, 400, 401, 403, 405, 501}  # of a store that tak
 
 
 def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_flight: int) -> Any:
-    """The file system of a URL.
-
-    Args:
-        root: URL of a scheme that fsspec supports.
-        options: options of fsspec's file system.
-        policy: its attempt_timeout limits connecting and reading.
-        in_flight: connections to an S3 store.
+    """The file system of a URL, with at most `in_flight` connections to an S3 store. attempt_timeout of the
+    policy limits connecting and reading.
 
     Raises:
         StorageError: no such scheme, its package is not installed, or there are no credentials.
@@ -76,17 +71,9 @@ class Connection:
     If an S3 store refuses the first presigned request, the file system reads its objects too: it follows
     redirections to other regions, and its error is the one to report.
 
-    Args:
-        root: URL of a scheme that fsspec supports.
-        options: options of fsspec's file system.
-        policy: times of the file system.
-        in_flight: connections.
-        etags: ETag of each object's first response, by URL. New objects are added.
-
-    Attributes:
-        system: the file system.
-        is_proven: whether a presigned request has succeeded, so that a refusal means that the signature or
-            its credentials have expired, or that this object is not accessible.
+    `etags` has the ETag of each object's first response, by URL. `is_proven`: a presigned request has
+    succeeded, so a refusal means that signature or credentials have expired, or that this object is not
+    accessible.
     """
 
     def __init__(
@@ -106,10 +93,8 @@ class Connection:
         self._uses_http = True
 
     async def read_range(self, url: str, start: int, end: int, *, uncached: bool = False) -> bytes:
-        """The bytes from `start` to `end` of an object, or what there is of them.
-
-        Args:
-            uncached: proxies of plain HTTP are to request them from the store.
+        """The bytes from `start` to `end` of an object, or what there is of them. `uncached`: proxies of
+        plain HTTP are to request them from the store.
         """
         return await self._either(
             lambda http: http.read_range(url, start, end, uncached=uncached),

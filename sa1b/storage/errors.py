@@ -21,37 +21,21 @@ from sa1b.errors import Sa1bError
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A snapshot of the counters. A failed attempt is counted in exactly one error class.
+    """A snapshot of the counters. A failed attempt is counted in exactly one error class."""
 
-    Attributes:
-        reads: ranges that were read.
-        attempts: requests for these ranges; attempts - reads is the number of retries.
-        bytes: bytes returned to the caller.
-        resets: connections refused, reset or closed early.
-        timeouts: no complete response within the timeout of one attempt.
-        throttled: 503 and 429, "slow down".
-        server_errors: other 5xx responses.
-        short: responses with another length than the range, or with another range.
-        crc: responses of the right length with a wrong crc32c.
-        device: input/output errors of a local or mounted disk.
-        expired: responses that the credentials or the signature have expired.
-        slow: attempts that succeeded, but took longer than `RetryPolicy.slow_after` seconds.
-        waited: seconds spent between attempts, over all reads.
-    """
-
-    reads: int = 0
-    attempts: int = 0
-    bytes: int = 0
-    resets: int = 0
-    timeouts: int = 0
-    throttled: int = 0
-    server_errors: int = 0
-    short: int = 0
-    crc: int = 0
-    device: int = 0
-    expired: int = 0
-    slow: int = 0
-    waited: float = 0.0
+    reads: int = 0  # ranges that were read
+    attempts: int = 0  # requests for these ranges; attempts - reads is the number of retries
+    bytes: int = 0  # returned to the caller
+    resets: int = 0  # connections refused, reset or closed early
+    timeouts: int = 0  # no complete response within the timeout of one attempt
+    throttled: int = 0  # 503 and 429, "slow down"
+    server_errors: int = 0  # other 5xx responses
+    short: int = 0  # responses with another length than the range, or with another range
+    crc: int = 0  # responses of the right length with a wrong crc32c
+    device: int = 0  # input/output errors of a local or mounted disk
+    expired: int = 0  # responses that the credentials or the signature have expired
+    slow: int = 0  # attempts that succeeded, but took longer than `RetryPolicy.slow_after` seconds
+    waited: float = 0.0  # seconds between attempts, over all reads
 
     @property
     def faults(self) -> int:
@@ -176,12 +160,7 @@ class Fault:
 
 
 class FaultError(Exception):
-    """A failed attempt whose error class is known.
-
-    Attributes:
-        fault: the fault.
-        status: HTTP status of the response; 0 if that was not the reason.
-    """
+    """A failed attempt whose error class is known. `status` is of HTTP, 0 if that was not the reason."""
 
     def __init__(self, fault: Fault, status: int = 0) -> None:
         super().__init__(fault.message)
@@ -212,11 +191,7 @@ _DEVICE = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTE
 
 
 def classify_error(error: BaseException) -> Fault | None:
-    """The fault of an exception; None if no store can cause the exception, so that it is a bug.
-
-    Args:
-        error: exception of a file system of fsspec.
-    """
+    """The fault of an exception of fsspec; None if no store can cause the exception, so that it is a bug."""
     if isinstance(error, FaultError):
         return error.fault
     chain = list(_chain(error))

@@ -36,27 +36,16 @@ _FIELD = re.compile(rb"<(Code|Message)>([^<]*)<")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How an object is requested.
-
-    Attributes:
-        session: sends the request.
-        url: of the object. It may contain a signature and must not appear in messages.
-        headers: of every request.
-        options: other arguments of `session.get`.
-    """
+    """How an object is requested: URL, headers of every request, and other arguments of `session.get`."""
 
     session: "aiohttp.ClientSession"
-    url: "yarl.URL"
+    url: "yarl.URL"  # may contain a signature and must not appear in messages
     headers: Mapping[str, str]
     options: Mapping[str, Any]
 
 
 class PlainUrls:
-    """The objects of a web server.
-
-    Args:
-        system: fsspec's file system for http, which owns the session and the user's options.
-    """
+    """The objects of a web server. fsspec's file system for http owns the session and the user's options."""
 
     def __init__(self, system: Any) -> None:
         self._system = system
@@ -73,12 +62,7 @@ class PlainUrls:
 
 
 class HttpRanges:
-    """Ranges and sizes of objects.
-
-    Args:
-        targets: how each object is requested.
-        etags: ETag of each object's first response, by URL. New objects are added.
-    """
+    """Ranges and sizes of objects. `etags` has the ETag of each object's first response, by URL."""
 
     def __init__(self, targets: "PlainUrls | SignedUrls", etags: dict[str, str]) -> None:
         self._targets, self._etags = targets, etags
@@ -87,11 +71,7 @@ class HttpRanges:
     async def read_range(self, url: str, start: int, end: int, *, uncached: bool = False) -> bytes:
         """The bytes from `start` to `end` of an object, or fewer if the object ends before.
 
-        Args:
-            url: of the object, without a signature.
-            start: first byte.
-            end: byte after the last one.
-            uncached: proxies are to request it from the store.
+        The URL has no signature. `uncached`: proxies are to request it from the store.
 
         Raises:
             FaultError: the response is an error or another range.
@@ -127,11 +107,8 @@ class HttpRanges:
         return await self.read_range(url, start, end, uncached=uncached)
 
     async def size(self, url: str, *, uncached: bool = False) -> int:
-        """Size of an object in bytes; `uncached` as in `read_range`.
-
-        Raises:
-            FaultError, ReplacedError: as read_range.
-            StorageError: the server does not return the size.
+        """Size of an object in bytes; `uncached` and errors as in `read_range`. StorageError also if the
+        server does not return the size.
         """
         target = await self._targets.target(url)
         headers = {**target.headers, "Range": "bytes=0-0", **(_UNCACHED if uncached else {})}
@@ -212,12 +189,7 @@ _READ_BUFFER = 1 << 20  # bytes of a response that are received before they are 
 
 
 class SignedUrls:
-    """The objects of an S3 store.
-
-    Args:
-        system: s3fs's file system; its client resolves the credentials, the endpoint and the form of the URL.
-        in_flight: connections.
-    """
+    """The objects of an S3 store. s3fs resolves the credentials, the endpoint and the form of the URL."""
 
     def __init__(self, system: Any, in_flight: int) -> None:
         self._system, self._in_flight = system, in_flight

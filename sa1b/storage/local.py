@@ -119,13 +119,7 @@ class LocalRead:
 
 
 class LocalOrigin:
-    """Reads files below a folder, for one process.
-
-    Args:
-        root: the folder.
-        policy: times and retries.
-        counters: counts the reads.
-    """
+    """Reads files below a folder, for one process."""
 
     def __init__(self, root: Path, policy: RetryPolicy, counters: CounterSet) -> None:
         self.counters = counters
@@ -135,11 +129,7 @@ class LocalOrigin:
         self._limited = Limited()
 
     def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
-        """See Reader.read_range. A read that blocks ends at the deadline too.
-
-        Args:
-            fresh: not from the cache of the operating system.
-        """
+        """As Reader.read_range; a blocked read ends at the deadline too. `fresh`: not from a cache."""
         path = f"{self._root}/{name}"
         state = RetryState(path, start, length, crc, self._policy, self.counters)
         while True:
@@ -194,9 +184,7 @@ class LocalOrigin:
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":
         """Request the prefetch of a range from the operating system; `result()` reads the range.
-
-        Raises:
-            UnavailableError: the file cannot be opened within the deadline.
+        UnavailableError: the file cannot be opened within the deadline.
         """
         path = f"{self._root}/{name}"
         with contextlib.suppress(OSError, OverflowError):  # the read raises the error

@@ -34,20 +34,12 @@ class ConditionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store returns about an object.
+    """What a store returns about an object."""
 
-    Attributes:
-        size: bytes.
-        etag: entity tag without quotation marks; "": the store has none. On most stores it is the md5 of the
-            object if the object was written by one request.
-        age: seconds since the last write, by the clock of the store; None: unknown.
-        written: seconds since 1970 of the last write; None: unknown.
-    """
-
-    size: int
-    etag: str = ""
-    age: float | None = None
-    written: float | None = None
+    size: int  # bytes
+    etag: str = ""  # without quotes; "": none; on most stores the md5, if one request wrote it
+    age: float | None = None  # seconds since the last write, by the clock of the store; None: unknown
+    written: float | None = None  # seconds since 1970 of the last write; None: unknown
 
     def is_of(self, data: bytes) -> bool:
         """Whether the entity tag is the md5 of `data`."""
@@ -56,17 +48,11 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An upload in parts that was neither completed nor aborted.
+    """An upload in parts that was neither completed nor aborted."""
 
-    Attributes:
-        name: name of the object, relative to the dataset directory.
-        id: identifies the upload in the store.
-        age: seconds since its start by the store's clock.
-    """
-
-    name: str
+    name: str  # of the object, relative to the dataset directory
     id: str
-    age: float
+    age: float  # seconds since its start by the store's clock
 
 
 class Objects:
@@ -95,15 +81,8 @@ class Objects:
     async def put(
         self, system: Any, url: str, data: bytes, *, absent: bool = False, match: str | None = None
     ) -> Stat:
-        """Write a small object.
-
-        Args:
-            system, url, data: the file system, the object and its content.
-            absent: only if the object does not exist.
-            match: only if the object has this entity tag. Not supported here.
-
-        Raises:
-            ConditionError: the condition does not hold.
+        """Write a small object: only if it does not exist, or has the entity tag `match`, which is not
+        supported here. ConditionError: the condition does not hold.
         """
         if match is not None:
             raise NotImplementedError
@@ -167,9 +146,7 @@ async def _call(system: Any, method: str, *arguments: Any, **more: Any) -> Any:
 
 class S3Objects(Objects):
     """Requests of the S3 protocol (https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations.html).
-
-    Args:
-        quoted: whether `If-Match` needs its entity tag in quotation marks; Ceph 16 accepts it only without.
+    `quoted`: `If-Match` needs its entity tag in quotation marks; Ceph 16 accepts it only without.
     """
 
     def __init__(self, *, quoted: bool = True) -> None:

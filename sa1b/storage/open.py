@@ -14,13 +14,8 @@ _buckets: dict[tuple[str, Path | None, str], BucketStore] = {}  # share their co
 
 
 def open_store(root: Root, *, scratch: Path | None = None, options: Mapping[str, Any] | None = None) -> Store:
-    """The store of a dataset directory; the same store of a URL whenever a process opens it.
-
-    Args:
-        root: an open store, which is returned; a folder; or a URL that fsspec supports (s3://, gs://, ...).
-        scratch: of a URL: local folder for files before they are uploaded and after they are downloaded; by
-            default in the system's folder for temporary files.
-        options: of a URL: options of fsspec's file system.
+    """The store of a dataset directory; the same store of a URL whenever a process opens it. An open store is
+    returned. Scratch folder and options are of a URL, see `sa1b.storage.bucket.BucketStore`.
     """
     if isinstance(root, Store):
         return root

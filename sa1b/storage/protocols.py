@@ -39,16 +39,13 @@ class StoreKind:
         extra: extra of this package with its file system.
         endpoint: option of its file system for another server than the default one; None: it has no default
             server; "": it cannot be given one, and `endpoint_advice` is what to do instead.
-        is_read_only: whether nothing can be written.
         asks_first: whether its file system asks for credentials when it is created.
         file_system: scheme -> class of the file system.
         options: URL, options of the user, seconds of an attempt and connections -> more options.
         urls: file system, URL, options of the user and connections -> how plain HTTP requests its objects;
             None: its file system reads them.
-        objects: its other requests.
         range_options: of a range request of a file system without coroutines.
-        adapt: changes a new file system.
-        disconnect: closes its connections.
+        adapt, disconnect: change a new file system, and close its connections.
     """
 
     schemes: tuple[str, ...] = ()
@@ -68,15 +65,11 @@ class StoreKind:
 
 
 def can_presign(root: str, options: Mapping[str, Any]) -> bool:
-    """Whether reads of an S3 store can be presigned.
+    """Whether reads of an S3 store, s3://BUCKET/FOLDER, can be presigned.
 
     They cannot be presigned with keys for encryption (SSE-C), which are headers of every request, in
     directory buckets (S3 Express), whose credentials last five minutes, at multi-region access points, which
     need another signature, and through a proxy that has its own settings.
-
-    Args:
-        root: s3://BUCKET/FOLDER.
-        options: options of s3fs.
     """
     bucket = root.partition("://")[2].partition("/")[0]
     return not (
@@ -228,14 +221,8 @@ def kind_of(root: str) -> StoreKind:
 
 
 def endpoint_options(url: str, endpoint: str | None) -> dict[str, Any]:
-    """The options of fsspec's file system for another server than the default one of a URL.
-
-    Args:
-        url: URL of a dataset directory or source; http(s) URLs name their server.
-        endpoint: URL of the server; None: the default one.
-
-    Raises:
-        UsageError: the file system cannot be given an endpoint in this way.
+    """The options of fsspec's file system for another server than the default one of a URL. http(s) URLs name
+    their server. UsageError: the file system cannot be given an endpoint in this way.
     """
     kind = kind_of(url)
     if endpoint is None or kind.endpoint is None:

@@ -44,32 +44,20 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that may be cached.
+    """An object that may be cached."""
 
-    Attributes:
-        name: its name, relative to the root.
-        size: bytes.
-        digest: its sha256 in hexadecimal.
-    """
-
-    name: str
-    size: int
-    digest: str
+    name: str  # relative to the root
+    size: int  # bytes
+    digest: str  # sha256 in hexadecimal
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Reads of one process through the cache.
+    """Ranges that one process read through the cache."""
 
-    Attributes:
-        hits: ranges read from the cache.
-        misses: ranges of cached objects read from the store.
-        outside: ranges of objects that the limit leaves out, read from the store.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    outside: int = 0
+    hits: int = 0  # from the cache
+    misses: int = 0  # of cached objects, from the store
+    outside: int = 0  # of objects that the limit leaves out, from the store
 
 
 class Origin(Protocol):
@@ -90,24 +78,16 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class CachedRead:
-    """A pending read of a range of a cached object.
-
-    Attributes:
-        cache: the cache.
-        file: of the object.
-        origin: where a miss is read.
-        name, start, length, crc: the range.
-        begun: the read from the store, if the range was missing.
-    """
+    """A pending read of a range of a cached object."""
 
     cache: "RangeCache"
-    file: OpenFile
-    origin: Origin
+    file: OpenFile  # of the object
+    origin: Origin  # where a miss is read
     name: str
     start: int
     length: int
     crc: Crc
-    begun: "Future[bytes] | LocalRead | None"
+    begun: "Future[bytes] | LocalRead | None"  # the read from the store, if the range was missing
 
     def result(self) -> bytes:
         """The bytes. Raises as Reader.read_range."""
@@ -138,12 +118,8 @@ class CachedRead:
 
 
 class RangeCache:
-    """The cached objects of one root. It can be pickled, forked and shared by threads.
-
-    Args:
-        folder: of the files of this root. It exists.
-        objects: the objects to cache.
-        is_filling: whether misses are written.
+    """The cached objects of one root, in a folder that exists. It can be pickled, forked and shared by
+    threads. `is_filling`: misses are written.
     """
 
     def __init__(self, folder: Path, objects: Iterable[StoredObject], *, is_filling: bool = True) -> None:
@@ -263,7 +239,7 @@ def choose(objects: Iterable[StoredObject], limit: int) -> list[StoredObject]:
 def open_cache(
     cache: str | os.PathLike[str], limit: int, root: str, objects: Iterable[StoredObject]
 ) -> RangeCache | None:
-    """The cache of a root in a subfolder of `cache`, which is created.
+    """The cache of a root in a new or old subfolder of `cache`; None after a warning if it cannot be used.
 
     Files of this root that the formula leaves out are removed: those of replaced objects, and those that a
     larger limit included. Other files are not touched.
@@ -271,11 +247,7 @@ def open_cache(
     Args:
         cache: folder on a local disk, shared by any number of roots and processes.
         limit: bytes that the files of this root may take.
-        root: folder or URL of the objects.
         objects: all objects of the root.
-
-    Returns:
-        The cache; None after a warning if it cannot be used.
 
     Raises:
         ValueError: the cache is a URL or a file, or is on the disk of the root.
@@ -354,11 +326,7 @@ def _is_present(file: OpenFile, start: int, parts: tuple[Part, ...]) -> bool:
 
 
 def _is_sparse(folder: Path) -> bool:
-    """Whether files of a folder have holes that take no space and can be found.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Whether files of a folder have holes that take no space and can be found."""
     with tempfile.TemporaryFile(dir=folder) as file:
         descriptor, middle = file.fileno(), _PROBE // 2
         os.ftruncate(descriptor, _PROBE)

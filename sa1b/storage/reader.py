@@ -36,19 +36,12 @@ _AGREEMENTS = 16  # reads of one range before giving up on two that agree
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a file or object.
+    """A range of a file or object."""
 
-    Attributes:
-        name: name of the object, relative to the reader's root.
-        start: first byte.
-        length: bytes.
-        crc: crc32c of the range, or of its parts (sa1b.storage.retry); None: unknown.
-    """
-
-    name: str
+    name: str  # relative to the reader's root
     start: int
     length: int
-    crc: Crc = None
+    crc: Crc = None  # crc32c of the range, or of its parts (sa1b.storage.retry); None: unknown
 
 
 class Reader:
@@ -98,15 +91,10 @@ class Reader:
         self._prepare()
 
     def read_range(self, name: str, start: int, length: int, crc: Crc = None) -> bytes:
-        """The `length` bytes of one range, verified by `crc`.
+        """The `length` bytes of one range, verified by `crc`. Thread-safe.
 
-        Thread-safe. A range of length 0 is empty and needs no request.
-
-        Args:
-            name: path relative to the root, with "/" between folders.
-            start: first byte.
-            length: bytes.
-            crc: crc32c of the range, or of its parts; None: the range is not verified.
+        A range of length 0 is empty and needs no request. The name is relative to the root, with "/" between
+        folders. `crc` is the crc32c of the range, or of its parts; None: the range is not verified.
 
         Raises:
             MissingError: the object does not exist.
@@ -134,17 +122,10 @@ class Reader:
     def read_ranges(self, ranges: Iterable[Range], *, prefetch: int | None = None) -> Iterator[bytes]:
         """The bytes of many ranges, in their order, with many requests in flight.
 
-        `ranges` is consumed lazily. At most `prefetch` ranges are in flight or in memory. The error of a
-        failed range is raised when the iterator reaches that range. Closing the iterator early drops the
-        pending reads.
-
-        Args:
-            ranges: the ranges to read.
-            prefetch: ranges in flight, by default 2 * attempts_in_flight, so that a slow first range does not
-                stop the others.
-
-        Raises:
-            StorageError: as read_range.
+        `ranges` is consumed lazily. At most `prefetch` ranges are in flight or in memory, by default 2 *
+        attempts_in_flight, so that a slow first range does not stop the others. The error of a failed range
+        is raised when the iterator reaches that range, as by read_range. Closing it early drops pending
+        reads.
         """
         pending: deque[Future[bytes] | LocalRead | CachedRead] = deque()
         try:
@@ -161,13 +142,8 @@ class Reader:
     def read_agreed(self, name: str, start: int, length: int, first: bytes | None = None) -> bytes:
         """A range without a known crc, read until two reads agree, so that damage in transit is detected.
 
-        Args:
-            name, start, length: as in read_range.
-            first: the bytes of an earlier read, which counts as the first read.
-
-        Raises:
-            DamageError: no two of many reads agree.
-            StorageError: as read_range.
+        The bytes of an earlier read count as the first one. DamageError: no two of many reads agree; else as
+        read_range.
         """
         seen = set() if first is None else {int(google_crc32c.value(first))}
         for _ in range(_AGREEMENTS):
@@ -185,14 +161,8 @@ class Reader:
         )
 
     def read_whole(self, name: str, cap: int) -> bytes:
-        """A small object, such as dataset.json. At a URL it is read twice, see read_agreed.
-
-        Args:
-            name: as in read_range.
-            cap: largest accepted size in bytes.
-
-        Raises:
-            StorageError: the object is larger than `cap`, or as read_range.
+        """A small object, such as dataset.json. At a URL it is read twice, see read_agreed. Raises as
+        read_range; StorageError also if the object is larger than `cap` bytes.
         """
         for _ in range(_REPLACEMENTS):
             with contextlib.suppress(ReplacedError):  # while it was read
@@ -250,7 +220,6 @@ class Reader:
                 returns a value other than None. It is called again after an error that a retry may fix; the
                 failed attempt may have changed the store.
             size: bytes that the request sends or receives, for the timeout of an attempt.
-            policy: other times than the reader's.
 
         Raises:
             StorageError: as read_range, by the future.

@@ -26,15 +26,7 @@ T = TypeVar("T")
 
 
 class RemoteOrigin:
-    """Reads objects below a URL, for one process.
-
-    Args:
-        root: URL of a scheme that fsspec supports.
-        options: options of fsspec's file system.
-        policy: times and retries.
-        counters: counts the reads.
-        in_flight: attempts at the same time.
-    """
+    """Reads objects below a URL, for one process, with at most `in_flight` attempts at the same time."""
 
     def __init__(
         self, root: str, options: Mapping[str, Any], policy: RetryPolicy, counters: CounterSet, in_flight: int

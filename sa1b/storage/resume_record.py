@@ -25,16 +25,9 @@ FORMAT = "sa1b-resume-1"
 class ResumeRecord:
     """Results by part, each on the disk when it is added; a context manager that closes the file.
 
-    Args:
-        path: the file, created with the first result. A file of another check or rebuild, which has another
-            first line, is overwritten then.
-        of: properties common to all results, such as the options.
-
-    Attributes:
-        known: part -> key and value of its last line.
-
-    Raises:
-        UsageError: `path` is a file of another kind.
+    The file is created with the first result. A file of another check or rebuild, which has another first
+    line, is overwritten then; UsageError if it is of another kind. `of` are properties common to all results,
+    such as the options. `known` is part -> key and value of its last line.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:

@@ -48,13 +48,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a range and its crc32c.
-
-    Attributes:
-        start: first byte, counted from the start of the range.
-        length: bytes.
-        crc: crc32c of these bytes.
-    """
+    """A part of a range and its crc32c; `start` is counted from the start of the range."""
 
     start: int
     length: int
@@ -112,31 +106,18 @@ def random_fraction() -> float:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Time limits of a reader in seconds, with its clock and its source of random numbers.
+    """Time limits of a reader in seconds, with its clock and its source of random numbers."""
 
-    Attributes:
-        deadline: limit of one read over all its attempts, from the start of the first attempt.
-        attempt_timeout: limit of one attempt, plus `length / min_throughput`.
-        min_throughput: bytes per second below which a response counts as stalled.
-        initial_backoff: upper limit of the random wait before the first retry.
-        max_backoff: upper limit of any wait.
-        slow_after: successful attempts that take longer are counted as slow.
-        clock: returns monotonic seconds.
-        sleep: waits in a thread.
-        async_sleep: waits in a coroutine.
-        random: returns random numbers in [0, 1).
-    """
-
-    deadline: float = 300.0
-    attempt_timeout: float = 15.0
-    min_throughput: float = 256 * 1024
-    initial_backoff: float = 0.1
-    max_backoff: float = 10.0
-    slow_after: float = 5.0
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], object] = time.sleep
-    async_sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-    random: Callable[[], float] = random_fraction
+    deadline: float = 300.0  # of one read over all its attempts, from the start of the first attempt
+    attempt_timeout: float = 15.0  # of one attempt, plus `length / min_throughput`
+    min_throughput: float = 256 * 1024  # bytes per second below which a response counts as stalled
+    initial_backoff: float = 0.1  # upper limit of the random wait before the first retry
+    max_backoff: float = 10.0  # upper limit of any wait
+    slow_after: float = 5.0  # successful attempts that take longer are counted as slow
+    clock: Callable[[], float] = time.monotonic  # monotonic seconds
+    sleep: Callable[[float], object] = time.sleep  # in a thread
+    async_sleep: Callable[[float], Awaitable[object]] = asyncio.sleep  # in a coroutine
+    random: Callable[[], float] = random_fraction  # in [0, 1)
 
 
 class RetryState:
@@ -145,13 +126,8 @@ class RetryState:
     Every attempt is `start_attempt()`, the request, then `accept(data)` or `fail(fault)`. Until the bytes are
     correct, `backoff()` returns the seconds to sleep before the next attempt.
 
-    Args:
-        url: path or URL of the object, for messages.
-        start: first byte of the range.
-        length: bytes of the range; None for a request that is not a range (the size of an object).
-        crc: crc32c of the range or of its parts; None: unknown.
-        policy: time limits.
-        counters: counts the attempts.
+    The URL is for messages. `length` is None for a request that is not a range (the size of an object). `crc`
+    is the crc32c of the range or of its parts; None: unknown.
     """
 
     def __init__(
@@ -179,11 +155,8 @@ class RetryState:
     def accept(self, data: bytes) -> bool:
         """Whether `data` has the right length and crc32c.
 
-        The same wrong crc32c twice means that the stored bytes are damaged, because damage in transit does
-        not repeat. Different wrong values mean damage in transit, which a retry fixes.
-
-        Raises:
-            DamageError: the stored bytes have another crc32c.
+        The same wrong crc32c twice means that the stored bytes are damaged, and raises DamageError, because
+        damage in transit does not repeat. Different wrong values mean damage in transit, which a retry fixes.
         """
         if len(data) != self.length:
             received = f"{len(data):,} bytes received, {self.length:,} requested"
@@ -214,11 +187,7 @@ class RetryState:
         self._counters.add(reads=1, bytes=size, slow=int(seconds > self._policy.slow_after))
 
     def fail(self, fault: Fault) -> None:
-        """Count a failed attempt.
-
-        Raises:
-            MissingError, DeniedError, StorageError: a retry cannot help.
-        """
+        """Count a failed attempt; MissingError, DeniedError or StorageError: a retry cannot help."""
         self._record(fault)
         if fault.error_class is ErrorClass.MISSING:
             is_remote = "://" in self.url
@@ -247,11 +216,7 @@ class RetryState:
             raise StorageError(f"{self}: the request was refused ({fault.message}); {way}", **self._range)
 
     def check_end(self, size: int) -> None:
-        """Compare the range with the size of the object, in bytes, after a short read.
-
-        Raises:
-            DamageError: the object ends before the range does.
-        """
+        """DamageError if an object of `size` bytes ends before the range; for a short read."""
         end = self.start + self.length
         if size < end:
             raise DamageError(
@@ -263,11 +228,7 @@ class RetryState:
             )
 
     def backoff(self) -> float:
-        """Seconds to sleep before the next attempt.
-
-        Raises:
-            UnavailableError: the deadline has passed.
-        """
+        """Seconds to sleep before the next attempt; UnavailableError: the deadline has passed."""
         remaining = self._remaining()
         last_error = self.last_fault.message if self.last_fault else "no attempt was made"
         if remaining <= 0:

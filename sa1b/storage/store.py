@@ -24,19 +24,13 @@ Y = TypeVar("Y")
 class Store(ABC):
     """The objects of a dataset directory.
 
-    Attributes:
-        root: path or URL of the directory, without a "/" at the end.
-        is_local: whether the directory is a folder, so that `url(name)` is a path.
-        scratch: local folder for files that are committed later; on a folder, the folder itself.
-
-    Raises:
-        OSError: the disk or the store fails, is full, or denies access. Every method may raise it, with the
-        path or URL. The errors of a bucket are those of sa1b.storage.errors.
+    Every method may raise OSError, with the path or URL: the disk or the store fails, is full, or denies
+    access. The errors of a bucket are those of sa1b.storage.errors.
     """
 
-    root: str
-    is_local: bool
-    scratch: Path
+    root: str  # path or URL of the directory, without a "/" at the end
+    is_local: bool  # the directory is a folder, so that `url(name)` is a path
+    scratch: Path  # local folder for files that are committed later; on a folder, the folder itself
 
     def __str__(self) -> str:
         return self.root
@@ -60,22 +54,12 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, flag: str) -> None:
-        """Create the folder if it is missing; a bucket has no folders.
-
-        Raises:
-            UsageError: it is a file; the message names the flag.
-        """
+        """Create the folder if it is missing; a bucket has none. UsageError names the flag: it is a file."""
 
     @abstractmethod
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
-        """Check that the scratch folder of a bucket has space for the largest objects of `workers` processes.
-
-        Args:
-            sizes: of the files of each shard, in bytes.
-            workers: processes, each with the files of one shard at a time.
-
-        Raises:
-            UsageError: too little free space.
+        """UsageError if the scratch folder of a bucket has no space for the largest objects of `workers`
+        processes: each has the files of one shard at a time. `sizes`: bytes of each shard.
         """
 
     @property
@@ -194,11 +178,8 @@ class Store(ABC):
         """
 
     def remove_temporary(self, has_ended: Callable[[str, float], bool]) -> int:
-        """Remove the temporary objects of a bucket whose process has ended; their number.
-
-        Args:
-            has_ended: takes the name of a process, see sa1b.storage.atomic, and the seconds since its
-                object was written.
+        """Remove the temporary objects of a bucket whose process has ended; their number. `has_ended` takes
+        the name of a process, see sa1b.storage.atomic, and the object's age in seconds.
         """
         return 0
 

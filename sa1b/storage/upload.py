@@ -38,18 +38,10 @@ def part_size(size: int) -> int:
 def upload(
     reader: Reader, objects: Objects, name: str, path: Path, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Write a file to an object, verified.
+    """Write a file, which must not change meanwhile, to an object, verified.
 
-    Args:
-        reader: makes the requests.
-        objects: the store's kind.
-        name: name of the object, relative to the reader's root.
-        path: the file, which must not change meanwhile.
-        progress: called with the number of bytes whenever some are stored.
-
-    Raises:
-        DamageError: the stored bytes differ from the file.
-        StorageError: as Reader.request. Nothing is left in the store.
+    `progress` is called with the number of bytes whenever some are stored. DamageError: the stored bytes
+    differ from the file. Else raises as Reader.request, and nothing is left in the store.
     """
     size = path.stat().st_size
     url = reader.url(name)
@@ -187,10 +179,7 @@ def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -
 
 def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
     """Copy an object to a file, verified by its entity tag where that is an md5, else by a second read.
-
-    Raises:
-        DamageError: a part differs in every read.
-        StorageError: as Reader.read_range.
+    DamageError: a part differs in every read. Else raises as Reader.read_range.
     """
     reader.forget(name)
     if _fetch(reader, name, stat, path):

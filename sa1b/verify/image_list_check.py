@@ -134,11 +134,7 @@ def _again(root: str, document: dict[str, Any]) -> str:
 
 
 class QuarantineCheck:
-    """Checks the quarantine of all sources. Memory does not grow with the refused members.
-
-    Attributes:
-        findings, notes: results of the check.
-    """
+    """Checks the quarantine of all sources. Memory does not grow with the refused members."""
 
     def __init__(
         self,
@@ -260,16 +256,11 @@ def _has_quarantine(task: Task) -> bool:
 
 @dataclass(slots=True)
 class WarningList:
-    """Images that ingest kept with a warning.
-
-    Attributes:
-        root: path or URL of the dataset directory.
-        counts: reason -> images.
-        images: reason -> source, image_id, message and the other stored fields of each image.
-    """
+    """Images that ingest kept with a warning."""
 
     root: str
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # reason -> images
+    # reason -> source, image_id, message and the other stored fields of each image
     images: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod

@@ -20,30 +20,19 @@ from sa1b.storage.atomic import flush, sha256_of
 
 @dataclass(frozen=True, slots=True)
 class RebuiltIndex:
-    """Result of a pass over a shard.
+    """Result of a pass over a shard."""
 
-    Attributes:
-        info: as in a task file.
-        jpg_bytes: bytes of all JPEGs.
-        largest: as in a task file.
-        keep_json: whether the shard contains annotation files: [True], [False], or both.
-        scaled: longer sides, in pixels, of images stored smaller than their annotations say.
-        quality: JPEG quality of the first of those images; None if there are none or it is unknown.
-        annotations_only: whether the shard has no images: [True], [False], or both.
-        reading: how the source was read, as far as its first image shows, see
-            sa1b.sources.source.Source.reading.
-        resumed: an interrupted rebuild built the index.
-    """
-
-    info: ShardInfo
-    jpg_bytes: int
-    largest: dict[str, int]
-    keep_json: list[bool]
-    scaled: list[int]
-    quality: int | None
+    info: ShardInfo  # as in a task file
+    jpg_bytes: int  # of all JPEGs
+    largest: dict[str, int]  # as in a task file
+    keep_json: list[bool]  # whether it has annotation files: [True], [False], or both
+    scaled: list[int]  # longer sides, pixels, of images stored smaller than their annotations say
+    quality: int | None  # JPEG quality of the first of those images; None: no such image, or unknown
+    # whether the shard has no images: [True], [False], or both
     annotations_only: list[bool] = field(default_factory=lambda: [False])
+    # by its first image, see sa1b.sources.source.Source.reading
     reading: dict[str, Any] = field(default_factory=dict)
-    resumed: bool = False
+    resumed: bool = False  # an interrupted rebuild built the index
 
     def document(self) -> dict[str, Any]:
         """As JSON, see `from_document`."""
@@ -63,14 +52,8 @@ def rebuild_index(
     with_runs: bool,
     progress: Callable[[int], object] | None = None,
 ) -> RebuiltIndex:
-    """Write the index of a shard to `temporary`, flushed. Memory: a row group.
-
-    Args:
-        shard: local file of the shard.
-        name: the shard's name in the dataset directory.
-
-    Raises:
-        ShardError: the tar is damaged, so an index would record wrong bytes. `temporary` is removed.
+    """Write the index of a shard, with its name in the dataset directory, to `temporary`, flushed. Memory: a
+    row group. ShardError: the tar is damaged, so an index would record wrong bytes; `temporary` is removed.
     """
     digest = hashlib.sha256()
     writer = IndexWriter(temporary, with_runs=with_runs)

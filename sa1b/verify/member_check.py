@@ -29,20 +29,12 @@ _ODD_KEPT = 20  # images of each reason in ShardResult.odd_images
 
 @dataclass(frozen=True, slots=True)
 class ExpectedShard:
-    """Expectations for a shard, from the files of the dataset directory.
+    """Expectations for a shard, from the files of the dataset directory; None is unknown."""
 
-    Attributes:
-        info: entry of the shard in the task file or dataset.json.
-        source: name of its source; None if unknown.
-        table: file name of the sample table; None if it cannot be compared with the shard.
-        number: the shard's number in that table.
-        keep_json, index_runs, annotations_only: options of the dataset; None if unknown.
-    """
-
-    info: ShardInfo
+    info: ShardInfo  # entry of the shard in the task file or dataset.json
     source: str | None = None
-    table: str | None = None
-    number: int = 0
+    table: str | None = None  # file name of the sample table; None if it cannot be compared
+    number: int = 0  # of the shard in that table
     keep_json: bool | None = None
     index_runs: bool | None = None
     annotations_only: bool | None = None
@@ -53,9 +45,8 @@ class ShardResult:
     """Result of the check of one shard. Its size does not grow with the shard's images.
 
     Attributes:
-        images, masks, jpg_bytes: totals over complete pairs.
+        images, masks, jpg_bytes, largest: totals and largest values over complete pairs.
         bytes: read from the shard and the index.
-        largest: largest values over complete pairs, as in a task file.
         odd: reason (area, bbox, empty_mask) -> images whose numbers differ from their masks. Only with
             `deep`. This is not damage: ingest keeps such images and counts them as warnings.
         odd_images: reason -> offset and id of the first such images.
@@ -94,15 +85,11 @@ class ShardResult:
 
 
 class Locations:
-    """Locations of the members by the index and by the sample table. Damage of the index is reported to
-    `find_index`; the bytes read are counted in `result`.
+    """Locations of the members by the index and by the sample table.
 
-    Attributes:
-        index_file: name of the index.
-        index: the index; None if it cannot be read.
-        rows: image id -> row of the index.
-        table_file: name of the sample table; None if it cannot be compared.
-        table: image id -> ending -> location, by the sample table; None if it cannot be read.
+    Damage of the index is reported to `find_index`; the bytes read are counted in `result`. Index and table
+    are None if they cannot be read. `rows` is image id -> row of the index, `table` image id -> ending ->
+    location. `table_file` is None if it cannot be compared.
     """
 
     def __init__(
@@ -188,13 +175,10 @@ class Locations:
 
 
 class ContentCheck:
-    """Checks of the contents of undamaged members, one member after the other.
+    """Checks of the contents of undamaged members, one member after the other; `deep` also decodes them.
 
-    Args:
-        index: the shard's index and the row of each image in it, None and empty if it cannot be read.
-        deep: also decode JPEGs and masks.
-        find: reports damage of the shard; find_index: of its index.
-        result: receives the counts.
+    `index` has the shard's index and the row of each image in it, None and empty if it cannot be read. `find`
+    reports damage of the shard, `find_index` of its index; `result` receives the counts.
     """
 
     def __init__(

@@ -42,27 +42,18 @@ _CLAIM = ".index.claim"
 
 @dataclass(slots=True)
 class RebuildSummary:
-    """Result of a rebuild.
-
-    Attributes:
-        seconds: total time.
-        bytes: read from shards.
-        shards, images, masks: covered by an index after the rebuild.
-        resumed: shards whose index was built before an interruption.
-        failed: shard -> reason why its index could not be built.
-        notes: differences from the recorded values, and values that are unknown.
-        complete: the sample table and dataset.json were written.
-    """
+    """Result of a rebuild; shards, images and masks that an index covers after it."""
 
     seconds: float = 0.0
     shards: int = 0
     images: int = 0
     masks: int = 0
-    bytes: int = 0
-    resumed: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0  # read from shards
+    resumed: int = 0  # shards whose index was built before an interruption
+    failed: dict[str, str] = field(default_factory=dict)  # shard -> reason why its index could not be built
+    # differences from the recorded values, and values that are unknown
     notes: list[str] = field(default_factory=list)
-    complete: bool = False
+    complete: bool = False  # the sample table and dataset.json were written
 
     def exit_code(self) -> int:
         """0: everything requested was rebuilt. 1: an index could not be rebuilt."""
@@ -94,14 +85,11 @@ class RebuildSummary:
 def rebuild_shards(
     shards: Sequence[Path | str], *, workers: int = 1, scratch: Path | None = None, quiet: bool = False
 ) -> RebuildSummary:
-    """Rebuild only the indexes of these shards, each next to its tar.
+    """Rebuild only the indexes of these shards, each next to its tar. LockedError as `rebuild_root`.
 
     The indexes contain decoded masks if the task files, dataset.json or an existing index of the folder
     record that they do, and also if none of these files exists. If an index differs from the recorded one,
     the task files and dataset.json are updated.
-
-    Raises:
-        LockedError: reshard or another rebuild is running in a folder.
     """
     began = time.monotonic()
     summary = RebuildSummary()
@@ -170,11 +158,8 @@ def rebuild_root(
 def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary:
     """Rebuild the sample table and dataset.json from the task files and the indexes; no shard is read.
 
-    Missing or damaged rows of a source (tasks/<source>.samples) are rebuilt from its indexes.
-
-    Raises:
-        ManifestError: a task file is lost or damaged.
-        LockedError: reshard or another rebuild is running there.
+    Missing or damaged rows of a source (tasks/<source>.samples) are rebuilt from its indexes. ManifestError:
+    a task file is lost or damaged. LockedError as `rebuild_root`.
     """
     began = time.monotonic()
     summary = RebuildSummary()

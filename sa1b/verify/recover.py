@@ -30,19 +30,13 @@ from sa1b.verify.index_rebuild import RebuiltIndex
 
 @dataclass(slots=True)
 class Recorded:
-    """Records about shards in the files of a folder.
-
-    Attributes:
-        infos: shard -> its entry in the task file or dataset.json.
-        versions: shard -> versions of the libraries that wrote it.
-        index_runs: True if indexes contain the decoded masks.
-    """
+    """Records about shards in the files of a folder."""
 
     tasks: dict[str, Task]
     dataset: dict[str, Any] | None
-    infos: dict[str, ShardInfo]
-    versions: dict[str, dict[str, str]]
-    index_runs: bool
+    infos: dict[str, ShardInfo]  # shard -> its entry in the task file or dataset.json
+    versions: dict[str, dict[str, str]]  # shard -> versions of the libraries that wrote it
+    index_runs: bool  # indexes contain the decoded masks
 
     @classmethod
     def read(cls, root: Root) -> "Recorded":
@@ -64,11 +58,8 @@ class Recorded:
 
 
 def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | None) -> dict[str, list[str]]:
-    """Sources whose task file is lost, and the names of their shards: of dataset.json or, without it, of the
-    directory.
-
-    Raises:
-        ManifestError: a shard that is not the last one of its source is missing.
+    """Sources whose task file is lost, and the names of their shards: of dataset.json, else of the directory.
+    ManifestError: a shard that is not the last one of its source is missing.
     """
     store = open_store(root)
     if dataset is not None:
@@ -119,11 +110,8 @@ def addable(
     recorded: Recorded,
     failed: dict[str, str],
 ) -> tuple[dict[str, list[RebuiltIndex]], list[str]]:
-    """The shards of `unlisted_sources` that fit into the dataset, and notes on the others.
-
-    Args:
-        built: all rebuilt indexes.
-        failed: shard -> why it has no index; the unlisted ones are removed.
+    """The shards of `unlisted_sources` that fit into the dataset, of all rebuilt indexes, and notes on the
+    others. `failed` is shard -> why it has no index; the unlisted ones are removed.
     """
     found: dict[str, list[RebuiltIndex]] = {}
     notes = []
@@ -152,11 +140,11 @@ def infer_tasks(
     *,
     index_runs: bool,
 ) -> tuple[list[Task], list[str]]:
-    """Task files for sources that have none, and notes on them. Options and versions are those of
-    dataset.json or of `tasks`, the task files that are left; without either, those that the shards show.
+    """Task files for sources that have none, and notes on them; ManifestError if shards contradict each
+    other.
 
-    Raises:
-        ManifestError: the shards contradict each other.
+    Options and versions are those of dataset.json or of `tasks`, the task files that are left; without
+    either, those that shards show.
     """
     known = next(iter(tasks.values()), None)
     if dataset is not None:
@@ -224,13 +212,8 @@ class Changed:
 
 
 def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded) -> list[str]:
-    """Copy shards that have the content of other shards to the names of those, unless these are intact.
-
-    Args:
-        misplaced: shard -> the shard whose content it has.
-
-    Returns:
-        the restored shards.
+    """Copy shards that have the content of other shards (`misplaced`) to the names of those, unless these are
+    intact; the restored shards.
     """
     folder = temporary_path(store.scratch / "shards")
     try:
@@ -255,13 +238,8 @@ def digest_of(store: Store, name: str) -> str | None:
 
 
 def check_digests(root: Root, recorded: Recorded, rewritten: Mapping[str, str]) -> None:
-    """Refuse to write dataset.json over task files that the present one lists with other digests.
-
-    Args:
-        rewritten: source -> digest of the task file that an interrupted rebuild wrote.
-
-    Raises:
-        ManifestError: a task file has another digest; the message names it.
+    """ManifestError if dataset.json lists a task file with another digest. `rewritten` is source -> digest of
+    the task file that an interrupted rebuild wrote.
     """
     sources = (recorded.dataset or {}).get("sources", {})
     for name, task in recorded.tasks.items():

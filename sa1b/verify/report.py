@@ -16,24 +16,14 @@ SHOWN = 10  # findings on the screen
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Damage at one location.
+    """Damage at one location."""
 
-    Attributes:
-        kind: short snake_case word.
-        file: name in the dataset directory.
-        message: what is wrong.
-        remedy: the shortest command that repairs it, or other advice.
-        shard: name of the affected shard; None if the damage is not in one shard.
-        offset: bytes from the start of the shard; None if the damage has no position.
-        image_id: the affected image; None if there is none.
-    """
-
-    kind: str
-    file: str
+    kind: str  # short snake_case word
+    file: str  # name in the dataset directory
     message: str
-    remedy: str
-    shard: str | None = None
-    offset: int | None = None
+    remedy: str  # the shortest command that repairs it, or other advice
+    shard: str | None = None  # None if the damage is not in one shard
+    offset: int | None = None  # bytes from the start of the shard; None: no position
     image_id: int | None = None
 
     def line(self) -> str:
@@ -56,14 +46,10 @@ class Find(Protocol):
 
 @dataclass(slots=True)
 class Findings:
-    """Findings in the order they were made, at most KEPT of a kind in a file: memory stays bounded.
-
-    Attributes:
-        kept: the findings.
-        counts: file -> kind -> number of findings, including those that are not kept.
-    """
+    """Findings in the order they were made, at most KEPT of a kind in a file: memory stays bounded."""
 
     kept: list[Problem] = field(default_factory=list)
+    # file -> kind -> number of findings, including those that are not kept
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -112,31 +98,20 @@ class Findings:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """The outcome of a check.
-
-    Attributes:
-        root: path or URL of the dataset directory.
-        deep: every JPEG and mask was decoded.
-        seconds: duration of this check, without that of an interrupted check before it.
-        shards, images, masks: numbers checked.
-        bytes: read from shards and indexes.
-        found: all damage.
-        unchecked: shard -> why it could not be checked, such as lack of memory or threads; not damage.
-        notes: useful facts that are not damage.
-        unlisted_images: images that only shards hold which no task file lists; not in the dataset.
-    """
+    """The outcome of a check: the numbers checked, and the damage found."""
 
     root: str
-    deep: bool
-    seconds: float = 0.0
+    deep: bool  # every JPEG and mask was decoded
+    seconds: float = 0.0  # without those of an interrupted check before it
     shards: int = 0
     images: int = 0
     masks: int = 0
-    bytes: int = 0
+    bytes: int = 0  # read from shards and indexes
     found: Findings = field(default_factory=Findings)
+    # shard -> why: lack of memory or threads, not damage
     unchecked: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    unlisted_images: int = 0
+    notes: list[str] = field(default_factory=list)  # useful facts that are not damage
+    unlisted_images: int = 0  # only in shards that no task file lists; not in the dataset
 
     @property
     def findings(self) -> list[Problem]:
@@ -198,19 +173,13 @@ def short(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRemedy:
-    """Commands for one dataset directory.
-
-    Attributes:
-        root: path or URL of the dataset directory.
-        options: options of the dataset; None: unknown.
-        kinds: source -> name of its format; others are treated as tars.
-        readings: source -> how it was read, see sa1b.sources.source.Source.reading.
-    """
+    """Commands for one dataset directory."""
 
     root: str
-    options: Options | None = None
+    options: Options | None = None  # of the dataset; None: unknown
+    # source -> name of its format; others are treated as tars
     kinds: Mapping[str, str] = field(default_factory=dict)
-    readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    readings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # source -> how it was read
 
     def index(self, shard: str) -> str:
         """Remedy for a damaged index of one shard."""
@@ -234,10 +203,8 @@ class VerifyRemedy:
     def source(self, source: str | None, *, has_shards: bool = False, is_known: bool = True) -> str:
         """Remedy for damage that needs the source again: of a shard, a task file or refused members.
 
-        Args:
-            has_shards: the shards are there, so that a task file can be rebuilt from them. This is the only
-                advice if dataset.json is lost too: how the source was read is unknown then.
-            is_known: dataset.json lists the source, and says how it was read.
+        `has_shards`: a task file can be rebuilt from them, the only advice if dataset.json is lost too: how
+        the source was read is unknown then. `is_known`: dataset.json says how it was read.
         """
         rebuild = f"{self.everything()}, which rebuilds it from the shards"
         if has_shards and self.options is None:

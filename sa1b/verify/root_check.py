@@ -36,11 +36,8 @@ _TRIES = 10  # attempts to read all files of one version of dataset.json
 class RootCheck:
     """Checks a dataset directory; its findings and notes go into `report`.
 
-    Call `expected`, check the shards, then call `conclude`, all in the context of the object: the copy of
-    the sample table of a bucket exists until the context ends.
-
-    Attributes:
-        table_path: local file of the sample table; None if it cannot be compared with the shards.
+    Call `expected`, check the shards, then call `conclude`, all in the context of the object: the copy of the
+    sample table of a bucket, `table_path`, exists until it ends; None: it cannot be compared with the shards.
     """
 
     def __init__(self, root: Root, report: VerifyReport) -> None:

@@ -37,11 +37,8 @@ def check_shard(
 ) -> ShardResult:
     """Check one shard and its index. Memory: a row group, a member and its decoded content.
 
-    Args:
-        tar, index: local files of the shard and its index, which need not exist.
-        table: local file of the sample table; None if it cannot be compared with the shard.
-        deep: also decode every JPEG and every mask.
-        progress: called with bytes of the tar as they are read.
+    `tar` and `index` are local files, which need not exist; so is `table`, None if it cannot be compared with
+    the shard. `progress` is called with bytes of the tar as they are read.
     """
     return _ShardCheck(expected, remedy, tar, index, table, deep, progress).run()
 

@@ -34,29 +34,20 @@ _ODD = ("area", "bbox", "empty_mask")
 
 @dataclass(slots=True)
 class TaskCheck:
-    """Check of the task files of a dataset directory; the constructor runs it.
-
-    Attributes:
-        store: the dataset directory.
-        remedy: for the findings; the check adds the sources that are folders.
-        sources: source -> digest of its task file by dataset.json; None: there is no dataset.json to compare.
-        active: source -> the process that works on it; its files may change and are not checked.
-        tasks: readable task files, also those that differ from dataset.json.
-        intact: names of task files without a finding.
-        unlisted: names of finished sources that dataset.json does not list yet.
-        findings: what was found.
-        stems: those of the shards in the directory; None: not listed yet.
-    """
+    """Check of the task files of a dataset directory; the constructor runs it."""
 
     store: Store
-    remedy: VerifyRemedy
+    remedy: VerifyRemedy  # for the findings; the check adds the sources that are folders
+    # source -> digest of its task file by dataset.json; None: no dataset.json to compare
     sources: Mapping[str, Any] | None
+    # source -> the process that works on it; its files may change and are not checked
     active: Mapping[str, str]
+    # readable ones, also those that differ from dataset.json
     tasks: dict[str, Task] = field(default_factory=dict)
-    intact: set[str] = field(default_factory=set)
-    unlisted: list[str] = field(default_factory=list)
+    intact: set[str] = field(default_factory=set)  # names of task files without a finding
+    unlisted: list[str] = field(default_factory=list)  # finished sources that dataset.json does not list yet
     findings: Findings = field(default_factory=Findings)
-    stems: set[str] | None = None
+    stems: set[str] | None = None  # those of the shards in the directory; None: not listed yet
 
     def __post_init__(self) -> None:
         present = {name.removesuffix(".json") for name in self.store.names(TASKS, ".json")}
@@ -204,11 +195,8 @@ def leftover_notes(
 ) -> list[str]:
     """Notes on files that are not part of the dataset. They are not damage.
 
-    Args:
-        tasks: the check of the task files.
-        others: names of sources in a newer version, and of those that a process is working on.
-        failed: source -> why it is not in the dataset.
-        damaged: whether damage was found. Otherwise an interrupted `sa1b index` has nothing left to do.
+    `others` are sources in a newer version, and those that a process is working on; `failed` is source -> why
+    it is not in the dataset. Without damage, an interrupted `sa1b index` has nothing left to do.
     """
     notes = [
         f"source {name} is being worked on by {holder}: its task file is not checked"
@@ -271,13 +259,8 @@ def _is_stored(name: str) -> bool:
 def unlisted_shards(
     names: Sequence[str], tasks: TaskCheck, shards: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """Shards and indexes that nothing lists, of sources that no process is working on.
-
-    Args:
-        names: of the files in the directory.
-        tasks: the check of the task files.
-        shards: names of shards in the dataset, also in a newer version than the one that is checked.
-        others: see `leftover_notes`.
+    """Shards and indexes among the files in the directory that nothing lists, of sources without a working
+    process. `shards` are those in the dataset, also in a newer version; `others` as in `leftover_notes`.
     """
     known = {shard.name for task in tasks.tasks.values() for shard in task.shards} | set(shards)
     active = {source_stem(name) for name in (*tasks.active, *others)}
@@ -292,11 +275,8 @@ def unlisted_shards(
 def unlisted_notes(
     store: Store, files: Sequence[str], images: Ids | None, sources: Collection[str]
 ) -> tuple[list[str], int]:
-    """Notes on the files of `unlisted_shards`, and the number of images that only these hold.
-
-    Args:
-        images: ids of the images of the dataset; None: unknown.
-        sources: names of the sources of the dataset.
+    """Notes on the files of `unlisted_shards`, and the number of images that only these hold. `images` are
+    the ids of the dataset's images, None if unknown; `sources` its sources.
     """
     kept, stems = no_ids() if images is None else images, set(map(source_stem, sources))
     own = [name for name in files if is_own(store, name)]

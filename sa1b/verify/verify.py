@@ -51,20 +51,16 @@ def verify(
     process stores one shard and its index on the local disk at a time.
 
     Args:
-        root: folder or URL of the dataset directory.
         deep: also decode every JPEG and every mask, and compare both copies of each.
         workers: processes at a time; 0 checks in the calling process, for debugging.
         state: file outside `root` that records finished shards. After an interruption, the same call resumes
             from it and returns the same report. It is removed at the end. Changed shards are checked again.
-        scratch: of a URL: local folder for the shards that are being checked; by default in the system's
-            folder for temporary files.
-        quiet: no progress bar.
-        supervise: runs the workers.
+        scratch: of a URL: local folder for the shards that are being checked; by default the system's one.
 
     Raises:
         ManifestError: `root` contains no dataset.
         UsageError: `state` cannot be used, or `scratch` has not enough space.
-        sa1b.storage.errors.StorageError: the URL cannot be read.
+        StorageError: the URL cannot be read.
     """
     began = time.monotonic()
     store = open_store(root, scratch=scratch)
@@ -249,15 +245,9 @@ def in_batches(
 ) -> Iterator[tuple[str, Any]]:
     """Call function(*tasks[name], progress) for every shard; yield its name with the result or `Died`.
 
-    Args:
-        function: importable; `progress` takes a number of bytes.
-        tasks: shard -> arguments.
-        workers: processes at a time; 0: in this process.
-        advance: called with the number of bytes after each read.
-        supervise: runs the workers.
-
-    Raises:
-        Sa1bError, RuntimeError: what `function` raised, with its message; the other processes are ended.
+    The function is importable; `progress` takes a number of bytes, which is passed to `advance`. `workers` is
+    the processes at a time; 0: in this process. An error of `function` is raised as Sa1bError or RuntimeError
+    with its message; the other processes are ended.
     """
     if workers == 0:
         for name, arguments in tasks.items():
