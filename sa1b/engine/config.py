@@ -143,10 +143,8 @@ class Config(ABC):
 
 
 def build(config: Config, weights: str | None) -> nn.Module:
-    """The model with weights from the seed, or those of --init; rank 0 prints what was loaded.
-
-    Raises:
-        UsageError: the weights cannot be read, or do not fit the model.
+    """The model with weights from the seed, or those of --init; rank 0 prints what was loaded. UsageError:
+    the weights cannot be read, or do not fit the model.
     """
     torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = checked(config.build())
@@ -164,11 +162,7 @@ def initial_weights(config: Config) -> str | None:
 
 
 def has_checkpoints(config: Config) -> bool:
-    """Whether the run has a checkpoint, good or damaged.
-
-    Raises:
-        StorageError: the store of the run cannot be read.
-    """
+    """Whether the run has a checkpoint, good or damaged."""
     if config.is_remote:
         return bool(committed(open_store(config.out, scratch=config.scratch)))
     return bool(files.steps(config.folder / "checkpoints"))
@@ -356,11 +350,8 @@ def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def agree(config: Config, rank_info: RankInfo) -> Config:
-    """The configuration of rank 0, which every rank compares with its own.
-
-    Raises:
-        DisagreementError: settings differ; raised on all ranks, and the message names the first flag that
-            differs.
+    """The configuration of rank 0, which every rank compares with its own. DisagreementError, on all ranks,
+    names the first flag that differs.
     """
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config

@@ -33,12 +33,7 @@ def held_out_feed(
     training: Stream | None,
 ) -> Feed | None:
     """The feed of an evaluation: every image of the view once over all ranks; None without a view.
-
-    Args:
-        training: the training feed, which must share no image with the view; None: nothing is trained.
-
-    Raises:
-        UsageError: the two share images; the message contains their number.
+    UsageError: it shares images with the feed of `training`; None: nothing is trained.
     """
     if config.view is None:
         return None
@@ -78,24 +73,15 @@ def evaluate(
     control: Control,
     phases: Phases,
 ) -> dict[str, float] | None:
-    """The scores of a model, the same figures at any world size.
+    """The scores of a model, the same figures at any world size; None if a stop was requested meanwhile.
 
-    Collective. The module's mode and weights are unchanged.
+    Collective. The mode and weights of the wrapped model are unchanged. The feed is read from its start,
+    `control` polled for each micro-batch, with which the phase "evaluation" begins. Predictions are in
+    OUT/predictions.jsonl.
 
-    Args:
-        module: wrapped model.
-        feed: feed of held-out images; read from its start.
-        scorer: takes the results; see `sa1b.engine.config.Config.scorer`.
-        config: the protocol, and the number of images whose predicted masks are written.
-        out: folder of the run, for predictions.jsonl.
-        control: control of the run; polled for each micro-batch.
-        phases: phases of this rank; "evaluation" begins with each micro-batch.
-
-    Returns:
-        The result of the scorer. "damaged" is the number of images that cannot be read and are left out,
-        see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution,
-        which are left out too; it is 0 with the protocol sam, because every mask has a pixel at source
-        resolution. None if a stop was requested meanwhile.
+    The result is that of the scorer. "damaged" is the number of images that cannot be read and are left out,
+    see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution, which
+    are left out too; it is 0 with the protocol sam, because every mask has a pixel at source resolution.
     """
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()

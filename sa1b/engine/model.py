@@ -234,12 +234,8 @@ class Wrapper(nn.Module):
         return {}
 
     def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
-        """Check the numbers of all ranks after a step; an error is raised on all ranks.
-
-        Args:
-            step: number of the step.
-            ranks: the numbers by name, one of each rank.
-            folder: folder of the run, for the message.
+        """Check the numbers of all ranks after a step, one of each by name; an error is raised on all ranks.
+        Its message names the run's folder.
         """
 
 
@@ -249,11 +245,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def declared(module: nn.Module) -> Model:
-    """The model inside the result of `wrap`.
-
-    Raises:
-        ModelError: the model lacks a part of the contract; the message names the missing attributes.
-    """
+    """The model inside the result of `wrap`; ModelError names the attributes that it lacks."""
     module = unwrap(module)
     if isinstance(module, Model):
         return module
@@ -267,9 +259,7 @@ class ModelError(UsageError):
 
 def checked(module: nn.Module) -> nn.Module:
     """A new model, after a check of its attributes; its first training step checks the result of `forward`.
-
-    Raises:
-        ModelError: the model does not fulfil the contract.
+    ModelError: the model does not fulfil the contract.
     """
     model, figures = declared(module), declared(module).figures
     methods = [name for name in dir(Model) if not name.startswith("_") and callable(getattr(Model, name))]

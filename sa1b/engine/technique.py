@@ -19,22 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[T]):
-    """The place of one technique.
+    """The place of one technique."""
 
-    Attributes:
-        target: its module and the object in it, as MODULE:NAME.
-        flag: the flag that asks for it, for the message if the module is missing.
-    """
-
-    target: str
-    flag: str
+    target: str  # its module and the object in it, as MODULE:NAME
+    flag: str  # the flag that asks for it, for the message if the module is missing
 
     def load(self) -> T:
-        """The object.
-
-        Raises:
-            UsageError: the module is missing.
-        """
+        """The object; UsageError if the module is missing."""
         if (found := self.find()) is None:
             raise UsageError(
                 f"{self.flag}: needs the module {self.module}, which is not installed; drop the flag, or "

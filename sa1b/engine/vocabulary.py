@@ -73,13 +73,8 @@ _ANSWERS = {
 
 
 def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> None:
-    """Refuse flags of other programs with the flag that has their effect here.
-
-    Args:
-        own: names of the settings, with underscores, which may be the same.
-
-    Raises:
-        UsageError: the message names the flag and its counterpart.
+    """UsageError for flags of other programs, with the flag that has their effect here. `own` are names of
+    the settings, with underscores, which may be the same.
     """
     if passed(arguments).get("parallel.shard") == "hybrid":
         ranks = process_rank()[1]
@@ -112,13 +107,10 @@ def passed(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:
-    """The preset's schedule for the passed steps or epochs, and lines that describe what changed.
+    """The preset's schedule for the passed steps or epochs (`passed`), and lines that describe what changed.
 
     Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps, with
     --optim.epochs once the number of images is known.
-
-    Args:
-        flags: see `passed`.
     """
     steps = flags.get("optim.steps", "")
     fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in flags)

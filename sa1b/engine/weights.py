@@ -31,11 +31,8 @@ def find_weights(
 ) -> tuple[str, dict[str, Tensor]]:
     """Initial weights for a run, by published names, float32, on the CPU; and their path or URL.
 
-    Args:
-        source: a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file;
-            or the URL of one of these, which is copied to a temporary folder.
-        read_file: reads a published file.
-        scratch: of a URL: folder that contains the temporary folder, see `sa1b.storage.open.open_store`.
+    `source` is a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file,
+    which `read_file` reads; or the URL of one of these, which is copied to a temporary folder in `scratch`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the folder contains none.
@@ -101,10 +98,8 @@ def _fetched_weights(
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:
-    """Load the weights of --init into a model; return a line that describes them.
-
-    Raises:
-        UsageError: the weights cannot be read, or do not fit the model.
+    """Load the weights of --init into a model; return a line that describes them. UsageError: they cannot be
+    read, or do not fit the model.
     """
     try:
         where, found = find_weights(source, model.read_weights, scratch)
@@ -122,12 +117,9 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> Found | None:
-    """The newest good checkpoint in RUN/checkpoints; None if there are no checkpoints.
+    """The newest good checkpoint in RUN/checkpoints; None if there is none. Call it in one process.
 
-    Each damaged checkpoint is skipped with a logged warning. Call it in one process of a run.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is good.
+    Each damaged checkpoint is skipped with a logged warning. CheckpointError: none is good.
     """
     refused = []
     for step in reversed(steps(folder)):

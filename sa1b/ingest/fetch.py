@@ -48,26 +48,16 @@ from sa1b.workers import supervise
 
 @dataclass(slots=True, eq=False)
 class FetchSummary:
-    """The results of a run.
-
-    Attributes:
-        root: path or URL of the dataset directory.
-        wanted: number of wanted images.
-        before: number of those that were stored before the run.
-        stored: number of those that are stored now.
-        refused: wanted images that were found and cannot be used.
-        missing: the other wanted images: in no source that was read, or their source failed.
-        sources: number of sources that could be read.
-        work: sources read and failed, and the end of the run.
-    """
+    """The results of a run; counts are of wanted images."""
 
     root: str
     wanted: int
-    sources: int
-    before: int = 0
-    stored: int = 0
-    refused: Ids = field(default_factory=no_ids)
-    missing: Ids = field(default_factory=no_ids)
+    sources: int  # number that could be read
+    before: int = 0  # stored before the run
+    stored: int = 0  # stored now
+    refused: Ids = field(default_factory=no_ids)  # found, and cannot be used
+    missing: Ids = field(default_factory=no_ids)  # in no source that was read, or their source failed
+    # sources read and failed, and the end of the run
     work: ReshardSummary = field(default_factory=ReshardSummary)
 
     def exit_code(self) -> int:
@@ -142,21 +132,10 @@ def fetch(
 ) -> FetchSummary:
     """Store the wanted pairs in the dataset directory `root`, with those that it has already.
 
-    A source whose task file has a size is complete, and is not read.
-
-    Args:
-        ids: image ids, ascending, each once.
-        paths: files and folders with sources.
-        root: dataset directory; a folder is created if it is missing.
-        options: options that determine the bytes of the shards.
-        policy: handling of bad input.
-        run: settings of the run, with the links to further sources.
-        index: a dataset directory, index or task file of the same sources, which determines the source of
-            each image that it contains.
-        everywhere: read sources to their end, and for images that are not found, read all sources.
-
-    Raises:
-        SourceError, UsageError, StorageError: see sa1b.ingest.reshard.reshard.
+    A source whose task file has a size is complete, and is not read. `ids` are ascending, each once. `index`
+    is a dataset directory, index or task file of the same sources, which determines the source of each image
+    that it contains. `everywhere`: read sources to their end, and for images that are not found, read all
+    sources. Raises as `sa1b.ingest.reshard.reshard`.
     """
     began = time.monotonic()
     store = open_store(root)

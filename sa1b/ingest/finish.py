@@ -44,17 +44,11 @@ _EXPECTED = re.compile(r"[0-9a-f]{16}\.expected")  # the names that `record_expe
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The contents of dataset.json.
+    """The contents of dataset.json."""
 
-    Attributes:
-        tasks: sources in the dataset, by name.
-        failed: source that is not in the dataset -> the error.
-        pending: known sources that are neither finished nor failed.
-    """
-
-    tasks: dict[str, Task]
-    failed: dict[str, str] = field(default_factory=dict)
-    pending: list[str] = field(default_factory=list)
+    tasks: dict[str, Task]  # sources in the dataset, by name
+    failed: dict[str, str] = field(default_factory=dict)  # source that is not in the dataset -> the error
+    pending: list[str] = field(default_factory=list)  # known sources that are neither finished nor failed
 
     @property
     def is_partial(self) -> bool:
@@ -105,15 +99,9 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
     """Write the sample table and dataset.json over all finished sources, unless they are up to date.
 
     A source that contains an image of another source, or was made with other options, is left out and counts
-    as failed. Of two conflicting sources the first one by name is kept.
-
-    Args:
-        root: dataset directory.
-        expected: names of the sources of this run; the missing ones are pending.
-        without: name of a source to leave out, whose files in tasks/ are removed.
-
-    Raises:
-        ManifestError: a task file is damaged.
+    as failed. Of two conflicting sources the first one by name is kept. Of the sources `expected` by this run
+    the missing ones are pending. The files in tasks/ of the source `without` are removed. ManifestError: a
+    task file is damaged.
     """
     store = open_store(root)
     with dataset_claim(store):
@@ -207,9 +195,7 @@ def read_failed(store: Store) -> dict[str, str]:
 
 def stored_source(root: Root, text: str) -> str:
     """The name of the source of a dataset directory that `text` names, by its name, its tar or its folder.
-
-    Raises:
-        UsageError: the text is not a name, or the directory has no such source.
+    UsageError: the text is not a name, or the directory has no such source.
     """
     store = open_store(root)
     tasks = known_tasks(store)
@@ -227,11 +213,8 @@ def drop_source(root: Root, name: str) -> Finished:
     """Remove a source from a dataset directory: write dataset.json without it, then delete its files.
 
     Readers that have the dataset open lose the shards of this source. On a full disk its files are deleted
-    first; if the command is then interrupted, the same command completes it.
-
-    Raises:
-        UsageError: the directory has no such source, or see `check_drop`.
-        LockedError: another process is writing the source.
+    first; if the command is then interrupted, the same command completes it. UsageError: no such source, or
+    see `check_drop`. LockedError: another process is writing the source.
     """
     store = open_store(root)
     name = stored_source(store, name)

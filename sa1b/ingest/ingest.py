@@ -63,15 +63,8 @@ def ingest(
     A second ingest of the same source writes the same bytes. An interruption at any point leaves the dataset
     unchanged, or with files that no task file lists; the next run replaces such files.
 
-    Args:
-        source: the source.
-        root: dataset directory.
-        options: options that determine the bytes of the shards.
-        policy: handling of bad input.
-        report: called with the current counts.
-        check: called before the first file is committed; an exception from it ends the ingest, and no file
-            is written.
-        replace_images: see `commit_task`.
+    `report` is called with the current counts. `check` is called before the first file is committed; an
+    exception from it ends the ingest, and no file is written. `replace_images`: see `commit_task`.
 
     Raises:
         SourceError: the md5 differs from the one in the checklist, or the source has no usable pair; or an

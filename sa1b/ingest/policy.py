@@ -28,23 +28,15 @@ _EARLY_FACTOR = 2  # the limit before the end of the source is this factor times
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Handling of bad input. It does not change the bytes of good pairs.
+    """Handling of bad input. It does not change the bytes of good pairs."""
 
-    Attributes:
-        stop: stop the run at the first refusal instead of quarantining.
-        accept: reasons that may be frequent.
-        md5: the expected md5 of the source file, or None.
-        spill: folder for members that wait for their partner; None: inside the dataset directory.
-        spill_memory: bytes of waiting members that are kept in memory.
-        max_pixels: pixels of the largest accepted image, at most MAX_STORED_PIXELS.
-    """
-
-    stop: bool = False
-    accept: frozenset[str] = frozenset()
-    md5: str | None = None
+    stop: bool = False  # at the first refusal instead of quarantining
+    accept: frozenset[str] = frozenset()  # reasons that may be frequent
+    md5: str | None = None  # expected, of the source file
+    # folder for members that wait for their partner; None: in the dataset directory
     spill: Path | None = None
-    spill_memory: int = 128 << 20
-    max_pixels: int = MAX_IMAGE_PIXELS
+    spill_memory: int = 128 << 20  # bytes of waiting members that are kept in memory
+    max_pixels: int = MAX_IMAGE_PIXELS  # of the largest accepted image, at most MAX_STORED_PIXELS
 
     def reading(self, source: Source) -> dict[str, Any]:
         """`Source.reading`, and max_pixels if it is not the default: larger images were refused."""
@@ -55,57 +47,32 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """Settings of a run; the flags of `sa1b reshard`.
-
-    Attributes:
-        workers: number of worker processes.
-        checklist: file with the md5 of sources.
-        recheck: recognise finished sources by digest instead of size and time.
-        replace: replace a finished source by a source with the same name and other content.
-        redo: names of finished sources to convert again; their task files are not read.
-        rename: path -> name of the source.
-        ignore: patterns of files and folders that are left out and not listed.
-        formats: how sources of each kind are read, see sa1b.sources.discovery.formats_with.
-        links: links to further sources.
-        task: (I, N): process only the sources I, I + N, I + 2 N, ... in the order of their names, and do not
-            finish the dataset unless `finish` is set.
-        finish: with `task`: finish the dataset if no other task has sources left.
-        claim_timeout: seconds without a heartbeat after which other runs may take over a claim of this run.
-        stall_timeout: seconds without progress after which a worker is killed; its source is retried once.
-        space_check: refuse to start if the disk is too small.
-        quiet: print no progress and no notes.
-    """
+    """Settings of a run; the flags of `sa1b reshard`."""
 
     workers: int = 1
-    checklist: Path | None = None
-    recheck: bool = False
-    replace: bool = False
-    redo: tuple[str, ...] = ()
-    rename: Mapping[Path, str] | None = None
-    ignore: tuple[str, ...] = ()
-    formats: Sequence[SourceFormat] = FORMATS
-    links: tuple[Link, ...] = ()
+    checklist: Path | None = None  # file with the md5 of sources
+    recheck: bool = False  # recognise finished sources by digest instead of size and time
+    replace: bool = False  # a finished source by one with the same name and other content
+    redo: tuple[str, ...] = ()  # finished sources to convert again; their task files are not read
+    rename: Mapping[Path, str] | None = None  # path -> name of the source
+    ignore: tuple[str, ...] = ()  # patterns of files and folders that are left out and not listed
+    formats: Sequence[SourceFormat] = FORMATS  # see sa1b.sources.discovery.formats_with
+    links: tuple[Link, ...] = ()  # to further sources
+    # (I, N): only the sources I, I + N, I + 2 N, ... by name, without finishing the dataset unless `finish`
     task: tuple[int, int] | None = None
-    finish: bool = False
-    claim_timeout: float = TIMEOUT
+    finish: bool = False  # with `task`: finish the dataset if no other task has sources left
+    claim_timeout: float = TIMEOUT  # seconds without a heartbeat until others may take over
+    # seconds without progress until a worker is killed; its source is retried once
     stall_timeout: float = 600.0
-    space_check: bool = True
-    quiet: bool = False
+    space_check: bool = True  # refuse to start if the disk is too small
+    quiet: bool = False  # no progress and no notes
 
 
 def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
     """Parse both members, compare them, and scale the image down if `options.image_size` is set.
 
-    With `options.annotations_only`, the image is checked too, and the pair to store has none.
-
-    Args:
-        members: the JPEG and the JSON of one image.
-        options: options of the dataset.
-        max_pixels: largest accepted image, in pixels.
-
-    Raises:
-        BadSample: the pair cannot be used.
-        MemoryError: memory is exhausted; the pair may be valid.
+    With `options.annotations_only`, the image is checked too, and the pair to store has none. BadSample: the
+    pair cannot be used. MemoryError: memory is exhausted; the pair may be valid.
     """
     data, text = members.image.data, members.text.data
     parsed = annotation.parse_annotation(text, members.image_id, max_pixels)
@@ -130,7 +97,8 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
 
 
 class SystematicCheck:
-    """Counts the pairs of a source by reason, and raises an error if a reason is too frequent.
+    """Counts the pairs of a source by reason, and raises an error if a reason not in `accept` is too
+    frequent.
 
     At the end of the source (`check`) the limit is more than 20 pairs and more than 1 % of the pairs. Before
     the end (`check_early`), from 1,000 pairs on, it is more than 20 pairs and more than 2 % of the estimated
@@ -138,34 +106,19 @@ class SystematicCheck:
     the part read so far. The early result equals the result at the end, unless the unread part is more than
     twice as dense. A source with only bad pairs is stopped after 2 % of its bytes if the two members of a
     pair are adjacent, and after 14 % if the members are in random order.
-
-    Args:
-        path: path of the source, for messages.
-        total_bytes: size of the source file in bytes.
-        accept: reasons that may be frequent.
     """
 
     def __init__(self, path: object, total_bytes: int, accept: frozenset[str]) -> None:
         self._path, self._total_bytes, self._accept = path, total_bytes, accept
 
     def check(self, quarantine: Quarantine, images: int) -> None:
-        """Check at the end of the source.
-
-        Args:
-            quarantine: refusals and warnings of the source.
-            images: number of stored pairs.
-
-        Raises:
-            SystematicError: a reason is too frequent; the message has examples and the flag that accepts it.
+        """Check at the end of the source, with its stored pairs. SystematicError: a reason is too frequent;
+        the message has examples and the flag that accepts it.
         """
         self._raise_over(quarantine, images, SYSTEMATIC_FRACTION * _pairs(quarantine, images))
 
     def check_early(self, quarantine: Quarantine, images: int, members: int, stored_bytes: int) -> None:
-        """Check while the source is read: `members` members are in its first `stored_bytes` bytes.
-
-        Raises:
-            SystematicError: as `check`.
-        """
+        """As `check` while the source is read: `members` are in its first `stored_bytes` bytes."""
         if members < 2 * _EARLY_PAIRS:
             return
         expected = members / 2 * max(1.0, self._total_bytes / max(1, stored_bytes))

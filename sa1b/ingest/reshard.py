@@ -54,13 +54,7 @@ def reshard(
 ) -> ReshardSummary:
     """Convert every source to shards of the dataset directory `root`, then finish the dataset.
 
-    Args:
-        paths: files and folders with sources.
-        root: dataset directory; a folder is created if it is missing.
-        options: options that determine the bytes of the shards.
-        policy: handling of bad input.
-        run: settings of the run.
-        supervise: runs the workers; by default in processes of this machine.
+    A folder is created if it is missing. Workers are by default processes of this machine.
 
     Raises:
         SourceError, UsageError: an argument or a source is not valid. No source was processed.

@@ -48,30 +48,20 @@ _NOWHERE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Searched:
-    """What is known about the images of a source.
+    """What is known about the images of a source."""
 
-    Attributes:
-        first, last: range of the ids that were read; None: no image was read. An id of this run outside of
-            the range is not in the source.
-        found: ids of this run that are in it.
-        absent: ids that lie in the range and are not in the source.
-        has_all: every image of the source is in the dataset directory.
-    """
-
+    # smallest id that was read; None: none; an id of this run outside of the range is not in it
     first: int | None
-    last: int | None
-    found: Ids = field(default_factory=no_ids)
-    absent: Ids = field(default_factory=no_ids)
-    has_all: bool = False
+    last: int | None  # largest id that was read
+    found: Ids = field(default_factory=no_ids)  # ids of this run that are in it
+    absent: Ids = field(default_factory=no_ids)  # ids in the range that are not in it
+    has_all: bool = False  # every image of the source is in the dataset directory
 
 
 class Search:
-    """Chooses the sources to read.
-
-    Args:
-        names: names of all sources.
-        homes: image ids, ascending, and the position of each one's source in `names`, as far as it is known.
-        everywhere: read the remaining sources, too, for images that are in none of the expected ones.
+    """Chooses the sources to read. `homes` are image ids, ascending, and the position of each one's source in
+    `names`, as far as it is known. `everywhere`: read the remaining sources, too, for images that are in none
+    of the expected ones.
     """
 
     def __init__(
@@ -108,11 +98,7 @@ class Search:
             self._known[name] = searched
 
     def next_sources(self, missing: Ids) -> list[str]:
-        """The sources to read now, in order; empty if the search is at its end.
-
-        Args:
-            missing: image ids, ascending.
-        """
+        """The sources to read now, in order, for ascending ids; empty if the search is at its end."""
         chosen: set[str] = set()
         if not len(missing):
             return []
@@ -166,10 +152,8 @@ class Search:
     def _nearest(
         self, ids: Ids, waiting: npt.NDArray[np.int64], low: int, high: int, last: int | None
     ) -> set[str]:
-        """For each id: of the waiting sources between two positions the one nearest to its estimate.
-
-        Args:
-            last: last id of the source at position `low`.
+        """For each id: of the waiting sources between two positions the one nearest to its estimate. `last`:
+        last id of the source at position `low`.
         """
         waiting = waiting[(waiting > low) & (waiting < high)]
         if not len(ids) or not len(waiting):
@@ -214,20 +198,11 @@ def ingest_wanted(
     check: Callable[[Task], None],
     stored: Ids,
 ) -> tuple[Task | None, Searched]:
-    """Convert the wanted pairs of a source, and those of it that the dataset directory has already.
+    """Convert the wanted pairs of a source, and those of it that the dataset directory has already, `stored`.
 
     What was found is stored also if the source is damaged and lacks others; the error comes after that.
-
-    Args:
-        source: with `wanted`.
-        stored: ids of the images that the dataset directory has of this source.
-        root, options, policy, report, check: see `ingest`.
-
-    Returns:
-        The task, or None if the source has none of the pairs, and the ids that were found, read and absent.
-
-    Raises:
-        SourceError: the source lacks an image that the dataset directory has from it, or see `ingest`.
+    Returns the task, None if the source has none of the pairs, and the ids that were found, read and absent.
+    SourceError: the source lacks a stored image, or see `ingest`.
     """
     assert source.wanted is not None
     part = WantedPairs(np.union1d(source.wanted.ids, stored), is_block=source.wanted.is_block)
@@ -293,10 +268,8 @@ def state_of(source: Source) -> dict[str, object]:
 
 
 def read_searched(root: Store, sources: Callable[[str], Source | None]) -> dict[str, Searched]:
-    """The sources that earlier runs have read to the end, by name, if they have not changed since.
-
-    Args:
-        sources: name -> source, measured now; None: unknown.
+    """The sources that earlier runs have read to the end, by name, if they have not changed since. `sources`:
+    name -> source, measured now; None: unknown.
     """
     found = {}
     for name in root.names(TASKS, _ENDING):

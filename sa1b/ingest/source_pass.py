@@ -47,11 +47,8 @@ class Counts:
 class SourcePass:
     """The state of one pass over a source.
 
-    Args:
-        staged: temporary folder of this pass: shards, indexes and quarantine.
-        spill: folder for members that wait for their partner.
-        report: called with the current counts, from one thread at a time.
-        sealer: executor of one thread, which reads finished shards back.
+    `staged` is its temporary folder: shards, indexes and quarantine; `spill` that for members that wait for
+    their partner. `report` is called with the current counts, from one thread at a time.
     """
 
     def __init__(
@@ -79,11 +76,8 @@ class SourcePass:
         self.report_lock = threading.Lock()
 
     def run(self) -> Task:
-        """Write all shards into the temporary folder and return the task, which lists them.
-
-        Raises:
-            NoPairError, SourceError, SystematicError, RefusedError, OSError, MemoryError: see `ingest`.
-            ShardError: a shard differs from what was written when it is read back.
+        """Write all shards into the temporary folder and return the task, which lists them. Raises as
+        `ingest`; ShardError: a shard differs from what was written when it is read back.
         """
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:
@@ -319,9 +313,7 @@ class ThreadStages:
         self, name: str, items: Iterable[T], *, size: Callable[[T], int], max_bytes: int
     ) -> Iterator[T]:
         """The same items, produced in a thread of this name, at most `max_bytes` by `size`, or one, ahead.
-
-        Raises:
-            MemoryError: no thread can be started.
+        MemoryError: no thread can be started.
         """
         queue = _Queue(self, size, max_bytes)
         thread = threading.Thread(target=queue.fill, args=(items,), name=f"sa1b {name}", daemon=True)

@@ -56,29 +56,19 @@ _TEXTS = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run starts from.
+    """What a run starts from."""
 
-    Attributes:
-        discovered: the local sources, and the files that are not taken.
-        local, remote: sources, and links to sources, by name.
-        names: of all sources, in order.
-        own_names: those that this run may process.
-        tasks: finished sources of the dataset directory.
-    """
-
-    discovered: Discovered
-    local: dict[str, Source]
-    remote: dict[str, Link]
-    names: list[str]
-    own_names: list[str]
-    tasks: dict[str, Task]
+    discovered: Discovered  # the local sources, and the files that are not taken
+    local: dict[str, Source]  # by name
+    remote: dict[str, Link]  # links to sources, by name
+    names: list[str]  # of all sources, in order
+    own_names: list[str]  # those that this run may process
+    tasks: dict[str, Task]  # finished sources of the dataset directory
 
 
 def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy, run: IngestRun) -> Start:
-    """Find the sources, create the dataset directory and remove what ended processes left in it.
-
-    Raises:
-        SourceError, UsageError: an argument or a source is not valid, or the directory has other options.
+    """Find the sources, create the dataset directory and remove what ended processes left in it. SourceError
+    or UsageError: an argument or a source is not valid, or the directory has other options.
     """
     rename = run.rename or {}
     check_out([*paths, *rename], store)
@@ -108,12 +98,8 @@ def admitted(
     ignore: Sequence[str] = (),
     formats: Sequence[SourceFormat] = FORMATS,
 ) -> Discovered:
-    """All sources in the order of their names, and the files that are not taken.
-
-    `discover` documents the arguments.
-
-    Raises:
-        UsageError: a name in `rename` is not valid.
+    """All sources in the order of their names, and the files that are not taken; see `discover`. UsageError:
+    a name in `rename` is not valid.
     """
     for path, name in rename.items():
         if not is_source_name(name):
@@ -130,11 +116,8 @@ def admitted(
 
 
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:
-    """The local sources, and the links to other sources, by name.
-
-    Raises:
-        SourceError: a name is not valid.
-        UsageError: two have the same name.
+    """The local sources, and the links to other sources, by name. SourceError: a name is not valid.
+    UsageError: two have the same name.
     """
     local = {source.name: source for source in discovered.sources}
     remote = named_links(links)
@@ -147,14 +130,12 @@ def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, So
 
 
 def check_out(paths: Sequence[Path], store: Store) -> None:
-    """Refuse a folder that would mix shards and sources, or whose content would be left out.
+    """UsageError for a folder that would mix shards and sources, or whose content would be left out: one of
+    the paths, one with a source of them or in whose folder it writes, or one in a folder of another dataset
+    directory.
 
     A dataset directory inside a SOURCE folder is not searched for sources, see `discover`. It may be there if
     it contains none.
-
-    Raises:
-        UsageError: the folder is one of the paths, contains a source of one of them, writes to its folder,
-            or is in a folder of another dataset directory.
     """
     if not store.is_local:
         return
@@ -202,9 +183,7 @@ def check_options(root: Root, tasks: Mapping[str, Task], options: Options) -> No
 
 def check_listed(root: Root, tasks: dict[str, Task], names: Iterable[str]) -> None:
     """Of the sources of a run, leave out those whose task file is lost: they are converted again.
-
-    Raises:
-        ManifestError: a task file of the run is damaged, which needs --redo.
+    ManifestError: a task file of the run is damaged, which needs --redo.
     """
     for name in [name for name in names if name in tasks and tasks[name].listed is not None]:
         with contextlib.suppress(FileNotFoundError):
@@ -215,11 +194,8 @@ def check_listed(root: Root, tasks: dict[str, Task], names: Iterable[str]) -> No
 def fix_options(root: Root, tasks: Mapping[str, Task], options: Options) -> None:
     """Record the options of the first run in a new dataset directory, before any source is processed.
 
-    If several runs start at the same time, the first one determines the options. If a source is finished,
-    its task file determines them, see `check_options`.
-
-    Raises:
-        UsageError: another run has recorded other options.
+    If several runs start at the same time, the first one determines the options; UsageError for the others.
+    If a source is finished, its task file determines them, see `check_options`.
     """
     store = open_store(root)
     data = json_bytes({"format": FORMAT, "options": options.document()})
@@ -248,11 +224,7 @@ def release_options(root: Root) -> None:
 
 
 def check_not_foreign(root: Root) -> None:
-    """Refuse a directory without any source or shard whose dataset.json another program may have written.
-
-    Raises:
-        UsageError: naming the file.
-    """
+    """UsageError for a directory without source or shard whose dataset.json may be another program's."""
     store = open_store(root)
     if store.names(TASKS, ".json") or any(map(parse_shard_name, store.names("", ".tar"))):
         return  # a damaged dataset.json of this directory is written again
@@ -313,12 +285,10 @@ def check_space(
     workers: int,
     fraction: float = 1.0,
 ) -> None:
-    """Raise UsageError if a disk is too small for the shards or the spill; both are estimates.
+    """UsageError if a disk is too small for the shards or the spill; both are estimates.
 
-    A folder receives the shards of all sources. Shards for a URL need scratch space until their source ends.
-
-    Args:
-        fraction: the part of the pairs that is stored.
+    A folder receives the shards of all sources, those for a URL need scratch space until their source ends.
+    `fraction`: the part of the pairs that is stored.
     """
     if not sources:
         return
@@ -345,17 +315,11 @@ def check_space(
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Estimated bytes that an ingest needs.
+    """Estimated bytes that an ingest needs."""
 
-    Attributes:
-        shards: of all sources.
-        staged: of the sources that are processed at the same time.
-        spill: of the members that wait for their partners.
-    """
-
-    shards: int
-    staged: int
-    spill: int
+    shards: int  # of all sources
+    staged: int  # of the sources that are processed at the same time
+    spill: int  # of the members that wait for their partners
 
 
 def needed_space(sources: Sequence[Source], options: Options, workers: int) -> Space:

@@ -19,44 +19,27 @@ _LISTED = 20  # files in the table that were not taken
 
 @dataclass(slots=True)
 class ReshardSummary:
-    """The results of a run, and the contents of the dataset directory after it.
+    """The results of a run, and the contents of the dataset directory after it. Sources are names."""
 
-    Attributes:
-        sources: names of the sources of this run.
-        task: (I, N) of a run with --task.
-        not_taken: files and folders that are not sources, with the reason.
-        seconds: duration of the run.
-        stored_bytes: bytes read from source files in this run.
-        done: names of the sources finished in this run.
-        skipped: names of the sources that were already finished.
-        failed: name of a source -> the error.
-        retried: name of a source -> how its worker processes ended, also if a later one finished the source.
-        tasks: all finished sources of the directory.
-        finished: the contents of dataset.json; None: it was not written.
-        interrupted: the run ended with Ctrl-C.
-        disk_full: the run stopped because the disk was full or cannot be written to.
-        store_error: the run stopped with this error, because the store of the dataset directory was
-            unreachable or denied access; "" if it did not.
-        searched: what is known about the sources of which only some pairs were wanted.
-        finishes: with `task`: the run finishes the dataset if it is the last one.
-    """
-
-    sources: list[str] = field(default_factory=list)
-    task: tuple[int, int] | None = None
+    sources: list[str] = field(default_factory=list)  # of this run
+    task: tuple[int, int] | None = None  # (I, N) of a run with --task
+    # files and folders that are not sources, with the reason
     not_taken: list[NotTaken] = field(default_factory=list)
     seconds: float = 0.0
-    stored_bytes: int = 0
-    done: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    stored_bytes: int = 0  # read from source files in this run
+    done: list[str] = field(default_factory=list)  # finished in this run
+    skipped: list[str] = field(default_factory=list)  # already finished
+    failed: dict[str, str] = field(default_factory=dict)  # source -> the error
+    # source -> how its workers ended, also if a later one finished it
     retried: dict[str, list[str]] = field(default_factory=dict)
-    tasks: dict[str, Task] = field(default_factory=dict)
-    finished: Finished | None = None
-    interrupted: bool = False
-    disk_full: bool = False
-    store_error: str = ""
+    tasks: dict[str, Task] = field(default_factory=dict)  # all finished sources of the directory
+    finished: Finished | None = None  # the contents of dataset.json; None: it was not written
+    interrupted: bool = False  # by Ctrl-C
+    disk_full: bool = False  # it stopped because the disk was full or cannot be written to
+    store_error: str = ""  # why it stopped: the store was unreachable or denied access
+    # the sources of which only some pairs were wanted
     searched: dict[str, Searched] = field(default_factory=dict)
-    finishes: bool = False
+    finishes: bool = False  # with `task`: the run finishes the dataset if it is the last one
 
     @property
     def complete(self) -> bool:
@@ -104,9 +87,7 @@ class ReshardSummary:
         }
 
     def exit_code(self) -> int:
-        """The exit code of the run.
-
-        0: all sources are complete. 1: a source is missing, or the store failed. 3: a pair was refused, a
+        """0: all sources are complete. 1: a source is missing, or the store failed. 3: a pair was refused, a
         source is damaged or a file was not taken. 130: interrupted.
         """
         if self.interrupted:

@@ -31,19 +31,13 @@ _REPORT_SECONDS = 0.2
 class Outcome:
     """The result of a worker: the source is ingested ("done"), was already finished ("skipped"), is claimed
     by another run ("held"), or the dataset directory's store is unreachable or denies access ("stopped").
-
-    Attributes:
-        counts: of this pass.
-        note: details, or the error of the store.
-        task: the finished source; None: it is not finished, or its task file was not changed.
-        searched: of a source of which only some pairs were wanted.
     """
 
     kind: Literal["done", "skipped", "held", "stopped"]
-    counts: Counts
-    note: str = ""
-    task: Task | None = None
-    searched: Searched | None = None
+    counts: Counts  # of this pass
+    note: str = ""  # details, or the error of the store
+    task: Task | None = None  # finished source; None: not finished, or its task file was not changed
+    searched: Searched | None = None  # of a source of which only some pairs were wanted
 
 
 def work_on(
@@ -225,10 +219,8 @@ def is_unchanged(
 
 
 def missing_file(task: Task, root: Root, sizes: Callable[[str], int | None] | None = None) -> str | None:
-    """The path or URL of the first file of a finished source that is missing or has another size.
-
-    Args:
-        sizes: name -> bytes of an object; by default the store's `size`, which is one request for each.
+    """The path or URL of the first file of a finished source that is missing or has another size. `sizes`:
+    name -> bytes of an object; by default the store's `size`, one request for each.
     """
     store = open_store(root)
     sizes = sizes or store.size

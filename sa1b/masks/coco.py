@@ -117,11 +117,7 @@ def decode_selected(
     text: Text, lengths: npt.NDArray[np.integer], indices: npt.ArrayLike, height: int, width: int
 ) -> Runs:
     """`decode_joined` for some of the masks: `indices` are integers [K] or bool [N], as for `Runs.select`.
-
-    Raises:
-        MaskError: the first of these masks that does not decode, by its position in `indices`.
-        IndexError: an index is outside the strings.
-        ValueError: the lengths do not add up to the text.
+    MaskError names the first of these that does not decode, by its position in `indices`.
     """
     height, width = check_size(height, width)
     chosen = chosen_indices(indices, len(lengths))

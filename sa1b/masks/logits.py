@@ -18,19 +18,12 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitAxis:
-    """How the pixels of an image read logits along one axis.
+    """How the pixels of an image read logits along one axis."""
 
-    Attributes:
-        reads: int64 [n, 4], the logits that each pixel reads, in ascending order.
-        weights: float32 [n, 4], their weights, which add up to 1.
-        starts: int64 [R], for each logit the first pixel that reads it or a later one.
-        stops: int64 [R], for each logit the end of the pixels that read it or an earlier one.
-    """
-
-    reads: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32]
-    starts: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
+    reads: npt.NDArray[np.int64]  # [n, 4], the logits that each pixel reads, in ascending order
+    weights: npt.NDArray[np.float32]  # [n, 4], which add up to 1
+    starts: npt.NDArray[np.int64]  # [R], for each logit the first pixel that reads it or a later one
+    stops: npt.NDArray[np.int64]  # [R], for each logit the end of the pixels that read it or an earlier one
 
     def __len__(self) -> int:
         return len(self.reads)
@@ -56,10 +49,7 @@ def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis
 
 def areas(logits: Logits, rows: LogitAxis, columns: LogitAxis, offset: float) -> npt.NDArray[np.int64]:
     """Pixels of each mask whose enlarged logit is above 0, above `offset` and above -`offset`: int64 [M, 3].
-
-    Args:
-        logits: float32 [M, R, R], of the padded square.
-        offset: at least 0.
+    Logits are float32 [M, R, R], of the padded square; `offset` is at least 0.
     """
     counts = np.empty((len(logits), 3), np.int64)
     every = np.arange(len(logits), dtype=np.int64)
@@ -80,16 +70,9 @@ def runs_of_logits(
 ) -> Runs:
     """The masks of the pixels whose enlarged logit is above 0: K masks in canonical form.
 
-    Args:
-        logits: float32 [M, R, R], of the padded square.
-        select: which masks, integers [K] or bool [M], as for `Runs.select`.
-        position: x and y of the enlarged logits in the image, if they are of a crop.
-        image: height and width of the image; by default those of the axes.
-
-    Raises:
-        SizeError: `image` is not a valid image size.
-        IndexError: `select` has an index that no mask has.
-        ValueError: the crop is not inside the image.
+    Logits are float32 [M, R, R], of the padded square. `select`: integers [K] or bool [M], as for
+    `Runs.select`. `position` is x and y of the enlarged logits in the `image`, height and width, if they are
+    of a crop; ValueError if the crop is not inside.
     """
     height, width = (len(rows), len(columns)) if image is None else check_size(*image)
     x, y = position

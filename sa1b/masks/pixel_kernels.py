@@ -16,7 +16,7 @@ def rasterize(
     out: npt.NDArray[np.uint8],
     boxes: npt.NDArray[np.int64],
 ) -> None:
-    """Write chosen masks into out [K, H, W], 0 or 1.
+    """Write chosen masks, int64 [K], into out [K, H, W], 0 or 1.
 
     A pixel differs from the pixel above it if a run begins or ends between them. First, only these changes
     are written: two bytes for a run inside a column, whatever its length. Then each row of the mask's box is
@@ -25,7 +25,6 @@ def rasterize(
     ms.
 
     Args:
-        masks: int64 [K].
         row_firsts, column_firsts: int64 [source size + 1], the first target pixel at or after each source
             pixel.
         boxes: int64 [K, 4], top, bottom, left, right: pixels of `out` outside the box are already 0. Receives

@@ -26,9 +26,8 @@ _FARTHEST = 1e6  # pixels: largest coordinate
 def encode_polygons(polygons: Sequence[Sequence[float]], height: int, width: int) -> bytes:
     """The compressed string of the mask of polygons, such as those of a COCO file's `segmentation`.
 
-    Args:
-        polygons: for each polygon x and y of its vertices in turn, at least three vertices, in pixels from
-            the corner of the top left pixel. They may be outside of the image.
+    A polygon is x and y of its vertices in turn, at least three, in pixels from the corner of the top left
+    pixel. They may be outside of the image.
 
     Raises:
         MaskError: there is no polygon, a polygon has fewer than three vertices, an odd number of coordinates
@@ -76,10 +75,8 @@ Polygon = npt.NDArray[np.int32]
 def polygons(runs: Runs, *, single: bool = False) -> list[list[Polygon]]:
     """The polygons of each mask, one for each part, or a `single` one that joins all parts.
 
-    Returns:
-        For each mask a list of int32 [V, 2]: x and y of the vertices in pixels from the corner of the top
-        left pixel. Pixels that touch at a corner only belong to different parts. A mask without pixels has no
-        polygon.
+    A polygon is int32 [V, 2]: x and y of the vertices in pixels from the corner of the top left pixel. Pixels
+    that touch at a corner only belong to different parts. A mask without pixels has no polygon.
     """
     boxes = geometry.bbox(runs).tolist()
     polygons_of_masks: list[list[Polygon]] = []

@@ -56,13 +56,9 @@ def check_size(height: object, width: object) -> tuple[int, int]:
 
 
 def chosen_indices(indices: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
-    """Indices of `count` items as int64 [K], each 0 <= index < count.
+    """Indices of `count` items as int64 [K], each 0 <= index < count; IndexError for values that are invalid.
 
-    Args:
-        indices: integers [K], -count <= index < count, with repeats; or bool [count], the items to keep.
-
-    Raises:
-        IndexError: an index is outside, a bool array has another length, or the values are not integers.
+    They are integers [K], -count <= index < count, with repeats; or bool [count], the items to keep.
     """
     chosen = np.asarray(indices).reshape(-1)
     if chosen.dtype == np.bool_:

@@ -110,11 +110,8 @@ def boxes_and_points(
     points: npt.NDArray[np.float32],
     areas: npt.NDArray[np.int64],
 ) -> None:
-    """Write the box [N, 4], a point [N, 2] and the area [N] of each mask; see sa1b.masks.geometry.
-
-    Args:
-        size: height and width of the image in pixels.
-        scale: factors on x and y.
+    """Write the box [N, 4], a point [N, 2] and the area [N] of each mask; see sa1b.masks.geometry. `size`:
+    height and width of the image. `scale`: factors on x and y.
     """
     height, width = size
     across, down = scale

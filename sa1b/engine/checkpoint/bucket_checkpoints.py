@@ -134,11 +134,7 @@ class BucketLocation(Location):
 
 
 def committed(store: Store) -> list[int]:
-    """Steps of the checkpoints of a run that have a manifest, oldest first.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """Steps of the checkpoints of a run that have a manifest, oldest first."""
     names = [name for name in store.folders(CHECKPOINTS) if step_of(name) is not None]
     there = store.map(lambda name: store.exists(f"{CHECKPOINTS}/{name}/{MANIFEST}"), names)
     steps = (step_of(name) for name, is_there in zip(names, there, strict=True) if is_there)
@@ -154,10 +150,7 @@ def remove(store: Store, step: int) -> None:
 
 def download(store: Store, step: int, folder: Path) -> Found:
     """Copy a checkpoint to a folder in `folder`, and verify its digests, its table of tensors and its state.
-
-    Raises:
-        RetrievalError: the store cannot be reached, or the local disk has no space.
-        CheckpointError: the checkpoint is damaged; the message names the object.
+    RetrievalError: the store cannot be reached, or the disk has no space. CheckpointError: it is damaged.
     """
     url = store.url(f"{CHECKPOINTS}/{folder_name(step)}")
     local = folder / folder_name(step)

@@ -65,20 +65,13 @@ BUCKET: Place[Callable[[RemoteRun], Location]] = Place(
 class Checkpoints:
     """Writes the checkpoints of one run and finds the one to resume from; created by all ranks together.
 
-    All ranks must call the methods in the same order; all except `poll` are collective. A thread
-    of each rank writes. These threads have a separate process group, in which they agree that all ranks have
-    written. Training only waits for the copy to host memory, and for the previous save if that is still being
-    written.
+    All ranks must call the methods in the same order; all except `poll` are collective. A thread of each rank
+    writes. These threads have a separate process group, in which they agree that all ranks have written.
+    Training only waits for the copy to host memory, and for the previous save if that is still being written.
 
-    Creating an instance removes incomplete checkpoints of killed runs and locks the folder.
-
-    Attributes:
-        seconds: from the call of `save` until the newest checkpoint was complete; 0.0 before the first.
-
-    Args:
-        run: folder of the run, or the run in a bucket, which `close` closes too; checkpoints are in its
-            folder `checkpoints`.
-        limit: see `sa1b.engine.ranks.rank_info.Ranks`; a run in a bucket has its own.
+    Creating an instance removes incomplete checkpoints of killed runs and locks the folder. A run in a bucket
+    is closed by `close` too, and has its own limit. `seconds`: from the call of `save` until the newest
+    checkpoint was complete; 0.0 before the first.
 
     Raises:
         CheckpointError: the folder cannot be written, or another run uses it.
@@ -105,15 +98,9 @@ class Checkpoints:
         """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
         This method waits for the previous write, for a limited time. A failed write is logged as an error
-        that names the path, and the run continues; the older checkpoint is kept.
-
-        Args:
-            model: see `sa1b.engine.checkpoint.tensors.gather`.
-            state: JSON values; the same on all ranks, and rank 0 writes them.
-
-        Raises:
-            CheckpointError: more than `tolerate` consecutive writes have failed, or a write does not end.
-            TypeError, ValueError: the state is not JSON.
+        that names the path, and the run continues; the older checkpoint is kept. CheckpointError: more than
+        `tolerate` consecutive writes have failed, or a write does not end. The state is JSON values, the same
+        on all ranks; rank 0 writes them.
         """
         self._settle()
         if len(self._failures) > self.config.tolerate:
@@ -173,9 +160,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the write in flight and unlock the folder; call it before the process group is destroyed.
-
-        Raises:
-            CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
+        CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
         """
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
@@ -209,9 +194,7 @@ class Checkpoints:
         """Resume from the newest good checkpoint: fill model and optimizer and return the state.
 
         Falls back to older checkpoints, each time with a warning that names the damaged file and the reason.
-
-        Returns:
-            The state of the checkpoint. None if there are no checkpoints; model and optimizer are unchanged.
+        None if there are no checkpoints; model and optimizer are unchanged.
 
         Raises:
             MismatchError: as in `load`.

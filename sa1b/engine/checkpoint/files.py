@@ -31,20 +31,12 @@ class RetrievalError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A checkpoint whose files are verified against their digests.
+    """A checkpoint whose files are verified against their digests."""
 
-    Attributes:
-        step: number of completed steps.
-        folder: folder of the checkpoint.
-        state: the caller's state, passed to `save`.
-        world_size: number of ranks that wrote it.
-        metadata: table of its tensors.
-    """
-
-    step: int
+    step: int  # completed steps
     folder: Path
-    state: dict[str, Any]
-    world_size: int
+    state: dict[str, Any]  # the caller's, passed to `save`
+    world_size: int  # ranks that wrote it
     metadata: Metadata
 
 
@@ -71,13 +63,8 @@ def step_of(name: str) -> int | None:
 
 
 def read(folder: Path) -> Found:
-    """Verify one checkpoint: all digests, the table of tensors, the state.
-
-    Reads every byte once. Call it in one process of a run.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged; the message names the file.
-        OSError: a file cannot be read.
+    """Verify one checkpoint: all digests, the table of tensors, the state. Reads every byte once; call it in
+    one process of a run. CheckpointError names the damaged file.
     """
     step = step_of(folder.name)
     if step is None or not folder.is_dir():
@@ -109,11 +96,7 @@ def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: i
     """The checkpoints older than the newest `keep_last` of those known to be good.
 
     Other checkpoints are not counted: a damaged one must not displace the one that a run has fallen back to.
-
-    Args:
-        there: steps of all checkpoints.
-        good: steps of good checkpoints.
-        keep_every: checkpoints whose step is a multiple of this are kept; 0: none.
+    Steps that are multiples of `keep_every` are kept; 0: none.
     """
     kept = sorted(good)[-keep_last:]
     if len(kept) < keep_last:

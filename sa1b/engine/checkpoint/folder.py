@@ -24,15 +24,10 @@ class Location(ABC):
 
     The methods `fetch`, `drop` and `prepare` are called by all ranks together, `keep` and `discard` by each
     rank, all others by rank 0 only.
-
-    Attributes:
-        root: path or URL of the folder that contains the checkpoints.
-        remedy: what the user can do if writes fail, for messages.
-        ranks: the ranks of the run.
     """
 
-    root: str
-    remedy: str
+    root: str  # path or URL of the folder that contains the checkpoints
+    remedy: str  # what the user can do if writes fail, for messages
     ranks: Ranks
 
     def name(self, step: int) -> str:
@@ -41,11 +36,7 @@ class Location(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Exclude other runs, and remove incomplete checkpoints of killed runs.
-
-        Raises:
-            LockedError: another run uses the location.
-        """
+        """Exclude other runs, and remove incomplete checkpoints of killed runs. LockedError: another run."""
 
     @abstractmethod
     def steps(self) -> list[int]:
@@ -53,11 +44,8 @@ class Location(ABC):
 
     @abstractmethod
     def fetch(self, step: int) -> Found:
-        """The checkpoint as a local folder, verified; collective.
-
-        Raises:
-            RetrievalError: the checkpoint cannot be read now, and may be good.
-            CheckpointError: the checkpoint is damaged.
+        """The checkpoint as a local folder, verified; collective. RetrievalError: it cannot be read now, and
+        may be good. CheckpointError: it is damaged.
         """
 
     @abstractmethod
@@ -98,11 +86,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FolderLocation(Location):
-    """The checkpoints in RUN/checkpoints; the folder is locked by rank 0.
-
-    Args:
-        folder: RUN/checkpoints.
-    """
+    """The checkpoints in RUN/checkpoints, `folder`, which rank 0 locks."""
 
     remedy = "free space or repair the disk"
 

@@ -48,11 +48,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def local_folder(url: str, scratch: Path | None) -> Path:
-    """The folder of a run in a bucket on this machine.
-
-    Args:
-        scratch: folder that contains it; by default `sa1b-<user id>` in the system's folder for temporary
-            files.
+    """The folder of a run in a bucket on this machine, in `scratch`; by default in `sa1b-<user id>` in the
+    system's folder for temporary files.
     """
     url = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])
@@ -64,16 +61,8 @@ class RemoteRun:
     """The files of a run in a bucket, except its checkpoints; all ranks create and close it together.
 
     Rank 0 has a claim with a heartbeat as long as the run lasts. Creating the claim writes and removes an
-    object, so missing permissions are found at the start.
-
-    Args:
-        store: the run's URL.
-        folder: see `local_folder`; created.
-        limit: see `sa1b.engine.ranks.rank_info.Ranks`.
-
-    Attributes:
-        ranks: the ranks of the run.
-        leads: whether this rank copies the files of its machine: the first rank that uses its folder.
+    object, so missing permissions are found at the start. `folder`: see `local_folder`; created. `leads`:
+    this rank copies the files of its machine: it is the first one that uses the folder.
 
     Raises:
         UsageError: the store cannot be written, or contains a dataset.
@@ -110,11 +99,7 @@ class RemoteRun:
         """Upload the files of the local folder that have changed, without `checkpoints` and hidden files.
 
         Only one of the ranks that share a folder uploads. The *.jsonl files of a machine without rank 0 get
-        the number of its first rank: `damaged-8.jsonl`.
-
-        Raises:
-            StorageError: the store cannot be written.
-            OSError: a file cannot be copied.
+        the number of its first rank: `damaged-8.jsonl`. StorageError: the store cannot be written.
         """
         if not self.leads:
             return
@@ -139,10 +124,8 @@ class RemoteRun:
                 yield path, self._object_name("/".join(parts))
 
     def close(self) -> None:
-        """Upload the last files, remove the local folder and release the claim; collective.
-
-        Raises:
-            CheckpointError: a file cannot be uploaded; the local folder is kept.
+        """Upload the last files, remove the local folder and release the claim; collective. CheckpointError:
+        a file cannot be uploaded; the local folder is kept.
         """
         try:
             self.ranks.on_all(lambda: None)  # the other ranks have closed their files

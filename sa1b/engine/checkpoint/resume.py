@@ -28,16 +28,10 @@ _PROFILE = re.compile(r"operations-\d+\.txt|trace-\d+\.json")
 
 
 def check_files(store: Store, out: str, *only: str) -> None:
-    """Refuse a folder with a file that the run would replace and that no run wrote.
+    """UsageError for a folder with a file that the run would replace and that no run wrote.
 
-    The files of a folder with the config.json of a run are its own.
-
-    Args:
-        store: the folder or URL of `out`.
-        only: the files that are replaced; by default all of a run.
-
-    Raises:
-        UsageError: the message names the file.
+    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
+    default all of a run.
     """
     for name in store.names(""):  # sorted: config.json is the first
         begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
@@ -55,11 +49,7 @@ def check_files(store: Store, out: str, *only: str) -> None:
 
 
 def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) -> NoReturn:
-    """Refuse another order of images, which `error` describes.
-
-    Raises:
-        UsageError: the message names the flags with the values that `out` was trained with.
-    """
+    """UsageError for another order of images, described by `error`; it names the flags and saved values."""
     _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
     raise UsageError(
         f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are there "
@@ -68,11 +58,7 @@ def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) 
 
 
 def check_model(saved: Settings, own: Settings, out: str) -> None:
-    """Refuse sizes of the model, or frozen parts, that differ from the checkpoint's; the message names flags.
-
-    Raises:
-        UsageError: as for `refuse_sequence`.
-    """
+    """UsageError, with flags, if sizes of the model or frozen parts differ from the checkpoint's."""
     presets = saved.get("preset"), own.get("preset")
     if presets[0] != presets[1]:
         _refuse([("preset", *presets)], out)
@@ -81,11 +67,7 @@ def check_model(saved: Settings, own: Settings, out: str) -> None:
 
 
 def check_trained(saved: Settings, own: Settings, out: str) -> None:
-    """Refuse other frozen parts, and to resume without a running mean if the checkpoint has one.
-
-    Raises:
-        UsageError: as for `refuse_sequence`.
-    """
+    """UsageError for other frozen parts, or to resume without the running mean that the checkpoint has."""
     frozen = [one for one in _differences(saved, own) if one[0] == "optim.freeze"]
     _refuse([one for one in frozen if sorted(one[1]) != sorted(one[2])], out)
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]

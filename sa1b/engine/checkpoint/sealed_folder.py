@@ -53,12 +53,7 @@ _THREADS = 4  # hashlib releases the GIL; one thread hashes about 1.5 GB/s
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """One file of a sealed folder.
-
-    Attributes:
-        bytes: length in bytes.
-        sha256: sha256 of the bytes, hexadecimal.
-    """
+    """Length and sha256, in hexadecimal, of one file of a sealed folder."""
 
     bytes: int
     sha256: str
@@ -72,10 +67,8 @@ def measure(path: Path) -> SealedFile:
 
 
 def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
-    """Write the manifest of a folder whose files are complete and flushed.
-
-    Raises:
-        CheckpointError: the files of the folder are not exactly `files`; ranks may not share its file system.
+    """Write the manifest of a folder whose files are complete and flushed. CheckpointError: its files are not
+    exactly `files`; ranks may not share its file system.
     """
     found = {path.name for path in folder.iterdir()}
     if missing := sorted(set(files) - found):
@@ -92,11 +85,8 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
 
 
 def check(folder: Path, step: int) -> dict[str, SealedFile]:
-    """The files of a sealed folder, each one read and verified against its digest.
-
-    Raises:
-        CheckpointError: a file is missing, added, changed or not a plain file; the message names it.
-        OSError: a file cannot be read.
+    """The files of a sealed folder, each one read and verified against its digest. CheckpointError names one
+    that is missing, added, changed or not a plain file.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -120,11 +110,7 @@ def check(folder: Path, step: int) -> dict[str, SealedFile]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        CheckpointError: the file is not JSON, or too long.
-    """
+    """Read a JSON file; CheckpointError if it is not JSON, or too long."""
     if path.stat().st_size > _LONGEST:
         raise damaged(path, f"longer than {_LONGEST} bytes")
     try:
@@ -145,12 +131,7 @@ def encode(step: int, files: dict[str, SealedFile]) -> bytes:
 
 
 def manifest_files(path: Path, step: int) -> dict[str, SealedFile]:
-    """The files that the manifest of a checkpoint lists; their names have no folders.
-
-    Raises:
-        CheckpointError: it is not the manifest of this step.
-        OSError: the manifest cannot be read.
-    """
+    """The files in the manifest of a checkpoint, without folders; CheckpointError: not that of this step."""
     document = read_json(path)
     if isinstance(document, dict) and document.get("version") not in (None, VERSION):
         raise CheckpointError(
@@ -222,13 +203,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
-    """The tensors of a checkpoint and their locations in its files.
-
-    Args:
-        sizes: bytes of each file in the folder; all tensors must be within these sizes.
-
-    Raises:
-        CheckpointError: the file is not a valid table of tensors.
+    """The tensors of a checkpoint and their locations in its files, which must be within `sizes`, bytes of
+    each file. CheckpointError: not a valid table of tensors.
     """
     path = folder / METADATA
     try:

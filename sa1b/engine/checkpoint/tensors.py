@@ -35,11 +35,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class MismatchError(CheckpointError):
-    """A good checkpoint of another model; older checkpoints of the run do not fit either.
-
-    Attributes:
-        state: the state in the checkpoint.
-    """
+    """A good checkpoint of another model, whose state it has; older checkpoints do not fit either."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -49,14 +45,9 @@ class MismatchError(CheckpointError):
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
-    With a sharded optimizer (ZeRO-1), each rank has the optimizer state of its own parameters only. A stage
-    of a pipeline has its own parameters and their state only.
-
-    Args:
-        model: a model that declares its `weights()`, or a plain module; in any mode.
-
-    Raises:
-        TypeError: the optimizer's state contains values other than tensors.
+    The model declares its `weights()` or is a plain module, in any mode. With a sharded optimizer (ZeRO-1),
+    each rank has the optimizer state of its own parameters only. A stage of a pipeline has its own parameters
+    and their state only.
     """
     found = _present(_weights(model))
     if optimizer is not None:
@@ -76,11 +67,8 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
 def share(
     tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded: bool, staged: bool = False
 ) -> dict[str, Tensor]:
-    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones.
-
-    Args:
-        sharded: the optimizer state is that of a sharded optimizer, so no other rank has it.
-        staged: the tensors are those of a stage of a pipeline, so no other rank has them.
+    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones. No
+    other rank has the optimizer state if it is `sharded`, or a tensor of a stage of a pipeline, `staged`.
     """
     own: dict[str, Tensor] = {}
     load = [0] * world_size
@@ -114,10 +102,7 @@ def load(
     """Fill a model, and an optimizer if there is one, in place; collective.
 
     The hyperparameters of the optimizer's groups do not change: they come from the configuration.
-
-    Raises:
-        MismatchError: names or shapes differ from the model's.
-        CheckpointError: tensors cannot be read; the contents of model and optimizer are then undefined.
+    MismatchError: names or shapes differ. CheckpointError: tensors cannot be read; both may be partly filled.
     """
     targets = _weights(model)
     _compare(folder, metadata, targets)
@@ -146,12 +131,8 @@ def load(
 
 
 def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
-    """The weights of a checkpoint by their published names, on the CPU; not collective.
-
-    If the run has a running mean of the weights (--optim.ema), the mean is read instead.
-
-    Raises:
-        CheckpointError: names the tensor that cannot be read.
+    """The weights of a checkpoint by their published names, on the CPU; not collective. If the run has a
+    running mean of the weights (--optim.ema), the mean is read. CheckpointError names an unreadable tensor.
     """
     single = Ranks(0, 1, None)
     entries = _entries(metadata)

@@ -38,22 +38,14 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StoredImages:
-    """The images of an epoch.
+    """The images of an epoch."""
 
-    Attributes:
-        source: description of the data.
-        images: number of images.
-        bytes: of all images with their masks, as they are read.
-        files, kind: number of shards or tars, "shard" or "tar".
-        resized: longer side to which the images were re-encoded, pixels; None: original size.
-    """
-
-    source: str
+    source: str  # description of the data
     images: int
-    bytes: float
-    files: int
-    kind: str
-    resized: int | None = None
+    bytes: float  # of all images with their masks, as they are read
+    files: int  # number of shards or tars
+    kind: str  # "shard" or "tar"
+    resized: int | None = None  # longer side to which the images were re-encoded, pixels; None: original size
 
     @property
     def decode_rate(self) -> float:
@@ -71,26 +63,17 @@ ALL_OF_SA1B = StoredImages("all of SA-1B, because there is no --data.root", 11_1
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The estimates.
-
-    Attributes:
-        parameters: of the model.
-        trained: those of them that are not frozen.
-        saved: bytes of a checkpoint.
-        step_flops: operations of a step for the largest number of masks.
-        memory: bytes of each rank.
-        fitting: largest micro-batch that fits the GPU if the chosen one does not, measured; 0: none does.
-            None: the chosen micro-batch fits, or is 1.
-    """
+    """The estimates."""
 
     config: Config
     cluster: Cluster
     data: StoredImages
-    parameters: int
-    trained: int
-    saved: int
-    step_flops: float
-    memory: StepMemory
+    parameters: int  # of the model
+    trained: int  # those of them that are not frozen
+    saved: int  # bytes of a checkpoint
+    step_flops: float  # operations of a step for the largest number of masks
+    memory: StepMemory  # bytes of each rank
+    # if the micro-batch does not fit, the largest that does, measured; 0: none. None: it fits, or is 1
     fitting: int | None = None
 
     @property
@@ -263,13 +246,7 @@ class RunPlan:
 
 def plan(config: Config, cluster: Cluster) -> RunPlan:
     """Estimate a run. Measuring its memory takes 10 to 40 s, and about 3 times as long if it does not fit.
-
-    Args:
-        config: the settings; `data.root` may be NO_ROOT.
-
-    Raises:
-        UsageError: settings do not fit together or not this cluster.
-        StorageError: the data cannot be read.
+    `data.root` may be NO_ROOT. UsageError: settings do not fit together or not this cluster.
     """
     ranks = cluster.world_size
     if not mode_of(config.parallel).divides_steps:

@@ -29,11 +29,7 @@ def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> N
 
 
 def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
-    """Open the data and the initial weights, and print the estimates of a run.
-
-    Raises:
-        Sa1bError: the run could not start.
-    """
+    """Open the data and the initial weights, and print the estimates of a run."""
     shares = rank_shares(config.parallel, rank_info.world_size)
     config.micro_batches(rank_info.world_size)  # refuses those that do not fit
     feed = Feed(
@@ -86,13 +82,7 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
 
 
 def describe(config: Config, rank_info: RankInfo, module: nn.Module, micro_batches: int, images: int) -> str:
-    """The output of --dry-run.
-
-    Args:
-        module: the model, on any device.
-        micro_batches: micro-batches of a rank in a step.
-        images: number of images in the view.
-    """
+    """The output of --dry-run, for a model on any device and the micro-batches of a rank in a step."""
     data, model = config.data, declared(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     batch = data.global_batch

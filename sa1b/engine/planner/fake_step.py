@@ -54,25 +54,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes of each rank at the peak of a step.
+    """Bytes of each rank at the peak of a step."""
 
-    Attributes:
-        parameters: weights and buffers of the model, or this rank's shard of them, and of a teacher.
-        gradients: of this rank, sharded or not, and DDP's buckets.
-        optimizer: AdamW's two moments, and the running mean of the weights if there is one.
-        batches: micro-batches on the device: in use, complete and in flight.
-        communication: parameters that FSDP has gathered, and its buffers for sending and receiving.
-        activations: all other tensors: saved for the backward pass, and intermediate results.
-        offloaded: of the sum of the first three, bytes that --parallel.offload keeps in host memory.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    batches: int
-    communication: int
-    activations: int
-    offloaded: int = 0
+    parameters: int  # weights and buffers, or this rank's shard, and of a teacher
+    gradients: int  # of this rank, sharded or not, and DDP's buckets
+    optimizer: int  # AdamW's two moments, and the running mean of the weights
+    batches: int  # micro-batches on the device: in use, complete and in flight
+    communication: int  # parameters that FSDP has gathered, and its buffers
+    activations: int  # all other tensors: for the backward pass, and intermediate results
+    offloaded: int = 0  # of the sum of the first three, what --parallel.offload keeps in host memory
 
     @property
     def peak(self) -> int:
@@ -84,12 +74,8 @@ class StepMemory:
 def measure(config: Config, world_size: int) -> StepMemory:
     """Measure the memory of a step of each rank. No process group may exist; none exists afterwards.
 
-    Not for a pipeline, whose stages need unequal memory.
-
-    Takes 10 s for vit_h on one CPU core, and 0.5 GB.
-
-    Raises:
-        UsageError: settings do not fit this number of ranks; the message names the flag.
+    Not for a pipeline, whose stages need unequal memory. Takes 10 s for vit_h on one CPU core, and 0.5 GB.
+    UsageError names the flag that does not fit this number of ranks.
     """
     parallel = replace(config.parallel, offload="none", static_graph=False, find_unused=False)
     parallel = replace(parallel, compress="none", compress_after=ParallelConfig().compress_after)

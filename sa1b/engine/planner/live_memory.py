@@ -42,12 +42,7 @@ class _Stored:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Context that counts the live tensors which are created in it. Not for several threads.
-
-    Attributes:
-        bytes: of all live tensors.
-        peak: largest number of bytes since `begin`.
-    """
+    """Context, for one thread, that counts the bytes of live tensors created in it, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()

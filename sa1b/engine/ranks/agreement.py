@@ -34,10 +34,7 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
     """Create a folder and check that all ranks see the same folder; collective.
 
     Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
-    may show new files late.
-
-    Args:
-        limit: seconds within which the disk must answer.
+    may show new files late. The disk must answer within `limit` seconds.
 
     Raises:
         UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks

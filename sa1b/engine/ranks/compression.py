@@ -37,11 +37,7 @@ _POWERSGD = re.compile(r"powersgd:([1-9]\d*)")
 
 
 def compression_rank(compress: str) -> int | None:
-    """The rank of the low-rank approximation; None for the other values of --parallel.compress.
-
-    Raises:
-        UsageError: the value is not valid.
-    """
+    """The rank of the low-rank approximation; None for other values of --parallel.compress that are valid."""
     low_rank = _POWERSGD.fullmatch(compress)
     if low_rank is None and compress not in ("none", "fp16", "bf16"):
         raise UsageError(
@@ -52,10 +48,8 @@ def compression_rank(compress: str) -> int | None:
 
 
 class Compression:
-    """The value of --parallel.compress, as `sa1b.engine.ranks.parallel.GradientHook`.
-
-    Raises:
-        UsageError: the value is not valid, or does not fit the precision.
+    """The value of --parallel.compress, as `sa1b.engine.ranks.parallel.GradientHook`. UsageError: it is not
+    valid, or does not fit the precision.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -96,10 +90,7 @@ class PowerSGD:
     """PowerSGD of one DDP module: see `sa1b.engine.step.gradients.Reduction`.
 
     Each rank has its own error feedback. The factors are equal on all ranks. The state belongs to parameters,
-    so that buckets of another size can continue from it.
-
-    Attributes:
-        paused: gradients are sent without compression, and the state does not change.
+    so that buckets of another size can continue from it. `paused`: no compression, no change of the state.
     """
 
     def __init__(self, module: nn.Module, rank: int, after: int) -> None:
@@ -194,10 +185,8 @@ class PowerSGD:
         return {"rank": self._rank, "steps": self._steps}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> str:
-        """Continue from the `state_dict` of an earlier run, after `load_tensors`.
-
-        Returns:
-            Why the error feedback is dropped; empty: it is used, or there was none.
+        """Continue from the `state_dict` of an earlier run, after `load_tensors`. Returns why the error
+        feedback is dropped; empty: it is used, or there was none.
         """
         reason = self._dropped(saved)
         return f"the error feedback of PowerSGD is dropped: {reason}" if reason else ""

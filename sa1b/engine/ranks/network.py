@@ -41,27 +41,16 @@ _SAME = {  # older names of variables
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An environment variable.
-
-    Attributes:
-        variable: its name.
-        value: the value to set; None: the variable is not set, or is kept.
-        reason: why it is set, or the value that it keeps.
-    """
+    """An environment variable."""
 
     variable: str
-    value: str | None
-    reason: str
+    value: str | None  # None: the variable is not set, or is kept
+    reason: str  # why it is set, or the value that it keeps
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkChoice:
-    """How the ranks are connected; its text is printed by --dry-run.
-
-    Attributes:
-        title: the network, and the reason for it.
-        settings: the variables.
-    """
+    """How the ranks are connected; its text is printed by --dry-run. `title`: the network and why."""
 
     title: str
     settings: tuple[Setting, ...] = ()
@@ -91,15 +80,12 @@ def choose(
     """The settings for the ranks of this machine.
 
     Args:
-        kind: auto: InfiniBand if this machine has an active port, else Ethernet.
+        kind: auto: InfiniBand if this machine has an active port, else Ethernet; UsageError if it is
+            requested without one.
         gpus: the ranks use GPUs and NCCL, not only gloo.
         out: folder of the run, to which torch writes the recorded collectives after a timeout.
         environment: variables of this process, among them those of torchrun.
         root: folder in which /sys, /proc and /etc are mounted.
-
-    Raises:
-        UsageError: InfiniBand is requested, and this machine has no active port; or gloo's interface does not
-            exist.
     """
     world_size = int(environment.get("WORLD_SIZE", "1"))
     if world_size > 1:

@@ -47,11 +47,9 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 class Mode:
-    """A value of --parallel.mode; this class is none, in which one process has everything.
-
-    Attributes:
-        divides_steps: the ranks divide the images of a step; False: every rank reads all of them.
-        checks_model: whether `check_model` does anything.
+    """A value of --parallel.mode; this class is none, in which one process has everything. `divides_steps`:
+    the ranks divide the images of a step; else every rank reads all of them. `checks_model`: `check_model`
+    does anything.
     """
 
     divides_steps = True
@@ -162,11 +160,7 @@ COMPRESSION: Place[Callable[[ParallelConfig], GradientHook]] = Place(
 
 
 def mode_of(config: ParallelConfig) -> Mode:
-    """The mode of a run.
-
-    Raises:
-        UsageError: its module is missing.
-    """
+    """The mode of a run; UsageError if its module is missing."""
     mode = MODES[config.mode]
     return mode if isinstance(mode, Mode) else mode.load()
 
@@ -174,12 +168,8 @@ def mode_of(config: ParallelConfig) -> Mode:
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     """Move the module to its device and distribute it; train and evaluate through the result.
 
-    Args:
-        module: a model (`sa1b.engine.model`). Frozen parameters have requires_grad False already.
-
-    Raises:
-        UsageError: see `shared_statistics` and `Mode.check_model`.
-        DisagreementError: ranks have built different models; FSDP would mix them, and DDP would hide it.
+    Frozen parameters have requires_grad False already. UsageError: see `shared_statistics` and
+    `Mode.check_model`. DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
     """
     agree(module, rank_info)
     if config.mode != "none" and mode_of(config).divides_steps:
@@ -189,11 +179,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
 
 
 def check_ranks(config: ParallelConfig, world_size: int) -> None:
-    """Refuse settings that do not fit together, or not this number of ranks.
-
-    Raises:
-        UsageError: the message names the flag.
-    """
+    """UsageError names the flag of settings that do not fit together, or not this number of ranks."""
     config.check(world_size)
     mode_of(config).check(config)
     rank_shares(config, world_size)
@@ -203,11 +189,7 @@ def check_ranks(config: ParallelConfig, world_size: int) -> None:
 
 
 def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | None:
-    """The numbers of --parallel.shares; None: all ranks have the same share.
-
-    Raises:
-        UsageError: the flag has another form, or another number of shares.
-    """
+    """The numbers of --parallel.shares; None: equal shares. UsageError: another form, or number of shares."""
     if config.shares is None:
         return None
     words = config.shares.split(",")
@@ -221,10 +203,8 @@ def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | No
 
 
 def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> tuple[int, int]:
-    """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
-
-    Raises:
-        UsageError: the global batch does not fit this number of ranks; the message names the flag.
+    """Images of the largest micro-batch of a rank, and the number of micro-batches in a step. UsageError
+    names the flag if the global batch does not fit this number of ranks.
     """
     batch, shares, mode = data.global_batch, rank_shares(config, world_size), mode_of(config)
     readers = world_size if mode.divides_steps else 1
@@ -240,15 +220,10 @@ def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> 
 
 
 def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
-    """Join consecutive units of a model to groups.
+    """Join consecutive units of a model, in the order of execution, to groups.
 
-    Args:
-        found: the units of the model, in the order of execution.
-        groups: "block": one group for each unit. "size:100M": units are joined until a group has at least
-            100 million parameters. "none": no groups.
-
-    Raises:
-        UsageError: `groups` has another form.
+    "block": one group for each unit. "size:100M": units are joined until a group has at least 100 million
+    parameters. "none": no groups. UsageError: another form.
     """
     least = least_size(groups)
     if least is None:
@@ -265,11 +240,7 @@ def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module
 
 
 def least_size(groups: str) -> int | None:
-    """The least number of parameters of a group; None: there are no groups.
-
-    Raises:
-        UsageError: the value of --parallel.wrap is not valid.
-    """
+    """The least number of parameters of a group, None without groups; UsageError for another value."""
     if groups == "none":
         return None
     size = _SIZE.fullmatch(groups)

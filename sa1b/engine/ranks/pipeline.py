@@ -40,17 +40,11 @@ from sa1b.errors import UsageError
 
 
 class Pipeline(Wrapper):
-    """One stage of a model; all ranks create it together.
+    """One stage of a model; all ranks create it together, of the same divisible model.
 
-    Args:
-        module: a divisible model (`sa1b.engine.model.Divisible`), the same on all ranks.
-        stages: the blocks of each rank: see `divide`.
-        schedule: order of the forward and backward passes. A step with fewer micro-batches than stages, as in
-            a warm-up, uses GPipe.
-        autocast: makes the context of each forward pass.
-
-    Attributes:
-        counts: whether this rank computes the losses; the sums of the other ranks are 0.
+    `stages` are the blocks of each rank: see `divide`. A step with fewer micro-batches than stages, as in a
+    warm-up, uses GPipe. `autocast` makes the context of each forward pass. `counts`: this rank computes the
+    losses; the sums of the other ranks are 0.
     """
 
     def __init__(
@@ -81,15 +75,9 @@ class Pipeline(Wrapper):
     def forward_backward(self, inputs: tuple[Any, ...], divisor: float) -> dict[str, Tensor]:
         """Take a micro-batch; with the last one, run forward and backward passes of the complete step.
 
-        Args:
-            inputs: the arguments of the model's `forward`, the same on all ranks.
-            divisor: the loss is divided by it before the backward pass.
-
-        Returns:
-            The sums of the step from the last rank with its last micro-batch, without gradient; else zeros.
-
-        Raises:
-            ValueError: micro-batches of a step differ in size.
+        The inputs of the model's `forward` are the same on all ranks; ValueError: micro-batches of a step
+        differ in size. The loss is divided by `divisor`. Returns the sums of the step from the last rank with
+        its last micro-batch, without gradient; else zeros.
         """
         self._inputs.append(inputs)
         self._sums = self._zeros()
@@ -126,13 +114,10 @@ class Pipeline(Wrapper):
         return {"images": float(zlib.crc32(torch.cat(ids).cpu().numpy().tobytes()))}
 
     def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
-        """Check that all stages have read the same images in this step.
+        """DisagreementError, on all ranks, if the stages have read different images in this step.
 
         A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
         features of one image with the masks of another.
-
-        Raises:
-            DisagreementError: raised on all ranks.
         """
         digests = ranks["images"]
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
@@ -194,10 +179,8 @@ class _Stage(nn.Module):
 
 
 def divide(module: nn.Module, count: int) -> list[range]:
-    """The blocks of each of `count` stages: consecutive, and equal numbers of them up to one.
-
-    Raises:
-        UsageError: the model is not divisible, has fewer blocks, or trains no parameter of a stage.
+    """The blocks of each of `count` stages: consecutive, and equal numbers of them up to one. UsageError: the
+    model is not divisible, has fewer blocks, or trains no parameter of a stage.
     """
     depth = _divisible(module).depth
     if depth < count:

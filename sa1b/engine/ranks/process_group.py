@@ -32,12 +32,8 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     torchrun keeps one store over its restarts (torch 2.13, torch/distributed/elastic/rendezvous/
     dynamic_rendezvous.py), so ranks would find the addresses of dead ranks there. Therefore each rank writes
     a random token, and rank 0 answers each token with its own, until all ranks have confirmed it. The token
-    of rank 0 is the prefix.
-
-    Raises:
-        DistStoreError: a rank did not answer in time.
-        UsageError: MASTER_ADDR or MASTER_PORT is missing, or that of something else; the message has the
-            remedy.
+    of rank 0 is the prefix. DistStoreError: a rank did not answer in time. UsageError: MASTER_ADDR or
+    MASTER_PORT is missing, or that of something else.
     """
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)
@@ -47,10 +43,8 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
 
 
 def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
-    """Why the store at MASTER_ADDR and MASTER_PORT cannot be used, and what to do.
-
-    Args:
-        serves: this rank is the first one. It then has the store, unless torchrun has it.
+    """Why the store at MASTER_ADDR and MASTER_PORT cannot be used, and what to do. `serves`: this rank is the
+    first one, which has the store unless torchrun has it.
     """
     host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if isinstance(error, ValueError):  # of torch, which reads the variables
@@ -125,9 +119,7 @@ def start(config: ParallelConfig) -> RankInfo:
 
     Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
     rank 0 of 1; ddp and fsdp then create a group of one. An existing group, as of Ray, gets our timeouts.
-
-    Raises:
-        UsageError: settings do not fit together or need a GPU; the message names the flag.
+    UsageError names the flag of settings that do not fit together or need a GPU.
     """
     rank, world_size = process_rank()
     check_ranks(config, world_size)

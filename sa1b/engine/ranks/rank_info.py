@@ -19,19 +19,13 @@ from sa1b.errors import CheckpointError, Sa1bError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank of a run and its device.
+    """A rank of a run and its device."""
 
-    Attributes:
-        rank: rank of this process, from 0 to world_size - 1.
-        local_rank: rank on this machine; the index of its GPU.
-        device: device of this rank; a GPU has an index.
-        mesh: FSDP only: ranks by "shard", or by "replicate" and "shard", in ascending order.
-    """
-
-    rank: int
+    rank: int  # from 0 to world_size - 1
     world_size: int
-    local_rank: int
-    device: torch.device
+    local_rank: int  # on this machine; the index of its GPU
+    device: torch.device  # a GPU has an index
+    # FSDP: ranks by "shard", or by "replicate" and "shard", in ascending order
     mesh: DeviceMesh | None = None
 
     @property
@@ -51,24 +45,17 @@ class _Outcome(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks of a run with a separate gloo group, which a thread may use in parallel with training.
-
-    Attributes:
-        group: the gloo group; None for a single process.
-        limit: seconds that a rank waits for the others, and for the write of a checkpoint; a lost rank is
-            detected at once.
-    """
+    """The ranks of a run with a separate gloo group, which a thread may use in parallel with training."""
 
     rank: int
     world_size: int
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # gloo; None for a single process
+    # seconds to wait for other ranks and writes of checkpoints; a lost rank is found at once
     limit: float = 1800.0
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all ranks, in the order of ranks.
-
-        Raises:
-            CheckpointError: the work failed on any rank; the message contains the errors of all ranks.
+        CheckpointError: it failed on any rank; the message contains the errors of all ranks.
         """
         own = _attempt(work)
         outcomes: list[_Outcome[T]] = [own] * self.world_size
@@ -77,11 +64,7 @@ class Ranks:
         return _values(outcomes)
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return its result on every rank.
-
-        Raises:
-            CheckpointError: the work failed.
-        """
+        """Do `work` on rank 0 and return its result on every rank; CheckpointError: the work failed."""
         outcomes: list[_Outcome[T] | None] = [_attempt(work) if self.rank == 0 else None]
         if self.group is not None:
             dist.broadcast_object_list(outcomes, src=0, group=self.group)

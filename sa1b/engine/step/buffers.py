@@ -12,9 +12,7 @@ from sa1b.errors import UsageError
 
 class Buffers:
     """The buffers of a module, such as the statistics of BatchNorm layers, which forward passes change.
-
-    Args:
-        shared: after each step, all ranks take those of rank 0 (--parallel.broadcast-buffers).
+    `shared`: after each step, all ranks take those of rank 0 (--parallel.broadcast-buffers).
     """
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
@@ -49,14 +47,8 @@ def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, acc
     """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
 
     Without this, each rank would normalise with the statistics of its own samples and save them, because
-    buffers are not broadcast.
-
-    Args:
-        sync: --parallel.sync-batchnorm.
-        accepted: --parallel.broadcast-buffers: no conversion.
-
-    Raises:
-        UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
+    buffers are not broadcast. With --parallel.broadcast-buffers (`accepted`) there is no conversion.
+    UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
     """
     norms = nn.modules.batchnorm._BatchNorm
     found = [name for name, part in module.named_modules() if isinstance(part, norms)]

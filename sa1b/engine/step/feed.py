@@ -24,18 +24,11 @@ from sa1b.stream.loader import Loader
 
 
 class Feed:
-    """The micro-batches of one rank.
+    """The micro-batches of one rank; `image_size` is that of the model, `run` its folder, for the damage log.
 
-    Args:
-        config: dataset and batch sizes.
-        image_size: image size of the model, pixels.
-        rank_info: this rank.
-        run: folder of the run, for the damage log.
-        seed: seed of the order and of every random value.
-        view: view to read instead of `config.view`.
-        order: "sequential" for an evaluation.
-        shares: shares of a step, one for each rank; None: all ranks have the same.
-        divided: the ranks divide the images of a step; False: every rank reads all of them.
+    `view` is read instead of `config.view`; "sequential" is the order of an evaluation. `shares`: of a step,
+    one for each rank; None: all have the same. `divided`: the ranks divide the images of a step; else every
+    rank reads all.
 
     Raises:
         UsageError: settings do not fit together; the message names the flag.
@@ -135,11 +128,7 @@ class Feed:
             yield batch
 
     def peek(self) -> Batch:
-        """The first batch of the next step, without taking it: `step` returns it again.
-
-        Raises:
-            EOFError: a sequential feed has ended.
-        """
+        """The first batch of the next step, which `step` returns again; EOFError: the feed has ended."""
         if self._peeked is None:
             state, batch = self.loader.state_dict(), self._next()
             if batch is None:

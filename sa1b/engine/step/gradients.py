@@ -32,9 +32,7 @@ from sa1b.report import first_names
 
 class Reduction(Protocol):
     """The state of what reduces the gradients of a module, which has it as its attribute `reduction`.
-
-    Attributes:
-        paused: reductions do not change the state.
+    `paused`: reductions do not change it.
     """
 
     paused: bool
@@ -92,11 +90,8 @@ def forward_backward(
 ) -> dict[str, Tensor]:
     """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 
-    Args:
-        module: wrapped model, in the context of `micro_batch`.
-        inputs: the arguments of the model's `forward`.
-        divisor: the loss is divided by it; see `loss_divisor`. The caller must divide its count by it too.
-        backward: runs the backward pass of the scaled loss.
+    In the context of `micro_batch`. The loss is divided by `divisor`, see `loss_divisor`; the caller must
+    divide its count by it too. `backward` runs the backward pass of the scaled loss.
     """
     if isinstance(module, Wrapper):
         return module.forward_backward(inputs, divisor)
@@ -123,11 +118,7 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
     A static graph does not support accumulation in its first backward pass, which is this one, and has its
     final buckets after the second one only. Compilation also happens here, for the shapes of the run's
-    micro-batches.
-
-    Args:
-        run: Forward and backward of a micro-batch, with the scaler's scale and autocast. It must not step the
-            optimizer.
+    micro-batches. `run` uses the scaler's scale and autocast, and must not step the optimizer.
     """
     buffers, reduction = Buffers(module), reduction_of(module)
     buffers.keep()
@@ -144,27 +135,19 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
 
 
 def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
-    """Clear the gradients after a step.
+    """Clear the gradients of the module or optimizer `owner` after a step of the result of `wrap`.
 
     DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
     would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP would
     also round them differently: it divides a view by the number of ranks, and multiplies another tensor by
     the reciprocal of that number.
-
-    Args:
-        module: the module that `sa1b.engine.ranks.parallel.wrap` returned.
-        owner: the module or the optimizer whose gradients are cleared.
     """
     owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
 
 
 @contextmanager
 def unused_named(module: nn.Module) -> Iterator[None]:
-    """Context for the forward pass, whose error names parameters without a gradient in the last step.
-
-    Raises:
-        UsageError: DDP has waited for gradients of parameters that the last step of this rank did not use.
-    """
+    """Context for the forward pass: UsageError names parameters without a gradient in the last step."""
     try:
         yield
     except RuntimeError as error:
@@ -180,14 +163,11 @@ def unused_named(module: nn.Module) -> Iterator[None]:
 
 
 def loss_divisor(expected: int) -> float:
-    """The divisor of losses before the backward pass: about the largest count of a global batch.
+    """The divisor of losses before the backward pass: about the largest possible count over all ranks.
 
     Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a step
     until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in other
     formats.
-
-    Args:
-        expected: largest possible count over all ranks.
     """
     return 2.0 ** round(math.log2(expected))
 
@@ -205,16 +185,13 @@ def finish(
     """Turn accumulated sums into the gradient of the global batch, and clip it; once, before the step.
 
     Collective: all ranks call it after their last micro-batch. `scaler.step` and `scaler.update` follow.
+    `count`: masks in this rank's micro-batches (the sum of their weights), one number on the device, divided
+    by the divisor of the losses. If all ranks have 0, the gradients are 0 and do not change. `grad_clip`:
+    largest norm over all parameters and ranks; 0: no limit.
 
-    Args:
-        count: masks in this rank's micro-batches (the sum of their weights), one number on the device,
-            divided by the divisor of the losses. If all ranks have 0, the gradients are 0 and do not change.
-        grad_clip: largest norm over all parameters and ranks; 0: no limit.
-
-    Returns:
-        The norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device. The
-        host does not wait for it. It is not finite after an overflow. In fp16 the scaler then skips the step;
-        in other formats the caller decides.
+    Returns the norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device.
+    The host does not wait for it. It is not finite after an overflow. In fp16 the scaler then skips the step;
+    in other formats the caller decides.
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()

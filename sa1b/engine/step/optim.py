@@ -29,10 +29,7 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
     """Set requires_grad to False for frozen parts, so that autograd records no backward pass through them.
 
     They are in evaluation mode from now on, which `module.train()` would end. Call it before `wrap` and
-    `make_optimizer`, on all ranks.
-
-    Raises:
-        UsageError: the model has no such part, and the message lists its parts; or no parameter is left.
+    `make_optimizer`, on all ranks. UsageError: no such part, with a list; or no parameter is left.
     """
     weights = declared(module).weights()
     for part in config.freeze:
@@ -49,15 +46,10 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """An optimizer of which each rank has a part, with the state of a share of the parameters.
+    """An optimizer of which each rank has a part, with the state of a share of the parameters."""
 
-    Attributes:
-        optim: the part of this rank.
-        waits: names of its methods in which a rank waits for the others.
-    """
-
-    optim: Optimizer
-    waits: tuple[str, ...]
+    optim: Optimizer  # the part of this rank
+    waits: tuple[str, ...]  # names of its methods in which a rank waits for the others
 
     def send_weights(self) -> None:
         """Send the parameters of this rank's part, and receive the others; collective."""
@@ -70,15 +62,13 @@ def make_optimizer(
 
     Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
     all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
+    UsageError: no parameter is trained.
 
     Args:
         module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an
             optimizer of the unwrapped module would be invalid.
         batch: images in the global batch.
         make: AdamW, or that of a mode (`sa1b.engine.ranks.parallel.Mode.optimizer`).
-
-    Raises:
-        UsageError: no parameter is trained.
     """
     model = declared(module)
     weights = model.weights()
@@ -125,11 +115,7 @@ def of_rank(optimizer: Optimizer) -> Optimizer:
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
-    """Learning rate of the last layer after warm-up, for a global batch of `batch` images.
-
-    Raises:
-        UsageError: batch is not positive.
-    """
+    """Learning rate of the last layer after warm-up, for a global batch of `batch` images, at least 1."""
     if batch < 1:
         raise UsageError(f"global batch {batch}: must be at least 1 image")
     ratio = batch / config.reference_batch
@@ -151,9 +137,6 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
 
     Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak. After the end of the
     schedule, the learning rate is constant.
-
-    Raises:
-        UsageError: step is negative, or batch is not positive.
     """
     if step < 0:
         raise UsageError(f"step {step}: must not be negative")

@@ -28,12 +28,8 @@ def compute_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def set_float32(precision: Precision, device: torch.device) -> None:
-    """Set the precision of float32 products in this process: exact, or tf32.
-
-    Torch's default is tf32 for convolutions.
-
-    Raises:
-        UsageError: the device does not support tf32 or bf16.
+    """Set the precision of float32 products in this process: exact, or tf32. Torch's default is tf32 for
+    convolutions. UsageError: the device does not support tf32 or bf16.
     """
     if precision == "tf32" and device.type != "cuda":
         raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")

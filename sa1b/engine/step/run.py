@@ -95,13 +95,8 @@ class TrainStep:
 
 
 class Run:
-    """A run on one rank, in the state of its newest checkpoint; all ranks create it together.
-
-    Attributes:
-        step: Number of completed steps.
-
-    Args:
-        remote: the run in a bucket if --out is a URL; `close` closes it.
+    """A run on one rank, in the state of its newest checkpoint; all ranks create it together. `step`:
+    completed steps. `remote`: the run in a bucket if --out is a URL; `close` closes it.
     """
 
     def __init__(
@@ -199,11 +194,7 @@ class Run:
         return None if state is None else state.get("metrics")
 
     def save(self, line: dict[str, Any] | None) -> None:
-        """Save a checkpoint of the current state.
-
-        Args:
-            line: the metrics of the last step that are known.
-        """
+        """Save a checkpoint of the current state; `line`: the metrics of the last step that are known."""
         reduction = reduction_of(self.module)
         state = {
             "step": self.step,
@@ -252,24 +243,17 @@ class Run:
         return self.step >= self.config.optim.steps and not due
 
     def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
-        """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
-
-        Args:
-            number: number of the micro-batch in its step.
-        """
+        """Add the gradient of the micro-batch with this number; return the model's sums, without gradient."""
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
         sums = self.train_step.forward_backward(batch, self.times.backward)
         return {name: sums[name] for name in (*self.model.figures, "count")}
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:
-        """Numbers of this rank that the ranks exchange after each step.
+        """Numbers of this rank that the ranks exchange after each step, of images with these ids, int64 [B].
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
         `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
         of the loader's stages so far; those of a `Wrapper`.
-
-        Args:
-            ids: ids of this rank's images, int64 [B] for each micro-batch.
         """
         busy = self.feed.stream.stats.busy_seconds()
         return {
@@ -329,9 +313,7 @@ class Run:
 
 def fitted(config: Config, world_size: int) -> Config:
     """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
-
-    Raises:
-        UsageError: the message names the flag.
+    UsageError names the flag.
     """
     window = config.logging.window != metrics.LoggingConfig().window
     asked = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))

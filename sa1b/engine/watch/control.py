@@ -26,30 +26,19 @@ from sa1b.engine.watch.signals import Requests, Stop
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures of a step over all ranks; all except `own_loss` are the same on all ranks.
+    """The figures of a step over all ranks; all except `own_loss` are the same on all ranks."""
 
-    Attributes:
-        means: the model's figures, each divided by `count`; 0 if the count is 0.
-        count: number of summed terms; for SAM, masks.
-        images: images of all ranks.
-        norm: gradient norm before clipping.
-        own_loss: this rank's sum of the loss.
-        ranks: further numbers by name, one of each rank.
-    """
-
-    means: dict[str, float]
-    count: float
-    images: int
-    norm: float
-    own_loss: float
-    ranks: dict[str, list[float]]
+    means: dict[str, float]  # the model's figures, each divided by `count`; 0 if the count is 0
+    count: float  # number of summed terms; for SAM, masks
+    images: int  # of all ranks
+    norm: float  # of the gradient before clipping
+    own_loss: float  # this rank's sum of the loss
+    ranks: dict[str, list[float]]  # further numbers by name, one of each rank
 
 
 class Control(Requests):
-    """Stop requests and failures of all ranks, exchanged together with the figures of each step.
-
-    Attributes:
-        stop, failed: why the run stops, and whether a write has failed; the same on all ranks.
+    """Stop requests and failures of all ranks, exchanged together with the figures of each step. `stop` and
+    `failed`, why the run stops and whether a write has failed, are the same on all ranks.
     """
 
     _table = False
@@ -64,13 +53,9 @@ class Control(Requests):
     ) -> StepFigures:
         """The figures of a step over all ranks, once a step: one collective, one wait for the device.
 
-        Args:
-            totals: this rank's sums, tensors without dimensions: "loss", "count" and further figures. Names
-                and their order are the same on all ranks.
-            norm: norm of the gradient, the same on all ranks.
-            images: number of images of this rank.
-            numbers: further numbers of this rank, such as its timings. Names and their order are the same on
-                all ranks; NaN: unknown.
+        `totals` are this rank's sums, tensors without dimensions: "loss", "count" and further figures.
+        `numbers` are its timings and others; NaN: unknown. Names and their order are the same on all ranks,
+        as is the norm of the gradient. `images` are those of this rank.
         """
         device = self._rank_info.device
         names = [name for name in totals if name != "count"]

@@ -35,23 +35,15 @@ from sa1b.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A type of GPU.
+    """A type of GPU. Products are operations per second; fp16 is as fast as bf16."""
 
-    Attributes:
-        name: its name as a flag.
-        bf16, tf32, fp32: operations per second of matrix products; fp16 is as fast as bf16.
-        memory: bytes.
-        link: bytes per second to other GPUs of the node, in one direction.
-        reported: names that the driver reports, without "NVIDIA".
-    """
-
-    name: str
+    name: str  # as a flag
     bf16: float
     tf32: float
     fp32: float
-    memory: float
-    link: float
-    reported: tuple[str, ...] = ()
+    memory: float  # bytes
+    link: float  # bytes per second to other GPUs of the node, in one direction
+    reported: tuple[str, ...] = ()  # names that the driver reports, without "NVIDIA"
 
     def peak(self, precision: Precision) -> float:
         """Operations per second with --parallel.precision."""
@@ -76,11 +68,7 @@ GPUS = (
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of --gpu; upper and lower case are equal, and "NVIDIA" may be omitted.
-
-    Raises:
-        UsageError: it is not in the list.
-    """
+    """The GPU of --gpu in any case, "NVIDIA" may be omitted; UsageError if it is not in the list."""
     wanted = name.casefold().replace("nvidia", "").replace("-", " ").strip()
     for gpu in GPUS:
         if gpu.name.casefold().replace("-", " ") == wanted:
@@ -106,48 +94,27 @@ def peak_flops(device: torch.device, precision: Precision) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """GPUs, and the assumptions under which their time is estimated.
+    """GPUs, and the assumptions under which their time is estimated. Rates are of one direction."""
 
-    Attributes:
-        gpu: name of the type of GPU.
-        nodes: number of nodes.
-        gpus: GPUs of a node, and ranks on it.
-        flops: operations per second of a GPU at its peak.
-        gpu_memory: bytes of a GPU.
-        link: bytes per second between GPUs of a node, in one direction.
-        network: bytes per second of a node to others, in one direction.
-        mfu: fraction of the peak that a step without communication reaches.
-        exposed: fraction of the communication that computation does not hide, at least.
-        cpus: CPU cores of a node for decoding.
-        decode_rate: images per second that a core reads and decodes; None: as measured, see `StoredImages`.
-        storage: bytes per second that the storage delivers to all nodes; None: not limited.
-        reserved: bytes of a GPU that tensors cannot use.
-        fragmentation: fraction of the tensors' bytes that the allocator cannot reuse.
-        price: dollars for a GPU hour; None: not given.
-    """
-
-    gpu: str
+    gpu: str  # name of the type of GPU
     nodes: int
-    gpus: int
-    flops: float
-    gpu_memory: float
-    link: float
-    network: float
-    mfu: float
-    exposed: float
-    cpus: int
+    gpus: int  # GPUs of a node, and ranks on it
+    flops: float  # operations per second of a GPU at its peak
+    gpu_memory: float  # bytes of a GPU
+    link: float  # bytes per second between GPUs of a node
+    network: float  # bytes per second of a node to others
+    mfu: float  # fraction of the peak that a step without communication reaches
+    exposed: float  # fraction of the communication that computation does not hide, at least
+    cpus: int  # CPU cores of a node for decoding
+    # images per second that a core reads and decodes; None: measured, see `StoredImages`
     decode_rate: float | None
-    storage: float | None
-    reserved: float
-    fragmentation: float
-    price: float | None
+    storage: float | None  # bytes per second that the storage delivers to all nodes; None: not limited
+    reserved: float  # bytes of a GPU that tensors cannot use
+    fragmentation: float  # fraction of the tensors' bytes that the allocator cannot reuse
+    price: float | None  # dollars for a GPU hour
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers.
-
-        Raises:
-            UsageError: the message names the flag of `sa1b plan train`.
-        """
+        """UsageError names the flag of `sa1b plan train` with an impossible number."""
         for flag, number in (("nodes", self.nodes), ("gpus", self.gpus), ("cpus", self.cpus)):
             if number < 1:
                 raise UsageError(f"--{flag} {number}: must be at least 1")
@@ -196,17 +163,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Samples a device in a thread until `close`.
+    """Samples a device in a thread, each `interval` seconds, until `close`.
 
     `gpu_utilisation`: part of the time in which a kernel ran, 0 to 1. `gpu_memory_gb`: used memory of the GPU
     by all programs, GB (10^9 bytes). `gpu_power_w`: watts. `cpu_utilisation`: processors that this process
     used since the sample before; 1.5: one and a half. `memory_gb`: resident memory of this process, GB.
-
-    Args:
-        device: a GPU or the CPU.
-        nvml: the module pynvml; by default it is imported if it is installed.
-        interval: seconds between samples.
-        proc: folder in which /proc is mounted.
     """
 
     def __init__(

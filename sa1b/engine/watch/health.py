@@ -43,11 +43,8 @@ class HealthConfig:
 
 
 class Health:
-    """Decides whether steps are taken. Its input, and so its decision, is the same on all ranks.
-
-    Args:
-        run: folder of the run, for `not-finite.jsonl`.
-        control: control of the run; a failed write of that file is reported to it.
+    """Decides whether steps are taken. Its input, and so its decision, is the same on all ranks. A failed
+    write of RUN/not-finite.jsonl is reported to `control`.
     """
 
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
@@ -60,16 +57,10 @@ class Health:
         self._in_row = 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
-        """Decide whether the optimizer may take the step.
+        """Decide whether the optimizer may take the step, counted from 1 as in metrics.jsonl.
 
-        Args:
-            step: number of the step, counted from 1 as in metrics.jsonl.
-            loss, norm: loss and gradient norm over all ranks.
-            own_loss: loss of this rank; if it is not finite, the rank logs its image ids.
-            ids: ids of this rank's images, int64 [B] for each micro-batch.
-
-        Raises:
-            HealthError: too many consecutive steps were not finite.
+        Loss and norm are over all ranks. A rank whose own loss is not finite logs its image ids, int64 [B]
+        for each micro-batch. HealthError: too many consecutive steps were not finite.
         """
         self.lost = 0 if math.isfinite(loss) else self.lost + 1
         if math.isfinite(loss) and math.isfinite(norm):
@@ -90,10 +81,8 @@ class Health:
         return False
 
     def end(self, step: int) -> None:
-        """Check the last steps at the end of a run, or of a part of it, after so many steps.
-
-        Raises:
-            HealthError: the last steps had no finite loss, so no checkpoint contains them.
+        """Check the last steps at the end of a run, or of a part of it, after so many steps. HealthError:
+        they had no finite loss, so no checkpoint contains them.
         """
         if self.lost:
             raise self._error(self.lost, step, "loss")

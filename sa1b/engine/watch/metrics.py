@@ -27,13 +27,9 @@ from sa1b.version import __version__
 
 
 class Curves:
-    """A TensorBoard event file.
-
-    torch's SummaryWriter writes in a background thread, which ends with a traceback if the disk is full.
-
-    Args:
-        folder: folder of the file; every start of a run has a new file.
-        first: step from which TensorBoard drops the points of earlier files.
+    """A TensorBoard event file. From step `first` on, TensorBoard drops the points of earlier files of the
+    folder. torch's SummaryWriter writes in a background thread, which ends with a traceback if the disk is
+    full.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -97,14 +93,11 @@ class Metrics:
     RUN/metrics.jsonl has lines of several kinds. Each start of the run writes {"run": {...}}, so it is the
     first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
     "evaluation": {...}, "seconds": ...}. Each window of steps writes {"step": 52, "ranks": {...}} and
-    {"step": 52, "loader": {...}}, see `stragglers`. A failed write is reported to `control`,
-    which stops all ranks.
+    {"step": 52, "loader": {...}}, see `stragglers`. A failed write is reported to `control`, which stops all
+    ranks.
 
     Args:
-        run: folder of the run.
-        control: control of the run.
         done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
-        steps: total steps of the run.
         about: description of this start of the run: world size, precision, versions.
         last: the line of step `done` from its checkpoint; it is written if the file lacks it.
         shown: figures of the progress line besides the loss: label -> figure.
@@ -280,17 +273,13 @@ def figures_of(
 
     "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
     exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_sync", "seconds_update",
-    "seconds_checkpoint" and "seconds_other" are its parts, see `phase.Phases`. "data_wait" is the
-    fraction of the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own
-    work took longest in the step before, without waiting for other ranks, and "seconds_slowest" its time.
-    They are missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the
-    ranks so far, and "peak_memory_rank" is the rank that has it. The samples of `utilisation`
-    have minimum, mean and maximum over the ranks; unknown figures are missing.
-
-    Args:
-        lr: learning rate.
-        utilisation: seconds of the step at the devices' peak; divided by the real seconds, it is the MFU.
-            None if the peak is unknown.
+    "seconds_checkpoint" and "seconds_other" are its parts, see `phase.Phases`. "data_wait" is the fraction of
+    the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own work took
+    longest in the step before, without waiting for other ranks, and "seconds_slowest" its time. They are
+    missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the ranks so
+    far, and "peak_memory_rank" is the rank that has it. `utilisation` is the seconds of the step at the
+    devices' peak; divided by the real seconds, it is the MFU. Samples of it have minimum, mean and maximum
+    over the ranks; unknown figures are missing.
     """
     total = phases.total()
     parts = {name: phases.seconds[name] for name in PARTS}

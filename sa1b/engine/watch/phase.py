@@ -70,21 +70,13 @@ T = TypeVar("T")
 
 
 class Phase(NamedTuple):
-    """A phase of a rank.
+    """A phase of a rank."""
 
-    Attributes:
-        name: one of `PARTS`, `OTHER` or another phase of the run.
-        step: step of the phase, counted from 0.
-        micro_batch: micro-batch of the phase, counted from 1; 0 if it concerns none.
-        number: phases that began before this one.
-        began: when it began, seconds on the clock of time.perf_counter.
-    """
-
-    name: str
-    step: int
-    micro_batch: int
-    number: int
-    began: float
+    name: str  # one of `PARTS`, `OTHER` or another phase of the run
+    step: int  # counted from 0
+    micro_batch: int  # counted from 1; 0 if it concerns none
+    number: int  # phases that began before this one
+    began: float  # seconds on the clock of time.perf_counter
 
 
 class Phases:
@@ -201,16 +193,8 @@ class HostMoment:
 
 
 class RankTime:
-    """The times of one rank.
-
-    Args:
-        phases: phases of the rank; their changes are observed.
-        module: the wrapped model.
-        optimizer: its optimizer.
-        moment: makes a moment on the device's clock; by default by the device of `rank_info`.
-
-    Attributes:
-        separable: whether waiting is separated from work.
+    """The times of one rank, whose phases are observed. `moment` makes a moment on the device's clock, by
+    default by the device of `rank_info`. `separable`: waiting is separated from work.
     """
 
     def __init__(

@@ -32,10 +32,8 @@ _NAME = 60  # characters of an operation's name
 class StepProfiler:
     """Records steps and writes RUN/trace-<rank>.json and RUN/operations-<rank>.txt after the last one.
 
-    Args:
-        steps: First and last recorded step, counted from 0; None: nothing is recorded. If training starts
-            at `first` or later, its first step warms up, and the record starts after it.
-        say: Prints a line on rank 0.
+    `steps` are first and last, counted from 0; None: nothing is recorded. If training starts at `first` or
+    later, its first step warms up, and the record starts after it. `say` prints a line on rank 0.
     """
 
     def __init__(

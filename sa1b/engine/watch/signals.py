@@ -63,12 +63,10 @@ class Requests:
 
     Args:
         deadline: time before which the run stops, in seconds of `clock`; None: no deadline.
-        clock: this rank's clock.
         limit: seconds that the write of a file may take.
 
     Attributes:
-        failure: this rank's first failed write.
-        asked: why this rank was asked to stop.
+        failure, asked: this rank's first failed write, and why this rank was asked to stop.
         table_asked: whether a signal to this rank requested the table of the ranks.
         stop, failed: what all ranks were asked; see `sa1b.engine.watch.control.Control`.
     """
@@ -127,12 +125,9 @@ class Requests:
         return Stop.DEADLINE if due else self.asked
 
     def write(self, path: Path, work: Callable[[], object]) -> None:
-        """Write a file; if that fails, log the error and stop all ranks.
+        """Write a file; if that fails, log the error and stop all ranks. WriteError as `within`.
 
         The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
-
-        Raises:
-            WriteError: see `within`.
         """
         try:
             self.within(path, work)
@@ -145,11 +140,7 @@ class Requests:
                 _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
-        """The result of work on a file; a disk that does not answer ends this rank.
-
-        Raises:
-            WriteError: the work has not ended within the limit.
-        """
+        """The result of work on a file; WriteError if it has not ended within the limit: the disk hangs."""
         try:
             return self._limited.call(work, self._limit)
         except OverdueError as error:
@@ -162,11 +153,7 @@ class Requests:
         self._limited.close()
 
     def check(self) -> None:
-        """At the end of a run, raise the error that stopped it.
-
-        Raises:
-            WriteError: a rank could not write a file; on other ranks, the message refers to that rank.
-        """
+        """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
         if self.failure is not None:
             raise self.failure
         if self.failed:
@@ -214,12 +201,9 @@ _CLOCK = re.compile(r"(\+?)(\d{1,2}):(\d{2})")
 
 
 def deadline_of(text: str | None) -> tuple[float | None, Callable[[], float]]:
-    """The time of --deadline, None without one, and the clock that it is on, in seconds.
-
-    A duration ends in time if the clock of the calendar is set meanwhile, which a time of day follows.
-
-    Raises:
-        UsageError: see `timestamp`.
+    """The time of --deadline, None without one, and the clock that it is on, in seconds. UsageError as
+    `timestamp`. A duration ends in time if the clock of the calendar is set meanwhile, which a time of day
+    follows.
     """
     moment = None if text is None else timestamp(text, started())
     if moment is None or text is None or not text.startswith("+"):
@@ -228,15 +212,10 @@ def deadline_of(text: str | None) -> tuple[float | None, Callable[[], float]]:
 
 
 def timestamp(text: str, since: float) -> float:
-    """The time of a deadline, in seconds of `time.time`.
+    """The time of a deadline, in seconds of `time.time`; UsageError for another form, or one before `since`.
 
-    Args:
-        text: HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
-            date and time, of the machine's time zone if it names none.
-        since: start of the run; deadlines are later.
-
-    Raises:
-        UsageError: the text is none of these, or the time was before the start of the run.
+    The text is HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
+    date and time, of the machine's time zone if it names none.
     """
     found = _CLOCK.fullmatch(text)
     if found is None:

@@ -37,21 +37,14 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A slow rank.
-
-    Attributes:
-        rank, host: the rank and its machine.
-        factor: its own work in seconds, divided by the median of the other ranks.
-        part: the part of the step with the largest difference: data, compute or update.
-        seconds, others: mean seconds of the part in a step, of this rank and the median of the others.
-    """
+    """A slow rank."""
 
     rank: int
-    host: str
-    factor: float
-    part: str
-    seconds: float
-    others: float
+    host: str  # its machine
+    factor: float  # its own work in seconds, divided by the median of the other ranks
+    part: str  # of the step, with the largest difference: data, compute or update
+    seconds: float  # mean seconds of the part in a step, of this rank
+    others: float  # and the median of the others
 
     def message(self) -> str:
         """One line about an incident."""
@@ -66,14 +59,9 @@ class Straggler:
 
 
 class Stragglers:
-    """The times of all ranks in the last `size` steps.
-
-    Args:
-        hosts: machine of each rank.
-        size: steps of a window.
-        separable: see `sa1b.engine.watch.phase.RankTime`.
-        shares: --parallel.shares as numbers; None: all ranks have the same share of a step.
-        divided: the ranks divide the images of a step; False for the stages of a pipeline.
+    """The times of all ranks in the last `size` steps. `hosts` are their machines, `separable` is that of
+    `RankTime`, `shares` those of --parallel.shares; None: equal. `divided`: the ranks divide the images of a
+    step; False for the stages of a pipeline.
     """
 
     def __init__(
@@ -219,13 +207,7 @@ def _rounded(values: Times) -> list[float]:
 
 
 class Window:
-    """The last steps of all ranks.
-
-    Args:
-        hosts: machine of each rank.
-        size: steps of a window.
-        separable, shares, divided: see `Stragglers`.
-    """
+    """The last `size` steps of all ranks; see `Stragglers`."""
 
     def __init__(
         self,

@@ -50,13 +50,9 @@ _ANSWERS_WITHIN = 5.0  # seconds, for the store, when this rank ends
 class Watchdog:
     """Watches this rank and, while it makes no progress, the others; a context manager around a run.
 
-    An error that leaves the context gets a note that names the rank that this one waited for.
-
-    Args:
-        stall: seconds without a new phase after which the stall is reported; None: two thirds of the timeout
-            of collectives; 0: nothing is watched or published.
-        parallel: the timeouts of collectives.
-        out: folder of the run.
+    An error that leaves the context gets a note that names the rank that this one waited for. `stall`:
+    seconds without a new phase after which the stall is reported; None: two thirds of the timeout of
+    collectives; 0: nothing is watched or published.
     """
 
     def __init__(

@@ -46,31 +46,20 @@ _ANSWERS_WITHIN = timedelta(seconds=20)  # for one call of the store
 
 
 class RankState(NamedTuple):
-    """The state that a rank publishes.
-
-    Attributes:
-        rank, host: the rank and its machine.
-        beat: states that it has published before.
-        phase, step, micro_batch, number: see `sa1b.engine.watch.phase.Phase`.
-        seconds: for how long it has been in this phase.
-        collectives: collectives that it has started in the group of all ranks.
-        code: where the thread that trains is: file, line and function.
-        reading: image and shard that it waits for; empty if none.
-        ended: failed: it raised an error. lost: it lost another rank. done: it has finished.
-    """
+    """The state that a rank publishes; phase, step, micro-batch and number are those of its `Phase`."""
 
     rank: int
     host: str
-    beat: int
+    beat: int  # states that it has published before
     phase: str
     step: int
     micro_batch: int
     number: int
-    seconds: float
-    collectives: int
-    code: str
-    reading: str
-    ended: Ended
+    seconds: float  # for how long it has been in this phase
+    collectives: int  # that it has started in the group of all ranks
+    code: str  # where the thread that trains is: file, line and function
+    reading: str  # image and shard that it waits for; empty if none
+    ended: Ended  # failed: it raised an error; lost: it lost another rank; done
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +71,7 @@ class Seen:
 
 
 class StateExchange:
-    """Publishes this rank's state and reads those of the others, in a thread.
-
-    Args:
-        interval: seconds between publications.
+    """Publishes this rank's state and reads those of the others, in a thread, each `interval` seconds.
 
     Attributes:
         observing: whether the states of other ranks are read at each interval.
@@ -216,17 +202,11 @@ _SHOWN = 16  # ranks with a separate row
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The state of a rank, as another rank has observed it.
-
-    Attributes:
-        state: its last known state.
-        age: seconds since that state was first seen.
-        silent: whether it has published nothing for so long that it cannot be running.
-    """
+    """The last known state of a rank, as another rank has observed it."""
 
     state: RankState
-    age: float
-    silent: bool
+    age: float  # seconds since that state was first seen
+    silent: bool  # it has published nothing for so long that it cannot be running
 
     @property
     def name(self) -> str:
@@ -347,10 +327,8 @@ _LARGEST = 4 << 20  # bytes
 
 
 def nccl_status(environment: Mapping[str, str] = os.environ) -> str:
-    """The status of all communicators of the job on this machine, as text.
-
-    Raises:
-        OSError: nothing answers there, or not within some seconds: NCCL is older, or RAS is disabled.
+    """The status of all communicators of the job on this machine, as text. OSError: nothing answers there, or
+    not within some seconds: NCCL is older, or RAS is disabled.
     """
     host, _, port = environment.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
     with socket.create_connection((host.strip("[]") or "localhost", int(port)), timeout=2) as connection:
