@@ -74,11 +74,7 @@ def check_arguments(function: Callable[_P, _R], options: type | None = None) -> 
 
 
 def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:
-    """The value as an int.
-
-    Raises:
-        ValueError: the value is not an integer, or out of range.
-    """
+    """The value as an int; ValueError if it is not an integer, or out of range."""
     whole = (
         f"a whole number from {least} to {most}" if most is not None else f"a whole number, at least {least}"
     )
@@ -98,11 +94,7 @@ def whole_number(name: str, value: object, least: int = 0, most: int | None = No
 def number(
     name: str, value: object, least: float = 0.0, most: float = float("inf"), *, above: float = -float("inf")
 ) -> float:
-    """The value as a float from `least` to `most`, and above `above`.
-
-    Raises:
-        ValueError: the value is not a number, is NaN, or is out of range.
-    """
+    """The value as a float from `least` to `most`, and above `above`; ValueError for others and NaN."""
     what = f"a number above {above:g}" if above >= least else f"a number, at least {least:g}"
     if most < float("inf"):
         what = (
@@ -117,11 +109,7 @@ def number(
 
 
 def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[str]:
-    """The value, if it is a string or a path.
-
-    Raises:
-        ValueError: the value has another type, or is empty.
-    """
+    """The value, if it is a string or a path; ValueError for another type, or an empty one."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise _wrong(name, value, what)
     return value
@@ -134,10 +122,8 @@ def _wrong(name: str, value: object, what: str) -> ValueError:
 def plain_root(value: Path | str) -> str:
     """A path, or a URL with its scheme in lower case; a URL of a local file as its path.
 
-    "S3://BUCKET" is "s3://BUCKET", and "file:/x", "file:///x" and "file://localhost/x" are "/x".
-
-    Raises:
-        UsageError: a URL names no host or bucket, or a file of another host.
+    "S3://BUCKET" is "s3://BUCKET", and "file:/x", "file:///x" and "file://localhost/x" are "/x". UsageError:
+    a URL names no host or bucket, or a file of another host.
     """
     text = os.fspath(value)
     scheme, _, rest = text.partition(":")
@@ -181,11 +167,8 @@ def is_url(text: str) -> bool:
 
 
 def plain_words(words: Iterable[str]) -> list[str]:
-    """The words of a command line, with URLs in them as `plain_root` returns them.
-
-    Raises:
-        UsageError: --out is empty, as after an unset variable, or a path begins with a `~` that no shell has
-            replaced.
+    """The words of a command line, with URLs in them as `plain_root` returns them. UsageError: --out is
+    empty, as after an unset variable, or a path begins with a `~` that no shell has replaced.
     """
     plain: list[str] = []
     for word in words:

@@ -28,11 +28,7 @@ class Limited:
         weakref.finalize(self, _end, self._idle).atexit = False
 
     def call(self, work: Callable[[], T], seconds: float) -> T:
-        """The result of `work`, or its exception.
-
-        Raises:
-            OverdueError: it has not ended within `seconds`.
-        """
+        """The result of `work`, or its exception; OverdueError if it has not ended within `seconds`."""
         try:
             thread = self._idle.pop()
         except IndexError:

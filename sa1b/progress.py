@@ -9,14 +9,8 @@ Bar: TypeAlias = "tqdm[Any]"  # tqdm is generic only in its type stubs
 
 
 def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:
-    """A progress bar; a context manager with `update(n)` and `set_postfix(...)`.
-
-    Args:
-        total: units of all work.
-        desc: the command, such as "verify".
-        unit: name of the unit; "B" is shown with prefixes (kB, MB, ...).
-        quiet: show nothing.
-        delay: seconds before the bar is shown, for work that usually takes less time.
+    """A progress bar; a context manager with `update(n)` and `set_postfix(...)`. The unit "B" is shown with
+    prefixes (kB, MB, ...). `delay`: seconds until the bar is shown, for work that usually takes less.
     """
     return tqdm(
         total=total,

@@ -35,9 +35,7 @@ _IDLE = 30.0  # seconds without a running task until a note is printed
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[int]:
     """Connect to a Ray cluster, or without address start one here; yields the tasks that run at a time.
-
-    Raises:
-        UsageError: Ray is not installed, or the cluster does not answer.
+    UsageError: Ray is not installed, or the cluster does not answer.
     """
     os.environ.setdefault("RAY_task_oom_retries", "0")  # by default without limit
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -321,10 +319,8 @@ Address = Annotated[
 def engine(name: str, address: str | None, workers: int | None) -> Iterator[tuple[int, Supervise]]:
     """The number of workers, by default 1 process or one for each CPU of the Ray cluster, and their function.
 
-    Without `address`, a Ray cluster on this machine ends with the context.
-
-    Raises:
-        UsageError: `workers` is below 1, `address` is for processes, or no Ray cluster can be used.
+    Without `address`, a Ray cluster on this machine ends with the context. UsageError: `workers` is below 1,
+    `address` is for processes, or no Ray cluster can be used.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: must be at least 1")

@@ -94,11 +94,7 @@ def fact_lines(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Sequence[bool] = (), indent: str = "") -> list[str]:
-    """Rows of cells as lines with aligned columns; a row may end early.
-
-    Args:
-        right: for each column, whether its cells are aligned to the right; by default none.
-    """
+    """Rows of cells as lines with aligned columns; a row may end early. `right`: these align to the right."""
     rows = list(rows)
     count = max(map(len, rows), default=0)
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(count)]

@@ -44,9 +44,6 @@ def available_cpus(root: str | Path = "/") -> int:
         the CPUs of a Slurm task: SLURM_CPUS_PER_TASK, else an equal part of the node's CPUs.
     Under torchrun, the LOCAL_WORLD_SIZE ranks of a machine share the CPUs of torchrun equally. Without
     torchrun a rank is a Slurm task, and the CPUs of the task are not divided.
-
-    Args:
-        root: folder in which /proc and /sys are mounted.
     """
     ranks, tasks = _count("LOCAL_WORLD_SIZE"), _count("SLURM_NTASKS_PER_NODE")
     own = shared = _affinity(0)
@@ -129,37 +126,26 @@ def _memory(folder: Path) -> float:
 class Event:
     """A progress report of a task, or its end.
 
-    Attributes:
-        task: index of the task.
-        kind: "progress", "done", "failed" (by an exception), "died" (the process ended without a result, and
-            the task is retried) or "lost" (the same, without another retry).
-        value: the report of "progress", the result of "done", a Failure for "failed", or a text about the
-            end of the process for "died" and "lost".
+    "died": the process ended without a result, and the task is retried; "lost": the same, without another
+    retry. The value is the report of "progress", the result of "done", a Failure for "failed", or a text
+    about the end of the process.
     """
 
-    task: int
+    task: int  # index of the task
     kind: Literal["progress", "done", "failed", "died", "lost"]
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended a task.
-
-    Attributes:
-        kind: name of the exception's class.
-        message, trace: text and traceback of the exception.
-        expected: whether it is an Sa1bError or OSError, for which the message is enough.
-        errno: error number of an OSError, else None.
-        filename: path that an OSError names, else None.
-    """
+    """An exception that ended a task, of the class `kind`."""
 
     kind: str
     message: str
     trace: str
-    expected: bool = False
-    errno: int | None = None
-    filename: str | None = None
+    expected: bool = False  # an Sa1bError or OSError, for which the message is enough
+    errno: int | None = None  # error number of an OSError
+    filename: str | None = None  # path that an OSError names
 
 
 @dataclass(slots=True)
@@ -198,20 +184,11 @@ def supervise(
 ) -> Generator[Event, None, None]:
     """Run function(*task, report) for every task in its own process, at most `workers` at a time.
 
-    `function` must be importable, and its arguments must be picklable. All processes are ended when the
-    iterator is closed, also after an exception in its consumer or Ctrl-C.
-
-    Args:
-        function: called with the arguments of a task and `report(value)`, which sends progress and must be
-            called by one thread at a time.
-        tasks: arguments of each task.
-        workers: processes at a time.
-        retries: number of retries of a task whose process died.
-        stall_timeout: seconds without a report after which a worker is killed; its task is retried once,
-            then lost. None: no limit.
-
-    Yields:
-        The events of all tasks, in order of arrival.
+    `function` must be importable, and its arguments must be picklable. `report(value)` sends progress and
+    must be called by one thread at a time. Yields the events of all tasks, in order of arrival. All processes
+    are ended when the iterator is closed, also after an exception in its consumer or Ctrl-C. `retries`: of a
+    task whose process died. `stall_timeout`: seconds without a report after which a worker is killed; its
+    task is retried once, then lost. None: no limit.
     """
     pool = _Pool(function, tasks, retries, stall_timeout)
     try:

@@ -68,16 +68,13 @@ def contrastive_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each pair of this rank, against the pairs of all ranks.
 
-    Args:
-        regions, texts: float [M, D], of length 1.
-        keys: int64 [M], equal for equal texts.
-        counted: bool [M], False for rows without a pair, which are neither positives nor negatives.
-        scale: the inverse of the temperature, one number.
-        capacity: rows that are gathered from each rank, the same on all ranks, at least M.
+    Regions and texts are float [M, D], of length 1; keys int64 [M], equal for equal texts; `counted` bool
+    [M], False for rows without a pair, which are neither positives nor negatives. `scale` is the inverse of
+    the temperature, one number. From each rank `capacity` rows are gathered, the same on all ranks, at least
+    M.
 
-    Returns:
-        The losses, float32 [M], 0 for pairs that are not counted, and whether the region with the highest
-        similarity to a text is its own, float32 [M].
+    Returns the losses, float32 [M], 0 for pairs that are not counted, and whether the region with the highest
+    similarity to a text is its own, float32 [M].
     """
     count = len(regions)
     if count > capacity:
@@ -166,38 +163,24 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phrased:
-    """The M masks of a micro-batch of B images, with a phrase for each.
+    """The M masks of a micro-batch of B images, with a phrase for each; see `sa1b.sam.targets.Targets`."""
 
-    Attributes:
-        dense: uint8 [M, R, R], 1 is foreground, the targets.
-        coarse: uint8 [M, side, side], the same masks at the resolution of the embedding.
-        points: float32 [M, 2], x and y of a foreground pixel in the padded square.
-        image, counts: as in `sa1b.sam.targets.Targets`; so is sizes.
-        tokens, belongs: int64 [M, L] and bool, False for padding; L is 0 with embeddings.
-        vectors: float32 [M, D], precomputed embeddings; D is 0 with tokens.
-        keys: int64 [M], equal for equal phrases; -1 without a phrase.
-        counted: bool [M]: the mask has a phrase and a pixel, and its image is valid.
-    """
-
-    dense: Tensor
-    coarse: Tensor
-    points: Tensor
+    dense: Tensor  # uint8 [M, R, R], 1 is foreground, the targets
+    coarse: Tensor  # uint8 [M, side, side], the same masks at the resolution of the embedding
+    points: Tensor  # float32 [M, 2], x and y of a foreground pixel in the padded square
     image: Tensor
     counts: tuple[int, ...]
     sizes: Tensor
-    tokens: Tensor
-    belongs: Tensor
-    vectors: Tensor
-    keys: Tensor
-    counted: Tensor
+    tokens: Tensor  # int64 [M, L]; L is 0 with embeddings
+    belongs: Tensor  # bool [M, L], False for padding
+    vectors: Tensor  # float32 [M, D], precomputed embeddings; D is 0 with tokens
+    keys: Tensor  # int64 [M], equal for equal phrases; -1 without a phrase
+    counted: Tensor  # bool [M]: the mask has a phrase and a pixel, and its image is valid
 
 
 def phrased(batch: Batch, seed: int, side: int, width: int) -> tuple[Tensor, Phrased, Tensor]:
     """Images, masks with phrases, and a hash for each image and visit; UsageError without texts of masks.
-
-    Args:
-        side: size of the embedding.
-        width: numbers of a precomputed embedding; 0: phrases are tokens.
+    `side`: of the embedding. `width`: numbers of a precomputed embedding; 0: phrases are tokens.
     """
     texts = batch.texts
     if texts is None or texts.key != "mask_id":

@@ -32,15 +32,10 @@ AT = (1, 5)
 
 @dataclass(slots=True, eq=False)
 class GroundingScore:
-    """Sums over the phrases of an evaluation.
+    """Sums over the phrases of an evaluation."""
 
-    Attributes:
-        sums: int64 [len(MEANS) + 1]: a sum for each of MEANS in units of 1 / UNIT, and the number of phrases.
-        empty_masks: int64, number of masks without a pixel, which are not scored.
-    """
-
-    sums: Tensor
-    empty_masks: Tensor
+    sums: Tensor  # int64: one for each of MEANS in units of 1 / UNIT, and the number of phrases
+    empty_masks: Tensor  # int64, masks without a pixel, which are not scored
     _found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod

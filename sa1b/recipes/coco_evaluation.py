@@ -57,32 +57,21 @@ class CocoError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedImage:
-    """An image of an annotation file.
-
-    Attributes:
-        height, width: size of the image in pixels.
-        annotations, detections: entries of its masks, without crowds, and of its boxes in the two files.
-    """
+    """An image of an annotation file, its size in pixels."""
 
     id: int
     path: Path
     height: int
     width: int
-    annotations: list[dict[str, Any]]
-    detections: list[dict[str, Any]]
+    annotations: list[dict[str, Any]]  # entries of its masks, without crowds
+    detections: list[dict[str, Any]]  # entries of its boxes in the other file
 
 
 def read_coco(
     annotations: Path, folder: Path, detections: Path | None = None, deadline: float = 300.0
 ) -> list[EvaluatedImage]:
-    """The images of an annotation file, by id.
-
-    Args:
-        deadline: seconds that the read of one file may take.
-
-    Raises:
-        UsageError: a file has another format, or images are missing; the message names the flag and the file.
-        CocoError: a file cannot be read within the deadline.
+    """The images of an annotation file, by id. `deadline`: seconds that the read of one file may take, else
+    CocoError. UsageError names the flag and the file of another format, or with missing images.
     """
     document = _parsed("--evaluation.coco", annotations, read_document, deadline)
     boxes = (
@@ -181,19 +170,13 @@ def evaluate_coco(
 ) -> dict[str, float]:
     """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
 
-    Args:
-        module: wrapped `Interactive`.
-        annotations: the annotation file of the images.
-        detected: True: prompt with the detections and return average precisions; False: prompt with the
-            annotations.
-        deadline: seconds that the read of one image may take.
+    The wrapped `Interactive` is prompted with the annotations, or with the detections if `detected`.
+    `deadline`: seconds that the read of one image may take. CocoError: an image or a mask cannot be read or
+    decoded.
 
     Returns:
         If detected, "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores
         of `Score.result` and "empty", the number of annotations without a pixel, which are left out.
-
-    Raises:
-        CocoError: an image or a mask cannot be read or decoded.
     """
     module.eval()
     device = rank_info.device
@@ -256,9 +239,7 @@ def _loaded(
 
 def load_image(image: EvaluatedImage, annotations: Path, deadline: float = 300.0) -> Loaded:
     """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
-
-    Raises:
-        CocoError: the image or one of its annotations cannot be read or decoded; the message names the file.
+    CocoError names the file that cannot be read or decoded.
     """
     data = _read("--evaluation.images", image.path, partial(np.fromfile, dtype=np.uint8), deadline)
     # Annotations refer to the stored pixels: the EXIF orientation is ignored.

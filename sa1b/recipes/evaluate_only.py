@@ -21,11 +21,7 @@ from sa1b.storage.folder import FolderStore
 
 
 def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
-    """Evaluate a model without training and print the scores: --evaluate-only.
-
-    Args:
-        build: builds the model; called after the data is opened.
-    """
+    """Evaluate a model, built after the data is opened, and print the scores: --evaluate-only."""
     if config.evaluation.coco is not None:
         _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
         return

@@ -26,11 +26,7 @@ from sa1b.stream.batch import Batch
 
 
 class ClickScorer:
-    """Mean IoU by prompt and mask size; see sa1b.sam.protocol.
-
-    Args:
-        published: clicks of the protocol sam, not uniform ones.
-    """
+    """Mean IoU by prompt and mask size; see sa1b.sam.protocol. `published`: its clicks, not uniform ones."""
 
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
@@ -89,11 +85,8 @@ def prediction_lines(
 ) -> list[tuple[int, str]]:
     """Position and line of the file, for each image of a micro-batch that has masks.
 
-    Args:
-        rows: int64 [N], the evaluated masks of the batch.
-        counted: bool [K], which of the masks in `found` are evaluated.
-        found: result of an evaluation of K masks. Their logits become masks at source resolution as in
-            `sa1b.predict`.
+    `rows`: int64 [N], the evaluated masks of the batch. `counted`: bool [K], which of the masks in `found`
+    are evaluated. Their logits become masks at source resolution as in `sa1b.predict`.
     """
     image = batch.masks.image[rows].cpu()
     found = {name: values[counted].cpu() for name, values in found.items()}

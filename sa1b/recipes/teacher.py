@@ -67,13 +67,8 @@ class TeacherConfig:
 
 
 def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
-    """The teacher with the student's image size; position embeddings are resized to it.
-
-    Args:
-        source: see `TeacherConfig`; the name of a model gives a teacher without weights.
-
-    Raises:
-        UsageError: the weights cannot be read, or are not those of a SAM.
+    """The teacher with the student's image size; position embeddings are resized to it. The name of a model
+    gives a teacher without weights. UsageError: the weights cannot be read, or are not those of a SAM.
     """
     weights = None if _is_name(source) else _weights(source, scratch)
     config = PRESETS[source] if weights is None else config_of(weights)
@@ -93,9 +88,7 @@ def open_cache(config: TeacherConfig) -> EmbeddingCache | None:
     """The cache of the teacher's embeddings; None if there is none, or no digest of the teacher.
 
     The files of all teachers count towards the limit. The ranks of a machine share what is left of it.
-
-    Raises:
-        UsageError: the folder cannot be created or read.
+    UsageError: the folder cannot be created or read.
     """
     if config.cache is None or config.cache_bytes is None or not config.digest:
         return None
@@ -119,11 +112,7 @@ def open_cache(config: TeacherConfig) -> EmbeddingCache | None:
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:
-    """A digest of the names, shapes and values of the teacher's weights.
-
-    Raises:
-        UsageError: as for `open_teacher`; or `source` is the name of a model.
-    """
+    """A digest of the names, shapes and values of the teacher's weights; errors as for `open_teacher`."""
     if _is_name(source):
         raise UsageError(
             f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"

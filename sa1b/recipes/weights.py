@@ -59,23 +59,14 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The result of exporting weights.
+    """The result of exporting weights."""
 
-    Attributes:
-        source: the checkpoint or file that was read.
-        target: the file that was written.
-        bytes: length of the file.
-        model: name of the preset with these sizes; None if no preset has them.
-        image_size: image size of the model in pixels.
-        parameters: number of parameters of the model.
-    """
-
-    source: str
-    target: str
-    bytes: int
-    model: str | None
-    image_size: int
-    parameters: int
+    source: str  # the checkpoint or file that was read
+    target: str  # the file that was written
+    bytes: int  # its length
+    model: str | None  # name of the preset with these sizes
+    image_size: int  # of the model, pixels
+    parameters: int  # number of them
 
     def document(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -118,11 +109,8 @@ class Converted:
 def convert(
     source: str | PathLike[str], target: Path, *, overwrite: bool = False, scratch: Path | None = None
 ) -> Converted:
-    """Write the weights of a checkpoint or published file to one file.
-
-    Raises:
-        UsageError: the target exists, or its name has an unknown ending.
-        CheckpointError, WeightsError, OSError: see `find_weights`.
+    """Write the weights of a checkpoint or published file to one file. UsageError: the target exists, or its
+    name has an unknown ending. For other errors see `find_weights`.
     """
     if target.suffix not in FORMATS:
         raise UsageError(f"--out {target}: must end with .safetensors or .pth")

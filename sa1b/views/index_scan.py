@@ -49,9 +49,7 @@ def scan(
     quiet: bool,
 ) -> Iterator[ShardPart]:
     """Evaluate conditions over the index files of shards, in threads; the results are in any order.
-
-    Raises:
-        ShardError: an index file is missing or damaged.
+    ShardError: an index file is missing or damaged.
     """
     waiting = iter(shards)
     running: set[Future[ShardPart]] = set()

@@ -36,23 +36,15 @@ _COUNTS = ("masks", "of_masks", "without_masks")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The conditions of a view; all must hold. The attributes have the names of the command's flags.
+    """The conditions of a view; all must hold. The attributes have the names of the command's flags."""
 
-    Attributes:
-        masks_where, images_where: conditions, see sa1b.views.predicate.
-        subset, held_out: parts as text: "1%", "0.5 %" or "0.01".
-        split: the training or the held-out images; `subset` reduces the training images only.
-        ids: file of image ids, see sa1b.shards.image_ids.
-        missing: ids of that file that the dataset lacks are refused, skipped and counted, or skipped and
-            listed.
-    """
-
-    masks_where: str | None = None
+    masks_where: str | None = None  # see sa1b.views.predicate, as for images
     images_where: str | None = None
-    subset: str | None = None
-    held_out: str | None = None
-    split: Literal["train", "held-out"] = "train"
-    ids: str | Path | None = None
+    subset: str | None = None  # part as text: "1%", "0.5 %" or "0.01"
+    held_out: str | None = None  # part as text
+    split: Literal["train", "held-out"] = "train"  # `subset` reduces the training images only
+    ids: str | Path | None = None  # file of image ids, see sa1b.shards.image_ids
+    # ids of that file that the dataset lacks are refused, counted, or listed
     missing: Literal["refuse", "skip", "list"] = "refuse"
 
     def flags(self) -> dict[str, str]:
@@ -67,27 +59,18 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Result of a selection.
-
-    Attributes:
-        path: path or URL of the view's document.
-        masks, of_masks: masks of the view's images that pass the mask condition, and all their masks. None if
-            not counted, because no condition needs the numbers.
-        without_masks: images of the view without a mask that passes; None if not counted.
-        missing: ids of the file that are not in the dataset, ascending.
-        opens: argument that opens the view: its name or digest, or a path if it was written with `out`.
-    """
+    """Result of a selection; None: not counted, because no condition needs the number."""
 
     view: View
-    path: str
+    path: str  # path or URL of the view's document
     of_images: int
-    masks: int | None = None
-    of_masks: int | None = None
-    without_masks: int | None = None
-    missing: Ids = field(default_factory=no_ids)
+    masks: int | None = None  # of the view's images, those that pass the mask condition
+    of_masks: int | None = None  # all masks of the view's images
+    without_masks: int | None = None  # images of the view without a mask that passes
+    missing: Ids = field(default_factory=no_ids)  # ids of the file that are not in the dataset, ascending
     list_missing: bool = False
     name: str | None = None
-    opens: str = ""
+    opens: str = ""  # what opens the view: name or digest, or a path if it was written with `out`
 
     def document(self) -> dict[str, Any]:
         return {
@@ -136,16 +119,9 @@ def select(
 ) -> Selected:
     """Select images of a dataset directory and write the view; the directory itself is only read.
 
-    Args:
-        name: readable alias of the view.
-        out: folder or .json file to write to, see write_view; None: ROOT/views.
-        overwrite: move `name` from another view to this view; replace a file `out`.
-        workers: threads.
-
-    Raises:
-        UsageError: a condition, part, file of ids or name cannot be used, or no image remains.
-        ManifestError: `root` contains no dataset, or its files do not belong together.
-        ShardError: an index file is missing or damaged.
+    `name`, `out` and `overwrite`: see write_view. UsageError: a condition, part, file of ids or name cannot
+    be used, or no image remains. ManifestError: no dataset, or its files do not belong together. ShardError:
+    an index file is missing or damaged.
     """
     masks_where = None if selection.masks_where is None else mask_predicate(selection.masks_where)
     images_where = None if selection.images_where is None else image_predicate(selection.images_where)

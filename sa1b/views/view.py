@@ -59,8 +59,7 @@ class View:
             key of the training order.
         bytes_digest: digest of the sample table, which differs for other bytes, other shards or more images.
             Used only for integrity.
-        masks_where: the condition that a mask must pass; None: all masks. `masks_where.masks(annotations)`
-            gives bool [N] for an image's N masks.
+        masks_where: the condition that a mask must pass; None: all masks.
     """
 
     rows: npt.NDArray[np.uint32] | None
@@ -118,15 +117,13 @@ def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
 def open_view(
     root: Path | str | Reader, table: SampleTable, which: str | Path | None = None, *, check: bool = True
 ) -> View:
-    """Open a view of a dataset directory.
+    """Open a view of a dataset directory, or of a reader of it.
 
     The view's image ids are looked up in the table, unless the view was made for the same set of images: then
     its row numbers are mapped and nothing is copied. Looking up 11 million ids takes 0.4 s and 4 bytes of
-    memory per image.
+    memory per image. Files of views at a URL are copied to this machine once.
 
     Args:
-        root: folder or URL, or a reader of it. Files of views at a URL are copied to this machine once.
-        table: the sample table of `root`.
         which: name of a view in ROOT/views, or at least the first 6 characters of its digest. Or a path on
             this machine that `sa1b view --out` wrote: the view's .json file or its folder. A string with a
             "/" or the ending .json is a path, and so is every `Path`. None, or the digest of all images,
@@ -134,9 +131,7 @@ def open_view(
         check: verify the digests of the view's files, which takes 0.1 s for 11 million images.
 
     Raises:
-        ManifestError: there is no such view or more than one, it is damaged, or the table lacks some of its
-            images.
-        sa1b.storage.errors.StorageError: the URL cannot be read.
+        ManifestError: no such view or more than one, it is damaged, or the table lacks some of its images.
     """
     if which is None or which == table.ids_digest:
         return whole(table)
@@ -197,7 +192,8 @@ def write_view(
 ) -> View:
     """Write a view's files, the document last; the same selection gives the same bytes.
 
-    If the view already exists, it keeps its names.
+    If the view already exists, it keeps its names. UsageError: there are no rows, or the name is invalid or
+    belongs to another view.
 
     Args:
         rows: rows of the sample table, ascending, uint32 [n], at least one.
@@ -206,10 +202,6 @@ def write_view(
         counts: further counts for the document.
         out: where to write: a folder, or the path of the .json file; None: ROOT/views.
         overwrite: move `name` from another view to this view; replace a file `out`.
-
-    Raises:
-        UsageError: there are no rows, or the name is invalid or belongs to another view.
-        ManifestError: another view of the folder is damaged.
     """
     if len(rows) == 0:
         raise UsageError(f"view of {root}: no image is left; relax the conditions")

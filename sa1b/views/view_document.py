@@ -32,26 +32,18 @@ _FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chose
 
 @dataclass(frozen=True, slots=True)
 class ViewDocument:
-    """The contents of a view's document.
-
-    Attributes:
-        ids_sha256, rows_sha256: of the two files beside it.
-        chosen_by: flags of the selection -> values, to repeat it; `sql`: the statement of `sa1b query`.
-        dataset: images and ids_sha256 of the dataset directory that it was selected from.
-        counts: further counts to print.
-        stem: path of the three files without their endings, relative to their reader.
-    """
+    """The contents of a view's document."""
 
     digest: str
     names: tuple[str, ...]
     images: int
-    ids_sha256: str
-    rows_sha256: str
+    ids_sha256: str  # of the file beside it
+    rows_sha256: str  # of the file beside it
     masks_where: str | None
-    chosen_by: dict[str, str]
-    dataset: dict[str, Any]
-    counts: dict[str, int] = field(default_factory=dict)
-    stem: str = ""
+    chosen_by: dict[str, str]  # flags of the selection -> values; `sql`: the statement of `sa1b query`
+    dataset: dict[str, Any]  # images and ids_sha256 of the directory that it was selected from
+    counts: dict[str, int] = field(default_factory=dict)  # further ones to print
+    stem: str = ""  # path of the three files without their endings, relative to their reader
 
     def encode(self) -> bytes:
         """The bytes of the file; equal views give equal bytes."""
@@ -101,12 +93,7 @@ def check_name(name: str, flag: str = "--name") -> None:
 
 
 def read_document(reader: Reader, name: str) -> ViewDocument:
-    """Read one document, by its path relative to the reader.
-
-    Raises:
-        ManifestError: the document is damaged or of another format.
-        sa1b.storage.errors.StorageError: it cannot be read.
-    """
+    """Read one document, by its path relative to the reader; ManifestError: damaged, or of another format."""
     path = reader.url(name)
     try:
         document = json.loads(reader.read_whole(name, _CAP))
@@ -240,9 +227,7 @@ def check_free(
 
 def document_at(which: str) -> tuple[Reader, ViewDocument]:
     """The view at a path (its .json file, the only view of a folder, FOLDER/NAME) and its reader.
-
-    Raises:
-        ManifestError: there is no view at the path, or the folder contains several.
+    ManifestError: there is none, or the folder contains several.
     """
     if "://" in which:
         raise ManifestError(

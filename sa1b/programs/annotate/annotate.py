@@ -96,25 +96,18 @@ class ImageShare:
 
 @dataclass(slots=True)
 class AnnotationSummary:
-    """The result of an annotation, of the images of this process.
-
-    Attributes:
-        annotated, masks, empty: images of this run, their masks, and images without a mask.
-        complete: images that an earlier run had annotated.
-        duplicates: images with the same bytes as another image of this run.
-        refused: name, reason and message of the images that cannot be annotated.
-        others: number of files in folders that are not images, by their extensions.
-    """
+    """The result of an annotation, of the images of this process."""
 
     out: str
     images: int = 0
-    annotated: int = 0
-    complete: int = 0
-    duplicates: int = 0
+    annotated: int = 0  # images of this run
+    complete: int = 0  # images that an earlier run had annotated
+    duplicates: int = 0  # images with the same bytes as another image of this run
+    # name, reason and message of the images that cannot be annotated
     refused: list[dict[str, str]] = field(default_factory=list)
     masks: int = 0
-    empty: int = 0
-    others: int = 0
+    empty: int = 0  # images without a mask
+    others: int = 0  # files in folders that are not images, by their extensions
     seconds: float = 0.0
 
     def exit_code(self) -> int:
@@ -183,20 +176,16 @@ def annotate(
 ) -> AnnotationSummary:
     """Find the masks of images and write them as pairs in SA-1B's form; `sa1b annotate` has the details.
 
-    Memory: a few images, and 1 kB for each name.
+    Memory: a few images, and 1 kB for each name. OSError: the disk is full or fails; complete images are
+    kept.
 
     Args:
         paths: files, folders and dataset directories.
         out: folder for the pairs; the folder of an earlier run with the same settings is completed.
         image_ids: origin of the ids: "content", "name" or the first of consecutive numbers.
         quality: of JPEGs that images of other formats are converted to; None: refuse these.
-        max_pixels: largest accepted image.
         part: the images of this process; None: all images.
         weights: name of the weights, for the record.
-
-    Raises:
-        UsageError: a path or setting is wrong, or `out` has other content.
-        OSError: the disk is full or fails; complete images are kept.
     """
     began = time.monotonic()
     part = part or ImageShare()

@@ -36,21 +36,14 @@ IMAGES_PER_FOLDER = 10_000  # about as many as in a tar of SA-1B
 
 @dataclass(slots=True)
 class AnnotationFolder:
-    """The output folder of an annotation.
-
-    Attributes:
-        folders: number of folders of pairs.
-        name: start of their names: that of the output folder in the first run, also if it was renamed since.
-        image_ids: origin of the ids, see `annotate`.
-        complete: ids of images with an annotation file.
-        listed: names of the images that have a line in annotate.jsonl, by id.
-    """
+    """The output folder of an annotation."""
 
     out: Path
-    folders: int
-    name: str
-    image_ids: str
-    complete: set[int] = field(default_factory=set)
+    folders: int  # number of folders of pairs
+    name: str  # start of their names: that of the output folder in the first run
+    image_ids: str  # origin of the ids, see `annotate`
+    complete: set[int] = field(default_factory=set)  # ids of images with an annotation file
+    # names by id of the images that have a line in annotate.jsonl
     listed: dict[int, set[str]] = field(default_factory=dict)
 
     def _path(self, image_id: int, ending: str) -> Path:
@@ -96,17 +89,10 @@ class AnnotationFolder:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> AnnotationFolder:
-    """Create the folder, or open that of an earlier run with the same settings.
+    """Create the folder, or open that of an earlier run with the same settings, which change the annotations.
 
-    Temporary files of killed processes are removed.
-
-    Args:
-        settings: weights and settings that change the annotations.
-        images: number of images, from which the number of folders is computed.
-
-    Raises:
-        UsageError: the folder has other content, or annotations with other settings.
-        OSError: the folder cannot be read or written.
+    Temporary files of killed processes are removed. The number of folders follows from the number of images.
+    UsageError: it has other content, or other settings.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")

@@ -60,11 +60,7 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
 
     Folders and links to folders are searched at any depth for files with the extension of an image, except
     hidden files and folders, `skip`, and folders with the output of an annotation. A path that is a file is
-    always an image.
-
-    Raises:
-        UsageError: a path does not exist, is a tar, or contains no image.
-        ManifestError: a dataset directory is damaged.
+    always an image. UsageError: a path does not exist, is a tar, or contains no image.
     """
     images_of_paths = FoundImages()
     known_names: set[str] = set()
@@ -156,15 +152,10 @@ class ReadImage:
 
 
 def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadImage:
-    """Read an image and check its header.
+    """Read an image and check its header. Images in other formats become JPEGs of this quality, 1 to 100.
 
-    Args:
-        max_pixels: a larger image is refused.
-        quality: convert images in other formats to JPEGs of this quality, 1 to 100; None: refuse them.
-
-    Raises:
-        BadSample: the file cannot be read, is damaged, too large, or no JPEG.
-        StorageError: the store of a dataset directory failed.
+    BadSample: the file cannot be read, is damaged, too large, or no JPEG without `quality`. StorageError: the
+    store of a dataset directory failed.
     """
     try:
         source = image.read()

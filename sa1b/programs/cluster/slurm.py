@@ -36,31 +36,20 @@ MAX_ARRAY = 1000  # tasks of an array that most sites allow: MaxArraySize is 100
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The settings of a job that depend on the site.
+    """The settings of a job that depend on the site."""
 
-    Attributes:
-        partition, account: as the site names them; None: its default.
-        time: limit of an array task, [days-]hours:minutes:seconds; None: the default of the partition.
-        cpus: processors of an array task; None: chosen by the kind of job.
-        memory: memory of a node such as "16G"; None: chosen by the kind of job, or the default of the site.
-        logs: folder of the log files; it must exist when the job starts.
-        setup: shell commands that come first, such as the activation of an environment.
-        options: further options of sbatch, such as "--qos=high".
-        grace: seconds before the time limit at which SLURM signals the script.
-        requeue: how often the script queues a failed job again.
-    """
-
-    partition: str | None = None
+    partition: str | None = None  # as the site names it, like the account; None: its default
     account: str | None = None
+    # limit of an array task, [days-]hours:minutes:seconds; None: that of the partition
     time: str | None = None
-    cpus: int | None = None
-    memory: str | None = None
+    cpus: int | None = None  # processors of an array task; None: chosen by the kind of job
+    memory: str | None = None  # of a node such as "16G"; None: chosen by the kind of job, or of the site
     name: str | None = None
-    logs: str = "."
-    setup: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    grace: int = 120
-    requeue: int = 0
+    logs: str = "."  # folder of the log files; it must exist when the job starts
+    setup: tuple[str, ...] = ()  # shell commands that come first, such as the activation of an environment
+    options: tuple[str, ...] = ()  # further ones of sbatch, such as "--qos=high"
+    grace: int = 120  # seconds before the time limit at which SLURM signals the script
+    requeue: int = 0  # how often the script queues a failed job again
 
 
 def reshard_script(
@@ -68,14 +57,10 @@ def reshard_script(
 ) -> str:
     """The script of an array job that converts sources with `sa1b reshard ARGUMENTS`.
 
-    Array task I of N has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than the
-    number of sources. Every array task ends by `--finish` if no source is left; the last one writes the
-    dataset.
-
-    Args:
-        tasks: N.
-        workers: worker processes of an array task, from `arguments`.
-        accepted: exit codes of an array task that SLURM shall count as success.
+    Array task I of N (`tasks`) has the sources I, I + N, I + 2 N, ..., so that the array is much smaller than
+    the number of sources. Every array task ends by `--finish` if no source is left; the last one writes the
+    dataset. `workers`: processes of an array task, from `arguments`. `accepted`: exit codes of an array task
+    that SLURM shall count as success.
     """
     lines = _head(
         site,

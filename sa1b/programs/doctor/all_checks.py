@@ -82,14 +82,8 @@ def run_checks(
 ) -> Report | None:
     """Run the checks. Every rank calls it; rank 0 returns the findings of all ranks.
 
-    Another rank returns None, or its own findings if it cannot reach the others.
-
-    Args:
-        chosen: whether a check is run, by its name.
-        together: the checks that the ranks run together, the same on all ranks.
-
-    Raises:
-        Interrupted: Ctrl-C.
+    Another rank returns None, or its own findings if it cannot reach the others. `chosen`: whether a check is
+    run, by its name. `together`: the same on all ranks.
     """
     progress = _Progress(quiet or process.rank > 0)
     findings: list[Finding] = []

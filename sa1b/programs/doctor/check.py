@@ -28,31 +28,22 @@ ABORTED = "aborted"  # in the values of a finding: the check did not end, or end
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """This process, its rank, and the settings of the user.
-
-    Attributes:
-        seconds: duration of each measurement of a rate.
-        timeout: seconds that a rank waits for the others.
-        largest_message: bytes of the largest message of the bandwidth sweep.
-        rate: images per second that a rank trains; None: estimated from its device.
-        device: of this rank; a GPU has an index.
-        system: folder in which /sys, /proc, /etc and /dev are mounted.
-    """
+    """This process, its rank, and the settings of the user."""
 
     root: str | None = None
     out: Path | None = None
-    seconds: float = 5.0
-    timeout: float = 60.0
-    largest_message: int = 256 << 20
-    rate: float | None = None
+    seconds: float = 5.0  # of each measurement of a rate
+    timeout: float = 60.0  # seconds that a rank waits for the others
+    largest_message: int = 256 << 20  # bytes, of the bandwidth sweep
+    rate: float | None = None  # images per second that a rank trains; None: estimated from its device
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # a GPU has an index
     host: str = field(default_factory=socket.gethostname)
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    system: Path = Path("/")
+    system: Path = Path("/")  # folder in which /sys, /proc, /etc and /dev are mounted
 
     @property
     def deadline(self) -> float:
@@ -97,18 +88,13 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check by one rank alone.
-
-    Attributes:
-        work: checks a process; a finding without ranks and host gets those of the process.
-        needs: names of checks; if one of them failed, this check is skipped.
-        measures: takes several seconds, which is announced.
-    """
+    """A check by one rank alone."""
 
     name: str
+    # a finding without ranks and host gets those of the process
     work: Callable[[RankProcess], Iterable[Finding]]
-    needs: tuple[str, ...] = ()
-    measures: bool = False
+    needs: tuple[str, ...] = ()  # names of checks; if one of them failed, this check is skipped
+    measures: bool = False  # takes several seconds, which is announced
 
     def run(self, process: RankProcess, before: Iterable[Finding] = ()) -> list[Finding]:
         """The findings of this rank. An error of the check itself is a finding too.
@@ -222,11 +208,8 @@ class RankExchange:
     """Exchange of values between ranks through their key-value store; keys begin with "doctor/"."""
 
     def __init__(self, process: RankProcess) -> None:
-        """Connect to the store of MASTER_ADDR and MASTER_PORT.
-
-        Raises:
-            RuntimeError: the store cannot be reached within the timeout.
-            OverdueError: the program that listens there does not answer; so do later calls.
+        """Connect to the store of MASTER_ADDR and MASTER_PORT. RuntimeError: it cannot be reached within the
+        timeout. OverdueError: what listens there does not answer; so do later calls.
         """
         self._process = process
         at = (process.environment["MASTER_ADDR"], int(process.environment["MASTER_PORT"]))
@@ -278,12 +261,9 @@ class RankExchange:
 
 @dataclass(frozen=True, slots=True)
 class CheckTogether:
-    """A check that all ranks run at the same time.
-
-    Attributes:
-        work: every rank calls it; it returns the findings of this rank, and must end by itself if another
-            rank does not take part, within the timeout of the process.
-        needs: names of checks; if one of them failed on any rank, this check is skipped on all.
+    """A check that all ranks run at the same time; if one of `needs` failed on any rank, it is skipped on
+    all. `work` returns the findings of this rank, and must end by itself, within the timeout of the process,
+    if another rank does not take part.
     """
 
     name: str

@@ -38,20 +38,13 @@ _REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the second one
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs of this machine as torch, the driver and the environment report them.
+    """The GPUs of this machine as torch, the driver and the environment report them."""
 
-    Attributes:
-        build: version of CUDA for which torch was built; None: a CPU build.
-        driver: version of the kernel driver; None: no driver is visible.
-        nodes: GPUs of this machine, by their files in /dev.
-        error: torch's reason for not seeing a GPU; empty if it gives none.
-    """
-
-    build: str | None
-    driver: str | None
-    nodes: int
+    build: str | None  # version of CUDA for which torch was built; None: a CPU build
+    driver: str | None  # version of the kernel driver; None: no driver is visible
+    nodes: int  # GPUs of this machine, by their files in /dev
     visible: int
-    error: str = ""
+    error: str = ""  # torch's reason for not seeing a GPU
 
     @classmethod
     def of_this_process(cls, process: RankProcess) -> "Gpus":

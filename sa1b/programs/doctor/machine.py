@@ -305,11 +305,8 @@ def packages(
     requirements: Sequence[str] | None = None,
     version_of: Callable[[str], str] = metadata.version,
 ) -> Iterator[Finding]:
-    """The packages that sa1b requires, and those that ROOT requires.
-
-    Args:
-        requirements: as in the metadata of a package; by default those of sa1b.
-        version_of: the installed version of a package; raises PackageNotFoundError.
+    """The packages that sa1b requires, and those that ROOT requires. Requirements have the form of the
+    metadata of a package; `version_of` raises PackageNotFoundError.
     """
     if requirements is None:
         try:

@@ -20,24 +20,15 @@ _NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check on one rank, or on several ranks if all of them have the same one.
+    """The result of a check on one rank, or on several ranks if all of them have the same one."""
 
-    Attributes:
-        check: name of the check.
-        state: skipped: the check could not run; `figure` is the reason.
-        figure: one line with the measured value and its unit: "64 MiB free of 64 MiB".
-        remedy: what to do, imperative; empty only if the state is ok.
-        ranks: the ranks that the finding concerns; empty: all of them, or a single process.
-        host: the host that it concerns, or several separated by commas; empty: all.
-        values: the measured values for --json, with SI units in their names.
-    """
-
-    check: str
-    state: State
-    figure: str
-    remedy: str = ""
-    ranks: tuple[int, ...] = ()
-    host: str = ""
+    check: str  # name of the check
+    state: State  # skipped: the check could not run; `figure` is the reason
+    figure: str  # one line with the measured value and its unit: "64 MiB free of 64 MiB"
+    remedy: str = ""  # what to do, imperative; empty only if the state is ok
+    ranks: tuple[int, ...] = ()  # that it concerns; empty: all of them, or a single process
+    host: str = ""  # that it concerns, or several separated by commas; empty: all
+    # measured, for --json, with SI units in their names
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def where(self) -> str:

@@ -31,20 +31,14 @@ Alter = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of one rank.
-
-    Attributes:
-        error: step and description of the first wrong chunk; None: the results are right.
-        sent_bytes: in one ring all-reduce.
-        link_seconds: of a message to the next rank and its answer.
-    """
+    """The measurement of one rank."""
 
     host: str
-    error: tuple[int, str] | None
+    error: tuple[int, str] | None  # step and description of the first wrong chunk; None: right results
     ring_seconds: float
     all_reduce_seconds: float
-    sent_bytes: int
-    link_seconds: float
+    sent_bytes: int  # in one ring all-reduce
+    link_seconds: float  # of a message to the next rank and its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +196,8 @@ def ring(
 ) -> Iterator[Finding]:
     """Ring all-reduces of several sizes, compared with `dist.all_reduce`, and the time of each link.
 
-    Args:
-        received: see `ring_all_reduce`.
-        delay: called before each message to the next rank when the links are timed.
-        lengths: numbers of elements, by default some that the number of ranks does not divide.
+    `received`: see `ring_all_reduce`. `delay` is called before each message to the next rank when the links
+    are timed. `lengths`: numbers of elements, by default some that the number of ranks does not divide.
     """
     rank_info = joined(process)
     rank, count, device = process.rank, process.world_size, rank_info.device

@@ -42,11 +42,8 @@ _DTYPES = {
 
 
 def joined(process: RankProcess, mode: Literal["ddp", "fsdp"] = "ddp") -> RankInfo:
-    """This rank in the process group, which starts with the first call.
-
-    Raises:
-        RuntimeError: another rank did not answer within the deadline, or cannot be reached.
-        UsageError: two ranks have the same GPU.
+    """This rank in the process group, which starts with the first call. RuntimeError: another rank does not
+    answer in time, or cannot be reached. UsageError: two ranks have the same GPU.
     """
     cuda = process.device.type == "cuda"
     if not dist.is_initialized():

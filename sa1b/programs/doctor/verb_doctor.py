@@ -107,11 +107,7 @@ def check(
     largest_message: int = 256,
     **_: object,
 ) -> None:
-    """Refuse wrong arguments of `main`.
-
-    Raises:
-        UsageError: the message names the flag.
-    """
+    """UsageError names the flag of a wrong argument of `main`."""
     if root == "":
         raise UsageError(f"ROOT {root!r}: must be a dataset directory; omit it to skip the checks of storage")
     if not 0.1 <= seconds <= 600:

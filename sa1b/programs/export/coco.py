@@ -52,7 +52,6 @@ class Coco(Format):
         images_per_file: images in a JSON file; None: one file for all of them.
         segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
             same masks. A mask without a pixel has run lengths.
-        annotations_only: write no JPEGs.
         categories: those of the sources as JSON, in every file, also without a mask.
         object_id: id of the category `object`.
     """

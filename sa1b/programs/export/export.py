@@ -42,35 +42,21 @@ _Task = tuple[Path | str, Path, Format, str, Rows, Path | None, Predicate | None
 
 @dataclass(slots=True)
 class ExportSummary:
-    """The result of an export.
-
-    Attributes:
-        out: folder of the export.
-        unit: what a part is called, such as "tar".
-        annotations_only: the dataset has no images, so that the export has none.
-        seconds: duration of this run.
-        parts: names of all complete parts.
-        skipped: names of the parts that an earlier run had completed.
-        failed: name of a part that was not written -> the error.
-        missing: ids of --ids that the dataset lacks.
-        images, masks, bytes: totals over all complete parts; bytes are file sizes.
-        bytes_written: bytes of the parts that this run wrote.
-        linked: number of files that are hard links to files of the export `link_from`; None without it.
-    """
+    """The result of an export: parts by name, totals over all complete parts."""
 
     out: str
-    unit: str = "part"
-    annotations_only: bool = False
-    seconds: float = 0.0
-    parts: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    missing: list[int] = field(default_factory=list)
+    unit: str = "part"  # what a part is called, such as "tar"
+    annotations_only: bool = False  # the dataset has no images, so that the export has none
+    seconds: float = 0.0  # of this run
+    parts: list[str] = field(default_factory=list)  # complete ones
+    skipped: list[str] = field(default_factory=list)  # complete in an earlier run
+    failed: dict[str, str] = field(default_factory=dict)  # part that was not written -> the error
+    missing: list[int] = field(default_factory=list)  # ids of --ids that the dataset lacks
     images: int = 0
     masks: int = 0
-    bytes: int = 0
-    bytes_written: int = 0
-    linked: int | None = None
+    bytes: int = 0  # file sizes
+    bytes_written: int = 0  # of the parts that this run wrote
+    linked: int | None = None  # files that are hard links to those of `link_from`; None without it
 
     def add(self, name: str, written: Written, *, skipped: bool) -> None:
         """Count one part."""
@@ -129,8 +115,6 @@ def export(
     A part with a damaged sample is left out, and the others are written.
 
     Args:
-        root: folder or URL of the dataset directory.
-        out: folder of the export; created if it is missing.
         form: format of the export. If the dataset has no images, its `without_images` is written.
         ids: file of image ids to export, see sa1b.shards.image_ids. Ids that the dataset lacks are listed in
             the summary.
@@ -139,14 +123,11 @@ def export(
         link_from: folder of an earlier export in this format. Files that are equal there become hard links.
         overwrite: replace existing files, also the complete ones of an earlier export.
         workers: worker processes; each writes one part at a time.
-        quiet: show no progress bar.
-        supervise: runs the workers.
 
     Raises:
         UsageError: the format refuses the dataset, `out` is in a dataset directory, no image is left, or
             `out` has another export or a file that is not part of this one. Nothing was written.
         ShardError: a sample is damaged, or cannot be written in this format; the other parts are complete.
-        ManifestError: `root` has no readable dataset.
         OSError: the disk is full or fails; complete parts are kept.
     """
     began = time.monotonic()
@@ -283,10 +264,8 @@ def _check_out(out: Path) -> None:
 
 
 def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[str, str]) -> list[str]:
-    """Parts in the folder that a reader of this export would also read.
-
-    Raises:
-        UsageError: the folder has an export in another format, whose files are not replaced.
+    """Parts in the folder that a reader of this export would also read. UsageError: it has an export in
+    another format, whose files are not replaced.
     """
     if record.kind not in ("", form.kind):
         if record.written:

@@ -55,14 +55,8 @@ IMAGES_PER_PART = 1024
 class PartFiles:
     """A temporary folder in the folder of an export. As a context manager it is removed at the end.
 
-    Args:
-        out: folder of the export.
-        part: name of the part.
-        link_from: folder of an earlier export. A file that has the same path and the same bytes there becomes
-            a hard link to it, if both folders are on one file system.
-
-    Attributes:
-        linked: number of files that are hard links.
+    A file that has the same path and the same bytes in `link_from`, an earlier export, becomes a hard link to
+    it, if both folders are on one file system. `linked`: number of these files.
     """
 
     def __init__(self, out: Path, part: str, link_from: Path | None = None) -> None:
@@ -161,11 +155,7 @@ class Format:
         return ()
 
     def check(self, dataset: Dataset) -> None:
-        """Refuse a dataset that cannot be exported in this format; by default one with scaled images.
-
-        Raises:
-            UsageError: the reason and the way out.
-        """
+        """UsageError for a dataset that this format cannot have; by default one with scaled images."""
         refuse_scaled(dataset)
 
     def without_images(self) -> "Format | None":
@@ -178,51 +168,30 @@ class Format:
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
-
-        Args:
-            dataset: the dataset.
-            rows: rows of the sample table to export, int64 [N], ascending.
+        Rows of the sample table are int64 [N], ascending.
         """
         return blocks(by_source(dataset, rows), IMAGES_PER_PART)
 
     def paths(self, part: str, ids: Ids) -> list[str]:
-        """Paths of all files of a part, relative to the export.
-
-        Args:
-            part: name of the part.
-            ids: uint64 [N], its image ids, in the order of its rows.
-        """
+        """Paths of all files of a part, relative to the export; ids, uint64 [N], have the order of rows."""
         raise NotImplementedError
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         """Write all files of a part, in a worker.
 
-        Args:
-            part: name of the part.
-            samples: its samples, in the order of its rows; read while they are consumed, each once.
-            files: receives the files.
-
-        Raises:
-            ShardError: a sample cannot be written in this format; the message names the image.
+        Samples are in the order of its rows, and read while they are consumed, each once. ShardError, with
+        the image: a sample cannot be written in this format.
         """
         raise NotImplementedError
 
     def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
-        """Write the files about the whole export; called when all parts are complete, also by a rerun.
-
-        Args:
-            out: folder of the export.
-            parts: names of its parts, in the order of `parts`.
-            ids: uint64 [N], ascending, image ids of the export that have at least one mask.
+        """Write the files about the whole export; called when all parts are complete, also by a rerun. `ids`
+        are those of the images with a mask, uint64 [N], ascending.
         """
 
 
 def refuse_scaled(dataset: Dataset) -> None:
-    """Refuse shards whose JPEGs have another size than their masks.
-
-    Raises:
-        UsageError: the shards were made with --image-size.
-    """
+    """UsageError for shards whose JPEGs have another size than their masks: made with --image-size."""
     size = dataset.manifest["options"]["image_size"]
     if size is not None:
         raise UsageError(
@@ -233,11 +202,7 @@ def refuse_scaled(dataset: Dataset) -> None:
 
 
 def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
-    """Name and rows of each source that has any of the rows, in the order of the shards.
-
-    Raises:
-        ManifestError: the manifest lacks the source of a shard.
-    """
+    """Name and rows of each source that has any of the rows, in the order of the shards."""
     sources = {source_stem(name): name for name in dataset.manifest["sources"]}
     stems = [shard_order(shard).stem for shard in dataset.shards]
     strange = [stem for stem in stems if stem not in sources]

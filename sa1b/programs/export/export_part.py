@@ -28,37 +28,24 @@ _REPORT_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A complete part: its counts, and the bytes of its files.
-
-    Attributes:
-        images: number of its images.
-        masks: number of their masks.
-        bytes: size of its files together.
-        without_masks: ids of its images that have no mask.
-        linked: number of its files that are hard links.
-    """
+    """A complete part: its counts, and the bytes of its files."""
 
     images: int
     masks: int
     bytes: int
-    without_masks: tuple[int, ...] = ()
-    linked: int = 0
+    without_masks: tuple[int, ...] = ()  # ids of its images that have no mask
+    linked: int = 0  # files that are hard links
 
 
 @dataclass(slots=True)
 class ExportRecord:
-    """The parts of an export folder.
-
-    Attributes:
-        out: folder of the export.
-        kind: its format, see Format.kind; empty if the folder has no record.
-        contents: name of a part -> digest of its content, see content_digest.
-        written: name of a complete part -> its counts and size.
-    """
+    """The parts of an export folder."""
 
     out: Path
-    kind: str = ""
+    kind: str = ""  # see Format.kind; empty: no record
+    # name of a part -> digest of its content, see content_digest
     contents: dict[str, str] = field(default_factory=dict)
+    # name of a complete part -> its counts and size
     written: dict[str, Written] = field(default_factory=dict)
     file: ResumeRecord | None = None  # open between `begin` and `close`
 
@@ -107,11 +94,7 @@ class ExportRecord:
 
 
 def read_record(out: Path) -> ExportRecord:
-    """The record of a folder; an empty record if the folder has none.
-
-    Raises:
-        UsageError: the record is damaged or has another format.
-    """
+    """The record of a folder, empty if there is none; UsageError: it is damaged or has another format."""
     path = out / RECORD
     record = ExportRecord(out)
     try:
@@ -189,22 +172,10 @@ def write_part(
     masks_where: Predicate | None,
     report: Callable[[int], object],
 ) -> Written:
-    """Write one part, and commit its files when all are complete.
+    """Write one part, and commit its files when all are complete; ShardError as `export`.
 
-    Memory: 16 samples, unless the format needs more.
-
-    Args:
-        root: folder or URL of the dataset directory.
-        out: folder of the export.
-        form: its format.
-        name: name of the part.
-        rows: rows of the sample table, int64 [N], in the order of the part.
-        link_from: folder of an earlier export, see PartFiles.
-        masks_where: condition that an exported mask must pass.
-        report: called with the bytes of the samples that were read since the last call.
-
-    Raises:
-        ShardError: a sample is damaged, or cannot be written in this format.
+    Memory: 16 samples, unless the format needs more. `rows` are int64 [N], in the order of the part. `report`
+    is called with the bytes of the samples that were read since the last call.
     """
     dataset = open_dataset(root)
     samples = _Samples(dataset, rows, masks_where, report)

@@ -81,14 +81,10 @@ class _Pairs(Format):
 
 @dataclass(frozen=True)
 class Folders(_Pairs):
-    """Images and annotation files in folders, those of each source together or all together.
-
-    Attributes:
-        layout: folders for each source, or two for all.
-        annotations_only: write no JPEGs.
-    """
+    """Images and annotation files in folders, those of each source together or all together."""
 
     layout: Layout = "by-source"
+    # write no JPEGs
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
 
     @property
@@ -143,18 +139,15 @@ class EfficientVit(_Pairs):
 
 @dataclass(frozen=True)
 class Images(Format):
-    """JPEGs only, as stored or scaled down.
+    """JPEGs only, as stored or scaled down, in a folder for each source, or in one.
 
-    Attributes:
-        layout: one folder for each source, or all files in the folder of the export.
-        image_size: pixels of the longer side. A larger image is encoded again as by `sa1b reshard
-            --image-size`; any other image has its stored bytes. None: all images have their stored bytes.
-        quality: of encoded JPEGs, 1 to 100.
+    A larger image than `image_size`, pixels of the longer side, is encoded again as by `sa1b reshard
+    --image-size`; any other image has its stored bytes.
     """
 
     layout: Layout = "by-source"
     image_size: int | None = None
-    quality: int = 95
+    quality: int = 95  # of encoded JPEGs, 1 to 100
 
     @property
     def kind(self) -> str:
@@ -205,14 +198,10 @@ def _write_lines(path: Path, lines: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Yolo(Format):
-    """Labels for ultralytics. Polygons are relative to the image, so that scaled images can be exported too.
+    """Labels for ultralytics. Polygons are relative to the image, so scaled images can be exported too."""
 
-    Attributes:
-        images_per_list: images in a list of images.
-        val: ids of the images for validation, which are not for training; None: `train` and `val` are equal.
-    """
-
-    images_per_list: int = IMAGES_PER_LIST
+    images_per_list: int = IMAGES_PER_LIST  # in a list of images
+    # ids of images for validation only; None: `train` and `val` are equal
     val: Ids | None = field(default=None, repr=False, compare=False)
 
     @property

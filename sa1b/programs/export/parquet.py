@@ -61,11 +61,7 @@ SCHEMA = pa.schema(_COLUMNS, {"huggingface": json.dumps({"info": {"features": FE
 
 @dataclass(frozen=True)
 class Parquet(Format):
-    """Parquet files for `datasets`. Memory: a row group, 32 MB of images with their masks.
-
-    Attributes:
-        images_per_file: images in a file.
-    """
+    """Parquet files for `datasets`. Memory: a row group, 32 MB of images with their masks."""
 
     images_per_file: int = IMAGES_PER_FILE
 

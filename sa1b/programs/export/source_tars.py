@@ -25,16 +25,10 @@ _GZIP_LEVEL = 2  # isal has levels 0 to 3; no level makes JPEGs much smaller
 
 @dataclass(frozen=True)
 class SourceTars(Format):
-    """Source tars as in the download.
+    """Source tars as in the download."""
 
-    Attributes:
-        images_per_tar: split a source into tars of this many images, `<source>-0000.tar`, ...; None: one tar
-            for each source.
-        plain: write plain tars instead of gzip.
-    """
-
-    images_per_tar: int | None = None
-    plain: bool = False
+    images_per_tar: int | None = None  # tars of a source, `<source>-0000.tar`, ...; None: one
+    plain: bool = False  # plain tars instead of gzip
 
     @property
     def kind(self) -> str:

@@ -30,17 +30,11 @@ IMAGES_PER_TAR = 1000
 
 
 class JoinedColumn(Protocol):
-    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers.
-
-    Attributes:
-        name: name of the column.
-        key: "image_id" or "mask_id".
-        path: its file, whose name changes with the content.
-    """
+    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers."""
 
     name: str
-    key: str
-    path: Path
+    key: str  # "image_id" or "mask_id"
+    path: Path  # its file, whose name changes with the content
 
     def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
         """The values of some ids; None where the table has no row."""

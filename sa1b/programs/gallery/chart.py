@@ -21,24 +21,17 @@ _MOST_MASKS = 20_000  # per image; larger numbers are counted as outside
 
 @dataclass(slots=True, eq=False)
 class Distribution:
-    """A histogram with the sum and the range of its values.
-
-    Attributes:
-        unit: plural noun for the counted items.
-        low, step: lower edge of the first bin and width of a bin (in decades if `log`).
-        outside: number of values outside the bins.
-        missing: number of NaN values, from annotations that lack the number.
-    """
+    """A histogram with the sum and the range of its values."""
 
     title: str
     axis: str
-    unit: str
-    low: float
-    step: float
+    unit: str  # plural noun for the counted items
+    low: float  # lower edge of the first bin
+    step: float  # width of a bin (in decades if `log`)
     counts: npt.NDArray[np.int64]
     log: bool = False
-    outside: int = 0
-    missing: int = 0
+    outside: int = 0  # values outside the bins
+    missing: int = 0  # NaN values, from annotations that lack the number
     total: float = 0.0
     smallest: float = math.inf
     largest: float = -math.inf

@@ -43,11 +43,9 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool = False) -> Gathered:
     """Read an input: a dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
 
-    `progress` is a bar of bytes, whose total this function sets. `survey_all` reads all indexes.
-
-    Raises:
-        SourceError, ManifestError, ShardError: the input has nothing to show.
-        UsageError: the input does not contain a requested image, or has no views.
+    `progress` is a bar of bytes, whose total this function sets. `survey_all` reads all indexes. SourceError,
+    ManifestError or ShardError: the input has nothing to show. UsageError: it does not contain a requested
+    image, or has no views.
     """
     root, path = path, Path(path)
     if path.name == manifest.DATASET:

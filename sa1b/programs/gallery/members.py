@@ -35,16 +35,12 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The images to show: `ids`, or if `ids` is empty a random sample of size `count`.
-
-    Attributes:
-        seed: seed of the random sample.
-        images: uint64 [N], ids to choose from, such as those of a view; None: all images.
-    """
+    """The images to show: `ids`, or if `ids` is empty a random sample of size `count`."""
 
     ids: tuple[int, ...] = ()
     count: int = 24
-    seed: int = 0
+    seed: int = 0  # of the random sample
+    # [N], ids to choose from, such as those of a view
     images: npt.NDArray[np.uint64] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -100,31 +96,23 @@ class Exhibit:
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """The data of one input, as shown on the page.
-
-    Attributes:
-        kind, name: kind and name of the input; `name` is untrusted text.
-        known_images, known_masks: totals of the input, if the survey covers a part of it; masks may be None.
-        facts: labels and texts of additional facts.
-        parts: name, images, masks and bytes of each file; None where unknown.
-        rule: how the images were chosen.
-        surveyed: names of the surveyed shards and the number of all shards; None: all were surveyed.
-        exhibits: chosen images, smallest rank first, with spare ones at the end.
-        found: requested ids that the input contains, also those of bad images.
-    """
+    """The data of one input, as shown on the page; its name is untrusted text."""
 
     kind: str
     name: str
-    known_images: int | None = None
-    known_masks: int | None = None
-    facts: list[tuple[str, str]] = field(default_factory=list)
+    known_images: int | None = None  # total of the input, if the survey covers a part
+    known_masks: int | None = None  # the same; may be unknown
+    facts: list[tuple[str, str]] = field(default_factory=list)  # labels and texts of additional facts
+    # name, images, masks and bytes of each file; None where unknown
     parts: list[tuple[str, int | None, int | None, int]] = field(default_factory=list)
     part_noun: str = "file"
-    rule: str = ""
+    rule: str = ""  # how the images were chosen
     survey: Survey = field(default_factory=Survey)
+    # names of the surveyed shards, and the number of all; None: all were surveyed
     surveyed: tuple[list[str], int] | None = None
     skipped: Skipped = field(default_factory=Skipped)
-    exhibits: Iterable[Exhibit] = ()
+    exhibits: Iterable[Exhibit] = ()  # chosen images, smallest rank first, with spare ones at the end
+    # requested ids that the input contains, also those of bad images
     found: set[int] = field(default_factory=set)
 
     @property

@@ -56,8 +56,7 @@ def write_gallery(
 
     Args:
         path: dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
-        out: path of the page. A page of the same input is replaced.
-        choice: the images to show.
+        out: path of the page. A page of the same input is replaced, any other file only with `overwrite`.
         sort: order of the images, one of SORTS.
         max_side: largest longer side of an image, in pixels.
         max_bytes: largest size of the page.
@@ -65,7 +64,6 @@ def write_gallery(
             this file, unless `choice` has ids, with the predicted masks next to the true masks.
         warnings: show only the images of a dataset directory that have a warning, with the reasons.
         survey_all: compute distributions over all shards of a dataset directory.
-        overwrite: replace any existing file.
         facts: labels and texts of additional facts about the input.
 
     Raises:

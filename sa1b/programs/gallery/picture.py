@@ -42,24 +42,16 @@ _EXACT_IN_SCRIPT = 2**53  # larger integers lose digits in JavaScript
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One decoded image, ready to be drawn at its size or a smaller one.
-
-    Attributes:
-        runs: masks at source resolution, in the order of `order`.
-        order: int64 [N], mask indices by area, largest first, so that small masks are drawn on top.
-        predicted: the masks that a model predicted for `runs`, in the same order.
-        filtered: masks without a prediction, at source resolution, drawn as dashed outlines; or None.
-        warnings: reasons and messages of the warnings from ingest.
-    """
+    """One decoded image, ready to be drawn at its size or a smaller one."""
 
     annotations: Annotations
     place: str
     pixels: npt.NDArray[np.uint8]
-    runs: Runs
-    order: npt.NDArray[np.int64]
-    predicted: Predicted | None = None
-    filtered: Runs | None = None
-    warnings: tuple[tuple[str, str], ...] = ()
+    runs: Runs  # at source resolution, in the order of `order`
+    order: npt.NDArray[np.int64]  # [N], mask indices by area, largest first: small masks are drawn on top
+    predicted: Predicted | None = None  # the masks that a model predicted for `runs`, in the same order
+    filtered: Runs | None = None  # masks without a prediction, at source resolution, drawn dashed
+    warnings: tuple[tuple[str, str], ...] = ()  # reasons and messages of the warnings from ingest
 
     @property
     def image_id(self) -> int:

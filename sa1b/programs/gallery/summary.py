@@ -12,26 +12,18 @@ from sa1b.shards.manifest import dataset_around
 
 @dataclass(frozen=True, slots=True)
 class GallerySummary:
-    """The result of writing a gallery.
-
-    Attributes:
-        images, masks: totals of the input; masks is None if they were not counted.
-        shown: ids of the images, in the order of the page.
-        left_out: number of chosen images that did not fit.
-        skipped: reason -> number of members that cannot be used.
-        surveyed: number of surveyed shards and of all shards; None: the whole input.
-    """
+    """The result of writing a gallery."""
 
     page: Path
     bytes: int
-    images: int
-    masks: int | None
-    shown: list[int]
+    images: int  # total of the input
+    masks: int | None  # total of the input; None: they were not counted
+    shown: list[int]  # ids of the images, in the order of the page
     longer_side: int
     quality: int
-    left_out: int
-    skipped: dict[str, int]
-    surveyed: tuple[int, int] | None
+    left_out: int  # chosen images that did not fit
+    skipped: dict[str, int]  # reason -> number of members that cannot be used
+    surveyed: tuple[int, int] | None  # number of surveyed shards and of all; None: the whole input
 
     def document(self) -> dict[str, Any]:
         names = (
@@ -81,10 +73,8 @@ def origin_mark(source: Path | str, out: Path) -> str:
 
 
 def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file that is not a gallery page of the same input, unless `overwrite`.
-
-    Raises:
-        UsageError: the file is of another kind, or `out` is a folder or the input.
+    """UsageError for a file that is no gallery page of the input, unless `overwrite`; for a folder, the
+    input.
     """
     if out.is_dir():
         raise UsageError(f"--out {out}: is a folder; pass the path of a file")

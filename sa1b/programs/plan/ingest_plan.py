@@ -33,43 +33,25 @@ _HOUR = 3600.0
 
 @dataclass(slots=True)
 class IngestPlan:
-    """The estimates.
+    """The estimates. Sources are names."""
 
-    Attributes:
-        out: path or URL of the dataset directory; None: not given.
-        workers, cpus: worker processes, and processors that this process may use.
-        rate: bytes per second at which the sources can be read; None: not given.
-        image_size: longer side of re-encoded images in pixels, of --image-size or as an example.
-        resizes: the conversion re-encodes the images.
-        sources: names of all sources.
-        finished: names of the sources that are finished in `out`.
-        failed: source -> the error of its link.
-        not_taken: number of files that are not sources.
-        bytes: of the sources that are left.
-        original, resized: space without and with re-encoding.
-        annotations_only: the conversion stores no images.
-        is_local: `out` is a folder.
-        scratch: folder whose free space counts.
-        free: bytes free there; None if `out` is None.
-    """
-
-    out: str | None
+    out: str | None  # path or URL of the dataset directory
     workers: int
-    cpus: int
-    rate: float | None
-    image_size: int
-    resizes: bool
+    cpus: int  # processors that this process may use
+    rate: float | None  # bytes per second at which the sources can be read
+    image_size: int  # longer side of re-encoded images, pixels, of --image-size or as an example
+    resizes: bool  # the conversion re-encodes the images
     sources: list[str]
-    finished: list[str]
-    failed: dict[str, str]
-    not_taken: int
-    bytes: int
-    original: Space
-    resized: Space
-    annotations_only: bool = False
-    is_local: bool = True
-    scratch: str = ""
-    free: int | None = None
+    finished: list[str]  # those that are finished in `out`
+    failed: dict[str, str]  # source -> the error of its link
+    not_taken: int  # number of files that are not sources
+    bytes: int  # of the sources that are left
+    original: Space  # space without re-encoding
+    resized: Space  # space with re-encoding
+    annotations_only: bool = False  # the conversion stores no images
+    is_local: bool = True  # `out` is a folder
+    scratch: str = ""  # folder whose free space counts
+    free: int | None = None  # bytes free there; None if `out` is None
 
     @property
     def needed(self) -> int:
@@ -168,20 +150,9 @@ def plan(
 ) -> IngestPlan:
     """Estimate a conversion. The estimates of space are those that reshard compares with the free space.
 
-    Args:
-        paths: files and folders with sources.
-        links: links to further sources; their sizes are requested.
-        root: dataset directory, which need not exist; None: none.
-        image_size: longer side of re-encoded images in pixels; None: images keep their bytes.
-        annotations_only: images are not stored.
-        workers: worker processes.
-        rate: bytes per second at which the sources can be read.
-        ignore: patterns of files that are left out.
-        quiet: show no progress.
-
-    Raises:
-        SourceError, UsageError: a path, link or option is not valid.
-        sa1b.storage.errors.StorageError: the store of `root` cannot be read.
+    The sizes of links are requested. The dataset directory need not exist. `image_size`: longer side of
+    re-encoded images in pixels; None: images keep their bytes. `rate`: bytes per second at which the sources
+    can be read. SourceError or UsageError: a path, link or option is not valid.
     """
     store = None if root is None else open_store(root)
     own = [] if store is None else [store.scratch]

@@ -65,10 +65,8 @@ class Query:
     def rows(self, limit: int | None = None) -> Iterator[list[tuple[Any, ...]]]:
         """Execute the query; yields at most `limit` rows of the result, some thousands at a time.
 
-        Raises:
-            UsageError: DuckDB cannot execute the query.
-            ShardError: an index file is missing or damaged.
-            sa1b.storage.errors.StorageError: an index file of a URL cannot be read.
+        UsageError: DuckDB cannot execute the query. ShardError: an index file is missing or damaged.
+        StorageError: one of a URL cannot be read.
         """
         with self._executed() as run:
             run(lambda: self.connection.execute(self._readable()))
@@ -96,11 +94,8 @@ class Query:
                 yield batch
 
     def image_ids(self) -> Ids:
-        """The column image_id of the result, ascending, each id once.
-
-        Raises:
-            UsageError: the result has no column image_id or has a column mask_id, a value is no id of the
-                dataset directory, or there are none. For other errors, see `rows`.
+        """The column image_id of the result, ascending, each id once. UsageError: there is none, or a column
+        mask_id, or a value is no id of the dataset directory. For other errors, see `rows`.
         """
         if "image_id" not in self.columns:
             raise UsageError(
@@ -185,14 +180,8 @@ def open_query(
 ) -> Iterator[Query]:
     """Check a SELECT statement over the views `images` and `masks`; `Query.rows` executes it.
 
-    Args:
-        workers: DuckDB's threads.
-        memory: limit of DuckDB's memory, such as "2GB".
-
-    Raises:
-        UsageError: the text is not one SELECT statement, or names what does not exist.
-        ManifestError: `root` contains no dataset.
-        ShardError, sa1b.storage.errors.StorageError: see `Query.rows`.
+    DuckDB has `workers` threads and this memory, such as "2GB". UsageError: the text is not one SELECT
+    statement, or names what does not exist. For other errors, see `Query.rows`.
     """
     _check_select(text)
     if "://" not in str(root) and not Path(root).is_dir():
@@ -247,11 +236,8 @@ def write_query_view(
     masks_where: str | None = None,
     overwrite: bool = False,
 ) -> Selected:
-    """Write the view of the images in the column image_id of the result; arguments as for `write_view`.
-
-    Raises:
-        UsageError: see `Query.image_ids`, or the name or condition cannot be used.
-        ManifestError: another view of the folder is damaged.
+    """Write the view of the images in the column image_id of the result; arguments and errors as for
+    `write_view` and `Query.image_ids`.
     """
     dataset = query.dataset
     condition = None if masks_where is None else mask_predicate(masks_where)

@@ -49,11 +49,8 @@ class Machine:
         return cls("cuda" if gpus else "cpu", gpus, available_cpus(), tuple(numbers))
 
     def ranks(self, requested: Sequence[int] | None, threads: int | None) -> tuple[int, ...]:
-        """The numbers of ranks to measure, ascending; UsageError if there are too few GPUs or CPUs.
-
-        Args:
-            requested: the user's choice; None: 1, 2, 4, ... up to the number of GPUs, or of CPUs / threads.
-            threads: threads of each rank, if chosen.
+        """The numbers of ranks to measure, ascending; UsageError if there are too few GPUs or CPUs. By
+        default 1, 2, 4, ... up to the number of GPUs, or of CPUs / threads of a rank.
         """
         each = threads or 1
         if self.device == "cpu" and each > self.cpus:
@@ -68,11 +65,8 @@ class Machine:
         return tuple(requested)
 
     def placement(self, ranks: int, threads: int | None, root: Path = Path("/")) -> "Placement":
-        """Threads and CPUs of `ranks` ranks; on GPUs, ranks are not bound to CPUs.
-
-        Args:
-            threads: threads of each rank; None: an equal part of the CPUs.
-            root: folder in which /sys is mounted.
+        """Threads and CPUs of `ranks` ranks; on GPUs, ranks are not bound to CPUs. By default each has an
+        equal part of the CPUs. /sys is mounted in `root`.
         """
         each = threads or max(1, self.cpus // ranks)
         if self.device == "cuda" or not self.numbers:
@@ -202,12 +196,9 @@ def series(
     micro_batch: int,
     global_batch: int,
 ) -> list[Series]:
-    """All series, weak scaling first; each of the modes is combined with each precision.
-
-    Args:
-        ranks: numbers of ranks, ascending.
-        micro_batch: images that a rank computes at a time.
-        global_batch: images of a step over all ranks in strong scaling.
+    """All series, weak scaling first; each of the modes is combined with each precision. The numbers of ranks
+    are ascending. `micro_batch`: images that a rank computes at a time; `global_batch`: images of a step over
+    all ranks in strong scaling.
     """
     for count in ranks:
         if global_batch % (count * micro_batch):

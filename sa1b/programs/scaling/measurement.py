@@ -110,11 +110,8 @@ def collect(
     cases: Sequence[Case], events: Iterable[Event], progress: Bar
 ) -> tuple[dict[Case, Round], tuple[Case, str] | None]:
     """The times of cases from the events of their ranks; the case that failed, if one did, with its error.
-
-    Args:
-        cases: with the same number of ranks, in the order in which each rank reports them.
-        events: of `sa1b.workers.supervise`; the tasks are the ranks.
-        progress: is updated when all ranks have reported a case.
+    Cases have the same number of ranks, and the order in which each rank reports them. Tasks of the events of
+    `sa1b.workers.supervise` are ranks. The bar is updated when all ranks have reported a case.
     """
     times: list[list[StepTimes]] = [[] for _ in range(cases[0].ranks)]
     failed: tuple[Case, str] | None = None

@@ -15,15 +15,11 @@ from sa1b.stream.bottleneck import BUSY_MACHINE, GOOD_EFFICIENCY, NAMED_PART, St
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a measurement has a low efficiency.
+    """Why a measurement has a low efficiency."""
 
-    Attributes:
-        lines: whether the machine was busy, one for each series with a low efficiency, one about all others.
-        advice: reasons and what to change, for all of these series.
-    """
-
+    # whether the machine was busy, by series with a low efficiency, one about all others
     lines: tuple[str, ...]
-    advice: tuple[str, ...]
+    advice: tuple[str, ...]  # reasons and what to change, for all of these series
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, *(f"  - {line}" for line in self.advice)])

@@ -89,24 +89,16 @@ def _rectangles(position: int, count: int, size: int) -> SampleMasks:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The work of all ranks of one group of processes.
+    """The work of all ranks of one group of processes."""
 
-    Attributes:
-        config: settings of training; those of ranks and batches are replaced by those of each case.
-        steps: steps of each part.
-        threads: threads of each rank, for computation and for the loader.
-        cpus: the CPUs of each rank; empty: not bound.
-        folder: for the damage log of the loader.
-    """
-
-    config: Config
+    config: Config  # ranks and batches are replaced by those of each case
     cases: tuple[Case, ...]
-    steps: int
+    steps: int  # of each part
     device: Device
-    threads: int
-    cpus: tuple[tuple[int, ...], ...]
+    threads: int  # of each rank, for computation and for the loader
+    cpus: tuple[tuple[int, ...], ...]  # of each rank; empty: not bound
     port: int
-    folder: Path
+    folder: Path  # for the damage log of the loader
     timeout: float
 
 

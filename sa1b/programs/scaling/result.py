@@ -18,20 +18,13 @@ from sa1b.report import aligned
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of a step of one case in one round; differences may be slightly negative.
-
-    Attributes:
-        data: additional time with data from the loader.
-        communication: additional time with exchange between the ranks; None: not measured.
-        imbalance: computation of the slowest rank, relative to the median rank; None: not measured.
-        queued: largest share of the time in which a rank waited for a CPU that other threads used.
-    """
+    """Seconds of a step of one case in one round; differences may be slightly negative."""
 
     step: float
-    data: float
-    communication: float | None
-    imbalance: float | None
-    queued: float
+    data: float  # additional, with data from the loader
+    communication: float | None  # additional, with exchange between the ranks; None: not measured
+    imbalance: float | None  # computation of the slowest rank relative to the median rank
+    queued: float  # largest share of the time in which a rank waited for a CPU that other threads used
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +74,14 @@ class CaseResult:
 class Point:
     """A case of a series, compared with the case that has the fewest ranks.
 
-    Attributes:
-        speed_up: images per second relative to one rank.
-        efficiency: images per second of a rank relative to a rank of the first case.
-        communication, data, compute: shares of the step that exceed the ideal step; they add up to
-            1 - efficiency. Communication is None if it was not measured, and is then in `compute`.
+    `communication`, `data` and `compute` are shares of the step that exceed the ideal step; they add up to 1
+    - efficiency. Communication is None if it was not measured, and is then in `compute`.
     """
 
     case: Case
     result: CaseResult
-    speed_up: float
-    efficiency: float
+    speed_up: float  # images per second relative to one rank
+    efficiency: float  # images per second of a rank relative to a rank of the first case
     communication: float | None
     data: float
     compute: float
@@ -118,30 +108,20 @@ def compare(case: Case, result: CaseResult, first: Case, base: CaseResult) -> Po
 
 @dataclass(frozen=True)
 class Scaling:
-    """All results.
-
-    Attributes:
-        root: dataset directory; empty: synthetic batches, which take no time.
-        masks: largest number of masks of an image.
-        device: "cpu", or the name of the GPU.
-        placement: the CPUs of the ranks; empty on GPUs.
-        shared_cores: whether two of these CPUs are threads of the same core.
-        steps: steps of each part of a case in a round.
-        load: load average of the machine before the measurement.
-    """
+    """All results."""
 
     series: tuple[Series, ...]
     results: Mapping[Case, CaseResult]
     preset: str
-    root: str
-    masks: int
-    device: str
-    placement: str
-    shared_cores: bool
+    root: str  # dataset directory; empty: synthetic batches, which take no time
+    masks: int  # largest number of an image
+    device: str  # "cpu", or the name of the GPU
+    placement: str  # the CPUs of the ranks; empty on GPUs
+    shared_cores: bool  # two of these CPUs are threads of the same core
     threads: int
-    steps: int
+    steps: int  # of each part of a case in a round
     cpus: int
-    load: float
+    load: float  # average of the machine before the measurement
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> "Scaling":

@@ -84,11 +84,9 @@ class _Surface:
 def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> ScenePlan:
     """Sample size, quality and object areas from SA-1B's distributions.
 
-    Args:
-        long_side: pixels of the longer side; None for full size. Smaller images have fewer masks
-            (about 40 at 640 pixels), with the same distribution of area fractions.
-        simple: sample a few large objects with smooth outlines and plain surfaces instead, so that a small
-            model learns to segment them in minutes.
+    Images with fewer pixels on the longer side have fewer masks (about 40 at 640 pixels), with the same
+    distribution of area fractions; None: full size. `simple`: sample a few large objects with smooth outlines
+    and plain surfaces instead, so that a small model learns to segment them in minutes.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
         raise ValueError(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")

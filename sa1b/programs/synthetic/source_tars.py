@@ -75,13 +75,8 @@ def scene(
 ) -> tuple[bytes, AnnotationFile]:
     """One image and its annotation file, as `json.loads` returns it.
 
-    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF.
-
-    Args:
-        image_id: SA-1B image id, at least 0.
-        seed: seed of the whole dataset.
-        long_side: pixels of the longer side; None for full size (mostly 2250x1500).
-        simple: few large objects with plain surfaces; see `sa1b.programs.synthetic.scene.plan`.
+    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF. `long_side`: pixels; None for full size
+    (mostly 2250x1500). `simple`: see `sa1b.programs.synthetic.scene.plan`.
     """
     jpeg, annotations, *_ = _scene(image_id, seed, long_side, simple)
     return jpeg, annotations
@@ -114,17 +109,11 @@ def write_tar(
 ) -> SyntheticSummary:
     """Write one source tar in the format of the download, and commit it when it is complete.
 
-    Memory: a few images, because a temporary file holds the members until they are shuffled.
-
-    Args:
-        path: path of the tar; an existing file is replaced.
-        images: number of pairs; the ids start at `first_id`.
-        seed, long_side, simple: see `scene`.
-        compress: write gzip, as in the download; False for a plain tar.
-        directory: write an entry for `./` first.
-        temporary: path of the incomplete tar, in the same folder; by default one that no other process uses.
-        phrases: receives the phrases of the objects.
-        progress: called with 1 for every image drawn.
+    Memory: a few images, because a temporary file holds the members until they are shuffled. An existing file
+    is replaced. Ids start at `first_id`. For the image see `scene`. `compress`: gzip, as in the download.
+    `directory`: write an entry for `./` first. `temporary`: path of the incomplete tar, in the same folder;
+    by default one that no other process uses. `phrases` receives those of the objects; `progress` is called
+    with 1 for every image drawn.
     """
     path = Path(path)
     temporary = temporary or temporary_path(path)
@@ -197,12 +186,9 @@ def write_tars(
 ) -> SyntheticSummary:
     """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
 
-    Args:
-        first_tar: number of the first tar; the ids of tar t start at 1 + t * 11187.
-        seed, long_side, simple, compress, progress: see `write_tar`.
-        workers: worker processes; each writes one tar at a time.
-        overwrite: replace existing tars.
-        phrases: also write phrases.parquet, a row for each mask; see `sa1b.programs.synthetic.phrases`.
+    The ids of tar t start at 1 + t * 11187. For other arguments see `write_tar`. Each worker writes one tar
+    at a time. `phrases`: also write phrases.parquet, a row for each mask; see
+    `sa1b.programs.synthetic.phrases`.
 
     Raises:
         FileExistsError: one of the files exists; nothing was written.

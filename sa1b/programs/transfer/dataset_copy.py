@@ -76,22 +76,15 @@ def copy_dataset(
 ) -> CopySummary:
     """Copy a dataset directory, verified; resumes an interrupted copy.
 
-    A source with a damaged shard is skipped and the others are copied. With `shards` or `images`, views are
-    not copied. Memory: 64 MiB for each worker.
-
-    Args:
-        root: folder or URL of the dataset directory.
-        dest: folder or URL of the copy, empty or with a part of the same dataset.
-        shards: patterns of shards' names (fnmatch); only these are copied.
-        images: uint64 [N], ascending; only shards that hold one of these images are copied.
-        workers: threads, each copies one source at a time.
-        scratch: of a URL: local folder for the objects that are being copied.
+    A source with a damaged shard is skipped and the others are copied. With `shards`, patterns of names
+    (fnmatch), or `images`, ids as uint64 [N], ascending, only shards that match or hold one are copied, and
+    no views. `dest` is empty or has a part of the same dataset. Each of the threads copies one source at a
+    time: 64 MiB of memory. `scratch`: of a URL: local folder for the objects that are being copied.
 
     Raises:
         ManifestError: `root` has no readable dataset.
         UsageError: `dest` is another dataset, or a disk is too small.
-        OSError, sa1b.storage.errors.StorageError: the destination cannot be written, or a store cannot be
-            reached. What was copied is kept.
+        OSError: the destination cannot be written, or a store cannot be reached. What was copied is kept.
     """
     began = time.monotonic()
     source, target = open_store(root, scratch=scratch), open_store(dest, scratch=scratch)

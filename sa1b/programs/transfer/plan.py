@@ -45,18 +45,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The contents of a copy.
+    """The contents of a copy."""
 
-    Attributes:
-        tasks: task files of the source directory, by source.
-        shards: source -> its shards in the copy, in order.
-        finished: sources that the destination has with exactly these shards.
-        failed, pending: of dataset.json of the source directory; empty if the copy is a selection.
-    """
-
-    tasks: dict[str, Task]
-    shards: dict[str, list[ShardInfo]]
-    finished: set[str]
+    tasks: dict[str, Task]  # task files of the source directory, by source
+    shards: dict[str, list[ShardInfo]]  # source -> its shards in the copy, in order
+    finished: set[str]  # sources that the destination has with exactly these shards
+    # of the source's dataset.json, like `pending`; empty for a selection
     failed: dict[str, str] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
 
@@ -72,15 +66,9 @@ class CopyPlan:
 def make_plan(
     source: Store, target: Store, patterns: Sequence[str], images: npt.NDArray[np.uint64] | None
 ) -> CopyPlan:
-    """Read both directories and decide what to copy.
-
-    Args:
-        patterns: of names of shards; empty: all.
-        images: ids, ascending: only the shards that hold one of them; None: all.
-
-    Raises:
-        ManifestError: a file of `source` is missing or damaged.
-        UsageError: a pattern matches nothing, or the destination is another dataset.
+    """Read both directories and decide what to copy: shards that match a pattern, all without one, and that
+    hold one of the ascending ids. UsageError: a pattern matches nothing, or the destination is another
+    dataset.
     """
     document = read_dataset(source)
     tasks = {name: _task(source, name, digest) for name, digest in document["sources"].items()}
@@ -232,34 +220,25 @@ def _largest(shard: str, rows: Any, reader: Reader) -> dict[str, int]:
 
 @dataclass(slots=True)
 class CopySummary:
-    """The result of a copy; sources, shards, images and masks are those in the copy.
-
-    Attributes:
-        dataset: path or URL of the dataset.json of the copy.
-        skipped: names of the sources that an earlier run had copied.
-        bytes_copied: bytes of the shards and indexes that this run wrote.
-        bytes_kept: bytes of those that the destination already had, with the right digest.
-        partial: sources of which only some shards were copied.
-        failed: source that is not in the copy, or not with all its shards -> the reason.
-        missing: sources that the original dataset directory lists as failed or pending.
-        views: names of the copied files of views.
-    """
+    """The result of a copy; sources, shards, images and masks are those in the copy."""
 
     root: str
     dest: str
-    dataset: str
+    dataset: str  # path or URL of the dataset.json of the copy
     seconds: float = 0.0
     sources: int = 0
     shards: int = 0
     images: int = 0
     masks: int = 0
-    skipped: list[str] = field(default_factory=list)
-    bytes_copied: int = 0
-    bytes_kept: int = 0
-    partial: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # sources that an earlier run had copied
+    bytes_copied: int = 0  # of the shards and indexes that this run wrote
+    bytes_kept: int = 0  # of those that the destination already had, with the right digest
+    partial: list[str] = field(default_factory=list)  # sources of which only some shards were copied
+    # source that is not in the copy, or not with all its shards -> the reason
     failed: dict[str, str] = field(default_factory=dict)
+    # sources that the original directory lists as failed or pending
     missing: list[str] = field(default_factory=list)
-    views: list[str] = field(default_factory=list)
+    views: list[str] = field(default_factory=list)  # names of the copied files of views
 
     def exit_code(self) -> int:
         """0: everything was copied. 1: a source was not."""
