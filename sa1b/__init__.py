@@ -10,6 +10,7 @@ from sa1b.version import __version__
 
 if TYPE_CHECKING:
     from sa1b.grounding.find import ground
+    from sa1b.ingest.verb_reshard import reshard
     from sa1b.recipes.weights import load_grounding, load_model
     from sa1b.sam.mask_generator import generate_masks
     from sa1b.sam.prediction import embed_image, predict
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sa1b.stream.text import Text
 
 _PUBLIC = {
+    "reshard": ("sa1b.ingest.verb_reshard", "reshard"),
     "open": ("sa1b.shards.dataset", "open_dataset"),
     "Dataset": ("sa1b.shards.dataset", "Dataset"),
     "Sample": ("sa1b.shards.sample", "Sample"),
@@ -54,6 +56,7 @@ __all__ = [
     "load_model",
     "open",
     "predict",
+    "reshard",
     "webdataset_decoder",
 ]
 

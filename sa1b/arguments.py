@@ -13,7 +13,8 @@ from inspect import signature
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import ParamSpec, SupportsIndex, TypeVar, cast
+from types import UnionType
+from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
 from urllib.parse import urlsplit
 
 from sa1b.errors import UsageError
@@ -112,6 +113,29 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
     """The value, if it is a string or a path; ValueError for another type, or an empty one."""
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise _wrong(name, value, what)
+    return value
+
+
+def of_type(name: str, value: Any, hint: Any) -> Any:
+    """The value of a flag that Python passes: a path from its text, and a tuple from a text or a list.
+
+    Raises:
+        ValueError: the value is not of this type.
+    """
+    if get_origin(hint) is tuple:
+        values = (value,) if isinstance(value, str | os.PathLike) else value
+        return tuple(of_type(name, one, get_args(hint)[0]) for one in values)
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType, Literal) else (hint,)
+    if get_origin(hint) is Literal:
+        if value not in kinds:
+            raise _wrong(name, value, " or ".join(map(repr, kinds)))
+        return value
+    if isinstance(value, os.PathLike | str) and {Path, str} & {*kinds}:
+        return Path(value) if Path in kinds else os.fspath(value)
+    if isinstance(value, int) and float in kinds and not isinstance(value, bool):
+        return float(value)
+    if type(value) not in kinds:
+        raise _wrong(name, value, " or ".join(one.__name__ for one in kinds))
     return value
 
 

@@ -14,6 +14,7 @@ import os
 import pickle
 import selectors
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -222,7 +223,7 @@ class _Pool:
         self.selector = selectors.DefaultSelector()
 
     def start(self) -> None:
-        """Start a process for the next task."""
+        """Start a process for the next task; it does not import the script of the caller again."""
         task = self.waiting.popleft()
         ours, theirs = _CONTEXT.Pipe()
         work = pickle.dumps((self.function, self.tasks[task]))
@@ -231,9 +232,11 @@ class _Pool:
         # Starting multiprocessing's resource tracker would unblock the signal, so the tracker starts first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        script, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
         try:
             process.start()
         finally:
+            sys.modules["__main__"] = script
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         one = self.running[task] = _Running(task, process, ours, time.monotonic())

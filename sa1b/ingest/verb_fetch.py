@@ -20,7 +20,7 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS
 
 TOUR = (50, "Make shards", "convert some images only", "sa1b fetch downloads --ids ids.txt --out some")
@@ -50,7 +50,7 @@ def main(
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     spill: Path | None = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    endpoint: Endpoint = None,
     redo: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = (),
     on_error: Literal["quarantine", "stop"] = "quarantine",
     accept: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="REASON")] = (),
@@ -94,7 +94,6 @@ def main(
         spill: Folder for images that wait for their annotation; by default inside --out or --scratch.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
             default sa1b-USERID in the system's folder for temporary files.
-        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
         redo: Read the images again that OUT has of the source of this name, even if its task file is damaged.
             SOURCE must contain it. May be repeated.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.

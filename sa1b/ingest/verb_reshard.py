@@ -14,21 +14,26 @@ in the dataset, but a pair was refused, a source is damaged, or a file in a SOUR
 interrupted.
 """
 
+import importlib
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import ray_tasks as engines
+from sa1b.arguments import check_names, of_type
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
+from sa1b.report import failed_lines
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS, Link
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
@@ -38,10 +43,69 @@ TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out 
 if TYPE_CHECKING:
     from sa1b.sources.source import SourceFormat
 
-_FAILED_SHOWN = 10
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What `sa1b.reshard` did.
+
+    Attributes:
+        exit_code: that of the command, 0, 1 or 3; see `sa1b reshard --help`.
+        images: images of the sources of this run, also of skipped ones; with `finish` or `drop`, of the
+            dataset.
+        masks: their masks.
+        shards: their shards.
+        done: sources that this run finished.
+        skipped: sources that were finished before it.
+        failed: source -> the error.
+        document: all figures, as `--json` prints them.
+        text: the table that the command prints.
+    """
+
+    exit_code: int
+    images: int
+    masks: int
+    shards: int
+    done: list[str]
+    skipped: list[str]
+    failed: dict[str, str]
+    document: dict[str, Any]
+    text: str
 
 
-def main(
+def reshard(
+    sources: "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]",
+    out: str | os.PathLike[str],
+    *,
+    quiet: bool = False,
+    **options: Any,
+) -> Resharded:
+    """Convert sources to indexed shards: the command `sa1b reshard` as a function.
+
+    After an interruption, call it again: finished sources are skipped.
+
+    Args:
+        sources: tars, folders or URLs, one or several; see `sa1b reshard --help`. () with `finish` or `drop`.
+        out: dataset directory: a folder, created if it is missing, or a URL.
+        quiet: print no progress and no notes.
+        options: those of the command, with `_` for `-`: `workers=8`, `image_size=1024`, `keep_json=True`,
+            `accept=["unreadable_json"]`.
+
+    Raises:
+        sa1b.errors.Sa1bError: an option, `sources` or `out` is wrong. The errors of single sources are in the
+            result.
+    """
+    hints = get_type_hints(_converted)
+    known = [name for name in hints if name not in ("source", "out", "json_output", "return")]
+    check_names("reshard", options, ["quiet", *known])
+    paths = (sources,) if isinstance(sources, str | os.PathLike) else sources
+    values = {name: of_type(name, value, hints[name]) for name, value in options.items()}
+    found = _converted(tuple(os.fspath(one) for one in paths), os.fspath(out), json_output=quiet, **values)
+    if found.exit_code == 130:  # Ctrl-C ends the caller too
+        raise KeyboardInterrupt
+    return found
+
+
+def _converted(
     source: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")],
     /,
     out: Annotated[str, tyro.conf.arg(metavar="PATH")],
@@ -58,7 +122,7 @@ def main(
     address: Address = None,
     spill: Path | None = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    endpoint: Endpoint = None,
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     connections: int = CONNECTIONS,
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
@@ -80,7 +144,7 @@ def main(
     stall_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600,
     no_space_check: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
-) -> int:
+) -> Resharded:
     """Convert downloaded SA-1B tars to indexed shards.
 
     Args:
@@ -112,7 +176,6 @@ def main(
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded at its
             end, about 12 GB per worker for the tars of SA-1B. By default sa1b-USERID in the system's folder
             for temporary files.
-        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
         links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). The tars are read from
             these links without storing them. Links expire: a later run may use a newer list.
         connections: Requests at the same time for each tar that is read from a URL.
@@ -155,12 +218,11 @@ def main(
     """
     if drop or (finish and task is None):
         store = store_of(out, scratch, endpoint, source)
-        with loading():
-            found = linked(source, links, CONNECTIONS, None, endpoint)
+        found = linked(source, links, CONNECTIONS, None, endpoint)
         formats = _formats(images, image_ids, MAX_IMAGE_PIXELS, images_only)
         named = partial(_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
         has_sources = bool(source or found or rename)
-        return _without_ingest(has_sources, named, store, drop, finish, task, json_output)
+        return _without_ingest(has_sources, named, store, drop, finish, task)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     for flag, number in (("--images-per-shard", images_per_shard), ("--connections", connections)):
@@ -175,13 +237,13 @@ def main(
     quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)
-    with loading():
-        from sa1b.ingest.policy import IngestRun, Policy
-        from sa1b.ingest.reshard import reshard
-        from sa1b.shards.documents import Options
+    from sa1b.ingest.policy import IngestRun, Policy
+    from sa1b.ingest.reshard import reshard as convert
+    from sa1b.shards.documents import Options
+
     with engines.engine(engine, address, workers) as (count, supervise):
         rate = None if max_rate is None else max_rate * 1e6 / count
-        summary = reshard(
+        summary = convert(
             paths_of(source),
             store,
             Options(
@@ -213,8 +275,23 @@ def main(
             ),
             supervise,
         )
-    show(json.dumps(summary.document(), indent=1) if json_output else summary.table(store))
-    return summary.exit_code()
+    totals = summary.totals()
+    return Resharded(
+        exit_code=summary.exit_code(),
+        **{name: totals[name] for name in ("images", "masks", "shards")},
+        **{name: getattr(summary, name) for name in ("done", "skipped", "failed")},
+        document=summary.document(),
+        text=summary.table(store),
+    )
+
+
+@wraps(_converted)
+def main(*arguments: Any, **options: Any) -> int:
+    with loading():
+        importlib.import_module("sa1b.ingest.reshard")
+    found = _converted(*arguments, **options)
+    show(json.dumps(found.document, indent=1) if options.get("json_output") else found.text)
+    return found.exit_code
 
 
 def _names(
@@ -240,8 +317,7 @@ def _without_ingest(
     drop: tuple[str, ...],
     finish: bool,
     task: str | None,
-    as_json: bool,
-) -> int:
+) -> Resharded:
     """The command with --drop or --finish."""
     if drop and (has_sources or finish or task is not None):
         raise UsageError("--drop: cannot be combined with --finish, --task, SOURCE or --links; use it alone")
@@ -249,10 +325,10 @@ def _without_ingest(
         raise UsageError(f"--out {store}: no such folder; check the path")
     if not store.is_local and not store.names("tasks") and not store.names(""):
         raise UsageError(f"--out {store}: is empty; check the URL")
-    with loading():
-        from sa1b.ingest.finish import drop_source, stored_source
-        from sa1b.ingest.finish import finish as finish_dataset
-        from sa1b.shards.staging import remove_leftovers
+    from sa1b.ingest.finish import drop_source, stored_source
+    from sa1b.ingest.finish import finish as finish_dataset
+    from sa1b.shards.staging import remove_leftovers
+
     dropped = dict.fromkeys(
         stored_source(store, name) for name in drop
     )  # all are checked before the first goes
@@ -263,13 +339,17 @@ def _without_ingest(
         finished = finish_dataset(store, names() if has_sources else ())
     document = {"sources": len(finished.tasks), "failed": finished.failed, "pending": finished.pending}
     code = 1 if finished.is_partial or (finish and not finished.tasks) else 0
-    if as_json:
-        show(json.dumps({"exit_code": code, "complete": code == 0, **document}, indent=1))
-    else:
-        for name, why in sorted(finished.failed.items())[:_FAILED_SHOWN]:
-            show(f"FAILED {name}: {why}")
-        show(finished.line(store))
-    return code
+    shown = failed_lines(dict(sorted(finished.failed.items())))
+    return Resharded(
+        exit_code=code,
+        **{name: sum(one.counts[name] for one in finished.tasks.values()) for name in ("images", "masks")},
+        shards=sum(len(one.shards) for one in finished.tasks.values()),
+        done=[],
+        skipped=sorted(finished.tasks),
+        failed=finished.failed,
+        document={"exit_code": code, "complete": code == 0, **document},
+        text="\n".join([*shown, finished.line(store)]),
+    )
 
 
 def _formats(
@@ -312,7 +392,6 @@ def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
 
 
 def _part(text: str | None) -> tuple[int, int] | None:
-    """`I/N` as numbers."""
     if text is None:
         return None
     number, slash, count = text.partition("/")

@@ -17,11 +17,12 @@ from sa1b.arguments import is_url
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_here
+from sa1b.sources.path_arguments import check_here, takes_endpoint
 
 TOUR = (150, "Train", "write weights as one file", "sa1b convert run --out sam.safetensors")
 
 
+@takes_endpoint
 def main(
     source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")],
     /,

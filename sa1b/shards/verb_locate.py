@@ -21,6 +21,7 @@ from tyro.conf import Positional
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import aligned
+from sa1b.sources.path_arguments import takes_endpoint
 from sa1b.sources.stored_file import read_links
 
 TOUR = (90, "See and select", "find images by id", "sa1b locate shards 223750")
@@ -32,6 +33,7 @@ _ID = re.compile(r"(?:sa_)?0*([0-9]{1,19})(?:\.jpg)?")
 _SHOWN = 100  # rows of the table
 
 
+@takes_endpoint
 def main(
     where: Annotated[
         Positional[tuple[str, ...]], tyro.conf.arg(metavar="ROOT|ID...", help_behavior_hint="")

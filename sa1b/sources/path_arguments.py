@@ -1,9 +1,16 @@
 """Checks of paths and URLs on the command line."""
 
 import math
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
 
 from sa1b.arguments import is_url, was_url
 from sa1b.console import command, counted, show
@@ -13,6 +20,45 @@ from sa1b.sources.stored_file import Link, read_links
 from sa1b.storage.open import open_store
 from sa1b.storage.protocols import endpoint_options, kind_of, protocol_of
 from sa1b.storage.store import Store
+
+Endpoint = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="URL",
+        help="With s3:// URLs: URL of an object store other than Amazon's, likewise with gs:// and hf://; by "
+        "default $AWS_ENDPOINT_URL.",
+    ),
+]
+_Code = TypeVar("_Code")
+
+
+def takes_endpoint(main: Callable[..., _Code]) -> Callable[..., _Code]:
+    """Add --endpoint to a verb, for the URLs of the command, also in processes that the verb starts."""
+
+    @wraps(main)
+    def verb(*arguments: Any, endpoint: str | None = None, **options: Any) -> _Code:
+        if endpoint is None:
+            return main(*arguments, **options)
+        values = [*arguments, *options.values()]
+        words = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+        urls = [one for one in map(str, words) if is_url(one) and endpoint_options(one, endpoint)]
+        if not urls:
+            raise UsageError(f"--endpoint {endpoint}: only with a URL such as s3://BUCKET/shards; omit it")
+        variables = {kind_of(url).endpoint_variable for url in urls}
+        before = {name: os.environ.pop(name) for name in variables & os.environ.keys()}
+        os.environ.update(dict.fromkeys(variables, endpoint))
+        try:
+            return main(*arguments, **options)
+        finally:
+            for name in variables:
+                del os.environ[name]
+            os.environ.update(before)
+
+    own = signature(main)
+    flag = Parameter("endpoint", Parameter.KEYWORD_ONLY, default=None, annotation=Endpoint)
+    vars(verb)["__signature__"] = own.replace(parameters=[*own.parameters.values(), flag])
+    verb.__annotations__ = {**main.__annotations__, "endpoint": Endpoint}
+    return verb
 
 
 def check_here(flag: str, value: Path | None) -> None:

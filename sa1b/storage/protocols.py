@@ -39,6 +39,7 @@ class StoreKind:
         extra: extra of this package with its file system.
         endpoint: option of its file system for another server than the default one; None: it has no default
             server; "": it cannot be given one, and `endpoint_advice` is what to do instead.
+        endpoint_variable: environment variable with the same effect.
         asks_first: whether its file system asks for credentials when it is created.
         file_system: scheme -> class of the file system.
         options: URL, options of the user, seconds of an attempt and connections -> more options.
@@ -53,6 +54,7 @@ class StoreKind:
     extra: str | None = None
     endpoint: str | None = ""
     endpoint_advice: str = "omit it"
+    endpoint_variable: str = ""
     is_read_only: bool = False
     asks_first: bool = False
     file_system: Callable[[str], Any] = _registered
@@ -160,6 +162,7 @@ KINDS = (
         "~/.aws/credentials and ~/.aws/config; the container's or the machine's role. "
         f"AWS_ENDPOINT_URL names a store other than Amazon's. {_LISTING}",
         endpoint="endpoint_url",
+        endpoint_variable="AWS_ENDPOINT_URL",
         options=_s3_options,
         urls=_signed,
         objects=S3Objects,
@@ -172,6 +175,7 @@ KINDS = (
         f"service account. {_LISTING}",
         extra="gcs",
         endpoint="endpoint_url",
+        endpoint_variable="STORAGE_EMULATOR_HOST",
         asks_first=True,
         file_system=_google,
         disconnect=_close_google,
@@ -193,6 +197,7 @@ KINDS = (
         "a private or gated repository needs a token: the option token, HF_TOKEN, or `hf auth login`; a "
         "repository that does not exist gives the same error",
         endpoint="endpoint",
+        endpoint_variable="HF_ENDPOINT",
         is_read_only=True,  # writes to the Hugging Face Hub are commits, and have no conditions
         asks_first=True,
         range_options={"cache_type": "none"},  # the default reads 5 MiB more

@@ -19,10 +19,12 @@ from tyro.conf import Positional
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
+from sa1b.sources.path_arguments import takes_endpoint
 
 TOUR = (110, "See and select", "measure images per second", "sa1b bench shards")
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,

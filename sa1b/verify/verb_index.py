@@ -20,11 +20,12 @@ from tyro.conf import Positional
 from sa1b.arguments import is_url
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
-from sa1b.sources.path_arguments import check_scratch_flag, check_writable
+from sa1b.sources.path_arguments import check_scratch_flag, check_writable, takes_endpoint
 
 TOUR = (180, "Repair, export and copy", "rebuild indexes and tables", "sa1b index shards")
 
 
+@takes_endpoint
 def main(
     path: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="ROOT|SHARD.tar...")],
     /,

@@ -19,11 +19,12 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_scratch_flag
+from sa1b.sources.path_arguments import check_scratch_flag, takes_endpoint
 
 TOUR = (60, "Make shards", "check a dataset directory", "sa1b verify shards --deep")
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,

@@ -16,11 +16,12 @@ from tyro.conf import Positional
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_here, check_writable
+from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
 TOUR = (80, "See and select", "select images and masks", "sa1b view shards --held-out 1% --name train")
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,

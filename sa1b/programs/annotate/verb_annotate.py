@@ -22,7 +22,7 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.path_arguments import check_here
+from sa1b.sources.path_arguments import check_here, takes_endpoint
 
 TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights run --out labelled")
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.2
 
 
+@takes_endpoint
 def main(
     images: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="IMAGES...", help_behavior_hint="")],
     /,

@@ -19,10 +19,12 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
+from sa1b.sources.path_arguments import takes_endpoint
 
 TOUR = (130, "Train", "check machine and ranks", "sa1b doctor shards")
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str | None], tyro.conf.arg(metavar="ROOT")] = None,
     /,

@@ -24,7 +24,7 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_here, checked_quality
+from sa1b.sources.path_arguments import check_here, checked_quality, takes_endpoint
 
 TOUR = (190, "Repair, export and copy", "write other formats", "sa1b export shards --to folders --out files")
 
@@ -48,6 +48,7 @@ _FLAGS: dict[str, tuple[To, ...]] = {
 }
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,

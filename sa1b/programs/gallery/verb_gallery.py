@@ -16,11 +16,12 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_here
+from sa1b.sources.path_arguments import check_here, takes_endpoint
 
 TOUR = (70, "See and select", "show images with masks", "sa1b gallery shards")
 
 
+@takes_endpoint
 def main(
     source: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT|SHARD.tar|SOURCE.tar")],
     /,

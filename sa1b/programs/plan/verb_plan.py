@@ -20,7 +20,7 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_rate, checked_quality, linked, paths_of, store_of
+from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS
 
 TOUR = (20, "Make shards", "estimate disk and time", "sa1b plan downloads --out shards")
@@ -38,7 +38,7 @@ def main(
     workers: int = 1,
     rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    endpoint: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None,
+    endpoint: Endpoint = None,
     ignore: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -62,7 +62,6 @@ def main(
         rate: Rate at which the sources can be read or downloaded, in MB per second, over all workers.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
             default sa1b-USERID in the system's folder for temporary files.
-        endpoint: With s3:// URLs: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
         ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
             repeated.
         json_output: Print the estimates as JSON, without progress.

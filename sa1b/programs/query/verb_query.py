@@ -23,7 +23,7 @@ from tyro.conf import Positional
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import aligned, present
-from sa1b.sources.path_arguments import check_here, check_writable
+from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
 TOUR = (100, "See and select", "ask in SQL", 'sa1b query shards "SELECT count(*) FROM masks"')
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _WIDTH = 60  # characters of a value in the table
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     sql: Annotated[Positional[str], tyro.conf.arg(metavar="SELECT")],

@@ -18,6 +18,7 @@ from tyro.conf import Positional
 
 from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.sources.path_arguments import takes_endpoint
 from sa1b.storage.atomic import write_whole
 
 TOUR = (120, "See and select", "how training scales", "sa1b bench scaling --ranks 1,2")
@@ -25,6 +26,7 @@ TOUR = (120, "See and select", "how training scales", "sa1b bench scaling --rank
 T = TypeVar("T", bound=str)
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str | None], tyro.conf.arg(metavar="ROOT")] = None,
     /,

@@ -18,11 +18,12 @@ from tyro.conf import Positional, UseAppendAction
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
-from sa1b.sources.path_arguments import check_scratch_flag
+from sa1b.sources.path_arguments import check_scratch_flag, takes_endpoint
 
 TOUR = (200, "Repair, export and copy", "copy to or from a bucket", "sa1b copy shards s3://BUCKET/shards")
 
 
+@takes_endpoint
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     dest: Annotated[Positional[str], tyro.conf.arg(metavar="DEST")],

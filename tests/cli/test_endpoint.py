@@ -1,0 +1,75 @@
+"""--endpoint: one flag of every verb that takes a URL, with the effect of the variable of its protocol."""
+
+import os
+import shutil
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from sa1b import verbs
+from sa1b.errors import UsageError
+from sa1b.shards.commit import write_dataset
+from sa1b.shards.manifest import read_tasks
+from sa1b.sources.path_arguments import Endpoint, takes_endpoint
+from sa1b.storage import protocols
+from tests.cli.verb import runner
+from tests.shards import tiny
+from tests.storage.service import Service
+
+WITHOUT = {  # they have no argument that may be a URL, or give it to a verb that has the flag
+    "train": "--data.endpoint",
+    "plan train": "estimates without a dataset",
+    "slurm": "passes the flag on",
+    "synthesize": "writes a local folder",
+}
+
+
+def test_every_verb_with_a_url_has_the_flag() -> None:
+    for verb in verbs.in_order():
+        if verb not in WITHOUT:
+            assert signature(verbs.module_of(verb).main).parameters["endpoint"].annotation is Endpoint, verb
+
+
+def test_the_store_of_the_endpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    tiny.make_tar(tmp_path / "sa_000001.tar", range(3))
+    tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root")
+    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
+    shutil.copytree(tmp_path / "root", tmp_path / "store" / "data" / "shards")
+    with Service("object_server", tmp_path / "store") as server:
+        words = ("s3://data/shards", 2, "--tsv", "--endpoint", server.url)
+        done = runner("locate")(*words)
+    assert done.returncode == 0, done.stderr
+    assert "sa1b-000001-0000" in done.stdout
+
+
+def test_the_variable_is_set_for_the_command_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://before")
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    seen = []
+
+    @takes_endpoint
+    def main(root: str, /, others: tuple[str, ...] = ()) -> int:
+        seen.append([os.environ.get(one) for one in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST")])
+        return len(others)
+
+    assert main("s3://a/b", others=("gs://c", "d"), endpoint="http://x") == 2
+    assert main("s3://a/b") == 0
+    assert main("gs://a/b", endpoint="http://x") == 0
+    assert seen == [["http://x", "http://x"], ["http://before", None], ["http://before", "http://x"]]
+    assert "STORAGE_EMULATOR_HOST" not in os.environ
+    for root, message in (
+        ("folder", "only with a URL"),
+        ("az://a/b", "BlobEndpoint"),
+        ("https://a", "only with"),
+    ):
+        with pytest.raises(UsageError, match=f"--endpoint http://x: .*{message}"):
+            main(root, endpoint="http://x")
+    assert len(seen) == 3
+
+
+def test_each_protocol_with_an_endpoint_has_a_variable() -> None:
+    for kind in protocols.KINDS:
+        assert bool(kind.endpoint) == bool(kind.endpoint_variable)
