@@ -47,9 +47,8 @@ def run(
     An expected error prints one line on stderr and exits with code 2; Ctrl-C exits with 130. With --json, a
     command that fails prints {"error": message, "exit_code": code} on stdout.
 
-    The typed arguments of `main` are the flags, and its docstring is their help, after `description`. The
-    command line is by default that of this process. `forwards`: pass arguments that are no flags of `main` to
-    it, as its argument `arguments`.
+    The typed arguments of `main` are the flags, and its docstring is their help, after `description`.
+    `forwards`: pass arguments that are no flags of `main` to it, as its argument `arguments`.
     """
 
     def parse_and_call() -> int:

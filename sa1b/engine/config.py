@@ -189,7 +189,6 @@ def parse(
 
     Raises:
         UsageError: a flag cannot be read, or flags do not fit together; the message names them.
-        SystemExit: --help was passed; only rank 0 prints it.
     """
     arguments, notes = plain_words(arguments), list[str]()
     passed = vocabulary.passed(arguments)

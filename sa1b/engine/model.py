@@ -142,9 +142,7 @@ class LimitedModel(Protocol):
     """A model with limits of parameters, which are applied after each step of the optimizer.
 
     A limit in `forward` alone would not do: the gradient is 0 beyond it, and the parameter would stay there.
-
-    Attributes:
-        largest: Name of a parameter of `weights()` -> its largest value.
+    `largest`: name of a parameter of `weights()` -> its largest value.
     """
 
     @property

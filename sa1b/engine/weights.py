@@ -33,10 +33,8 @@ def find_weights(
 
     `source` is a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file,
     which `read_file` reads; or the URL of one of these, which is copied to a temporary folder in `scratch`.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or the folder contains none.
-        Sa1bError, OSError: the file is damaged or contains another model, or the source cannot be read.
+    CheckpointError: the checkpoint is damaged, or the folder has none. Sa1bError or OSError: the file is
+    damaged or of another model, or cannot be read.
     """
     if protocol_of(str(source)):
         return _fetched_weights(str(source).rstrip("/"), read_file, scratch)

@@ -43,11 +43,9 @@ _ENCODER, _SCALE = "image_encoder.", "log_scale"
 class Grounding(nn.Module):
     """The model in training, with its losses; it fulfils the contract of `sa1b.engine.model`.
 
-    Args:
-        config: sizes of the image encoder; `pixel_features` and `compile_decoder` have no effect.
-        length: largest number of tokens of a phrase.
-        vectors: numbers of a precomputed embedding, which replaces the text encoder; 0: phrases are tokens.
-        capacity: largest number of masks of a micro-batch of any rank.
+    Of the sizes of the image encoder, `pixel_features` and `compile_decoder` have no effect. `length`:
+    largest number of tokens of a phrase. `vectors`: numbers of a precomputed embedding, which replaces the
+    text encoder; 0: phrases are tokens. `capacity`: largest number of masks of a micro-batch of any rank.
     """
 
     pixel_mean: Tensor
@@ -183,11 +181,9 @@ class Grounding(nn.Module):
     ) -> dict[str, Tensor]:
         """Losses of a micro-batch, or the results from which it is scored.
 
-        Args:
-            images: uint8 [B, 3, S, S]; B may be 0.
-            masks: M masks with phrases; M may be 0.
-            image_keys: int64 [B], a hash for each image and visit; drop path depends on it.
-            evaluate: compute no loss. The module must be in evaluation mode.
+        Images are uint8 [B, 3, S, S]; keys int64 [B], a hash for each image and visit, on which drop path
+        depends. B and the number M of masks may be 0. `evaluate`: no loss; the module must be in evaluation
+        mode. ValueError: the targets are smaller than the predicted masks.
 
         Returns:
             Training: sums over the counted masks, float32 scalars: "loss", with gradient; "mask_loss" and
@@ -196,9 +192,6 @@ class Grounding(nn.Module):
             call it together: the features are gathered.
             Evaluation: "regions" and "texts", float32 [M, D], of length 1; "scale", the inverse temperature;
             "logits", float32 [M, 4 * side, 4 * side] of the padded square.
-
-        Raises:
-            ValueError: the targets are smaller than the predicted masks.
         """
         if masks.dense.shape[-1] < 4 * self.config.side:
             raise ValueError(

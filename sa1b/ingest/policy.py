@@ -97,8 +97,7 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
 
 
 class SystematicCheck:
-    """Counts the pairs of a source by reason, and raises an error if a reason not in `accept` is too
-    frequent.
+    """Counts the pairs of a source by reason; an error if a reason that is not in `accept` is too frequent.
 
     At the end of the source (`check`) the limit is more than 20 pairs and more than 1 % of the pairs. Before
     the end (`check_early`), from 1,000 pairs on, it is more than 20 pairs and more than 2 % of the estimated

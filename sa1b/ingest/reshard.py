@@ -54,12 +54,10 @@ def reshard(
 ) -> ReshardSummary:
     """Convert every source to shards of the dataset directory `root`, then finish the dataset.
 
-    A folder is created if it is missing. Workers are by default processes of this machine.
-
-    Raises:
-        SourceError, UsageError: an argument or a source is not valid. No source was processed.
-        StorageError: the store of the dataset directory is unreachable or denies access. No source was
-            processed. A run that has started ends with `store_error` in the summary instead.
+    A folder is created if it is missing. Workers are by default processes of this machine. SourceError or
+    UsageError: an argument or a source is not valid. StorageError: the store of the dataset directory is
+    unreachable or denies access. No source was processed then; a run that has started ends with `store_error`
+    in the summary instead.
     """
     run = run or IngestRun()
     began = time.monotonic()

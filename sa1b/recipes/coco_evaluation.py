@@ -170,13 +170,10 @@ def evaluate_coco(
 ) -> dict[str, float]:
     """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
 
-    The wrapped `Interactive` is prompted with the annotations, or with the detections if `detected`.
-    `deadline`: seconds that the read of one image may take. CocoError: an image or a mask cannot be read or
-    decoded.
-
-    Returns:
-        If detected, "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else the scores
-        of `Score.result` and "empty", the number of annotations without a pixel, which are left out.
+    The wrapped `Interactive` is prompted with the annotations, or with the detections if `detected`: then the
+    result is "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else it is the scores
+    of `Score.result` and "empty", the number of annotations without a pixel, which are left out. `deadline`:
+    seconds that the read of one image may take. CocoError: an image or a mask cannot be read or decoded.
     """
     module.eval()
     device = rank_info.device

@@ -69,6 +69,7 @@ def commit_task(
     An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
     without the source: a reader never opens a dataset whose shards are not those that it names. Task files
     change within `dataset_claim`, so that no other process lists a source whose files are being replaced.
+    SourceError or UsageError, see `check_kept`: nothing was changed.
 
     Args:
         task: without `samples`.
@@ -76,9 +77,6 @@ def commit_task(
             directory, on the same file system.
         progress: during an upload to a bucket, called with the number of bytes whenever some are stored.
         replace_images: stored images of the source may be missing in the new shards, if it is intact.
-
-    Raises:
-        SourceError, UsageError: see `check_kept`; nothing was changed.
     """
     store = open_store(root)
     rows = rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])

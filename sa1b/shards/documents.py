@@ -92,30 +92,20 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A finished source.
+    """A finished source."""
 
-    Attributes:
-        source: name, kind, size in bytes, mtime_ns and sha256 of the source, md5 if a checklist contained it,
-            and perhaps READING.
-        versions: of the package and of the libraries that shape the bytes.
-        counts: members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs.
-        damage: stretches of the source that could not be read.
-        largest: per image: masks, runs, and bytes of jpg, masks and decoded record.
-        samples: bytes and sha256 of tasks/<source>.samples; None: that file is not written yet.
-        quarantine: sha256 of the lists in the source's quarantine, by file name; None: none, or not known.
-        listed: of a source whose task file is lost or damaged: the file's digest by dataset.json, which has
-            the other values too, see sa1b.shards.manifest. Never written.
-    """
-
+    # name, kind, size in bytes, mtime_ns and sha256; md5 if a checklist had it; perhaps READING
     source: dict[str, Any]
     options: Options
-    versions: dict[str, str]
+    versions: dict[str, str]  # of the package and of the libraries that shape the bytes
     shards: list[ShardInfo]
-    counts: dict[str, Any]
-    damage: list[dict[str, Any]]
-    largest: dict[str, int]
-    samples: dict[str, Any] | None = None
-    quarantine: dict[str, str] | None = None
+    counts: dict[str, Any]  # members, images, masks, jpg_bytes; refused, doubtful: reason -> pairs
+    damage: list[dict[str, Any]]  # stretches of the source that could not be read
+    largest: dict[str, int]  # per image: masks, runs, and bytes of jpg, masks and decoded record
+    samples: dict[str, Any] | None = None  # bytes and sha256 of tasks/<source>.samples; None: not written yet
+    quarantine: dict[str, str] | None = None  # sha256 of its lists, by file name; None: none, or not known
+    # if the task file is lost or damaged: its digest by dataset.json, which has the other values too, see
+    # sa1b.shards.manifest. Never written
     listed: str | None = None
 
     @property

@@ -45,14 +45,12 @@ class JpegFrame:
 
 
 def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
-    """Read all markers of a JPEG file, without decoding.
+    """Read all markers of a JPEG file, without decoding. BadSample: not a JPEG, truncated, no frame header or
+    several, an absurd size, or too many pixels.
 
     Finds truncation at any point: the end-of-image marker must follow the coded data. It cannot detect a
     changed byte inside the coded data; only a checksum can. A file of 1 MB takes 0.3 ms. Ingest passes
     `max_pixels`; readers of stored images do not.
-
-    Raises:
-        BadSample: not a JPEG, truncated, no frame header or several, an absurd size, or too many pixels.
     """
     if len(data) > MAX_JPEG_BYTES:
         raise BadSample("jpeg_too_large", f"JPEG of {len(data):,} bytes, cap {MAX_JPEG_BYTES:,}")

@@ -86,13 +86,8 @@ class Located:
 def locate(ids: npt.NDArray[np.uint64], inputs: Sequence[str], listed: Sequence[str] = ()) -> Located:
     """Search images, ids ascending and each once, in all inputs; the first that has an image counts.
 
-    Args:
-        inputs: dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples).
-        listed: names of sources; without `inputs`, only these are estimated. Empty: all tars of SA-1B.
-
-    Raises:
-        UsageError: an input is none of these.
-        Sa1bError: a dataset or table is damaged.
+    Inputs are dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples);
+    else UsageError. Without them, only the sources `listed` are estimated; empty: all tars of SA-1B.
     """
     found = Located(ids)
     searched = []

@@ -168,13 +168,11 @@ def tar_size(end: int) -> int:
 def walk_shard(
     shard: Path, digest: Any, progress: Callable[[int], object] | None = None
 ) -> Iterator[StoredImage]:
-    """The images of a shard in its order; one image is in memory at a time.
+    """The images of a shard in its order; one image is in memory at a time. ShardError names the offset of a
+    byte of the tar's structure that differs from what ingest writes.
 
     `digest` is a hashlib object that is updated with every byte of the file; it is complete when the iterator
     has ended. `progress` is called with the number of bytes of each read.
-
-    Raises:
-        ShardError: a byte of the tar's structure differs from what ingest writes; it names the offset.
     """
     with shard.open("rb", buffering=0) as file:
         read = _Reads(shard, file, digest, progress)

@@ -74,14 +74,11 @@ def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list
 def check_kept(
     store: Store, source: str, ids: Ids, files: Collection[str], *, damaged: bool, replace: bool
 ) -> None:
-    """SourceError, with the images, if a result lacks images of the source's stored shards. UsageError: a
-    file is not the package's.
+    """SourceError, with the images, if a result lacks images of the source's stored shards.
 
-    Args:
-        ids: of the images of the new result.
-        files: of `stored_files`; only the process that has claimed the source changes them.
-        damaged: a part of the source could not be read.
-        replace: the user asked for the content of another source. A damaged one is refused all the same.
+    UsageError: a file is not the package's. `ids` are of the new result. `files` are of `stored_files`; only
+    the process that has claimed the source changes them. `damaged`: a part of the source could not be read.
+    `replace`: the user asked for the content of another source; a damaged one is refused all the same.
     """
     listed = _listed(store, source)
     check_own(store, [name for name in files if shard_of(name) not in listed])

@@ -36,17 +36,13 @@ _NEAR = 30  # bytes before an error that are shown
 
 @dataclass(frozen=True, slots=True)
 class CocoOptions:
-    """How files in COCO's format are read.
+    """How files in COCO's format are read."""
 
-    Attributes:
-        images: folder that the `file_name` of each image is relative to; None: the folder of the file.
-        ids: "keep" takes the ids of the images in the file; "hash" takes 53 bits of the SHA-256 of
-            `<source>/<file_name>`, for ids that are not integers or that another source has too.
-        max_pixels: an image of more pixels is refused before it is decoded.
-    """
-
-    images: Path | None = None
+    images: Path | None = None  # folder that each `file_name` is relative to; None: that of the file
+    # "keep": those of the file; "hash": 53 bits of the SHA-256 of `<source>/<file_name>`, for ids that are
+    # not integers or that another source has too
     ids: Ids = "keep"
+    # a larger image is refused before it is decoded
     max_pixels: int = 1 << 24  # MAX_IMAGE_PIXELS of sa1b.shards
 
 

@@ -46,12 +46,8 @@ def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None
     """A local file with the bytes of an object. If the reader's root is local, the file itself, unverified.
 
     Any number of processes may call this at the same time; one of them downloads into `cache`, by default
-    default_folder(). `digest` is the object's sha256, in hexadecimal.
-
-    Raises:
-        DamageError: the object has another digest.
-        OSError: the cache cannot be written; the message names the file.
-        StorageError: as `Reader.read_range`.
+    default_folder(). `digest` is the object's sha256, in hexadecimal; DamageError if it has another. OSError
+    names the file of the cache that cannot be written.
     """
     if reader.is_local:
         return Path(reader.url(name))

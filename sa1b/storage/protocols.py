@@ -34,19 +34,15 @@ class StoreKind:
     """What distinguishes a kind of store.
 
     Attributes:
-        schemes: of its URLs.
         advice: where it looks for credentials, for the messages of denied access.
-        extra: extra of this package with its file system.
         endpoint: option of its file system for another server than the default one; None: it has no default
             server; "": it cannot be given one, and `endpoint_advice` is what to do instead.
         endpoint_variable: environment variable with the same effect.
         asks_first: whether its file system asks for credentials when it is created.
-        file_system: scheme -> class of the file system.
         options: URL, options of the user, seconds of an attempt and connections -> more options.
         urls: file system, URL, options of the user and connections -> how plain HTTP requests its objects;
             None: its file system reads them.
         range_options: of a range request of a file system without coroutines.
-        adapt, disconnect: change a new file system, and close its connections.
     """
 
     schemes: tuple[str, ...] = ()

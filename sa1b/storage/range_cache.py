@@ -244,13 +244,8 @@ def open_cache(
     Files of this root that the formula leaves out are removed: those of replaced objects, and those that a
     larger limit included. Other files are not touched.
 
-    Args:
-        cache: folder on a local disk, shared by any number of roots and processes.
-        limit: bytes that the files of this root may take.
-        objects: all objects of the root.
-
-    Raises:
-        ValueError: the cache is a URL or a file, or is on the disk of the root.
+    `cache` is a folder on a local disk, shared by any number of roots and processes; ValueError if it is a
+    URL or a file, or is on the disk of the root. `limit`: bytes that the files of this root may take.
     """
     text = os.fspath(cache)
     if "://" not in text:

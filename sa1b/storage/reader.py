@@ -52,16 +52,14 @@ class Reader:
     input/output errors of a disk; all other errors are raised at once, see sa1b.storage.errors. A range
     without a crc is not verified: a bit flipped in transit goes unnoticed.
 
-    Credentials come from the standard locations, or from `options`, which are passed to fsspec's file system.
+    Credentials come from the standard locations, or from `options`, which are passed to fsspec's file system,
+    such as {"anon": True} or {"endpoint_url": "http://127.0.0.1:9000"}.
 
     Args:
-        root: folder or URL.
         deadline: seconds of one read over all its attempts, from the start of the first attempt.
         attempt_timeout: seconds of one attempt, plus one second for every 256 KiB of the range.
         attempts_in_flight: requests to a URL at the same time, per process; a range that waits for its retry
             does not count. With a folder, read_ranges uses the prefetch of the operating system instead.
-        options: options of fsspec's file system, e.g. {"anon": True} or
-            {"endpoint_url": "http://127.0.0.1:9000"}.
         retry_policy: all times and the clock; overrides deadline and attempt_timeout.
 
     Attributes:
@@ -212,17 +210,12 @@ class Reader:
         size: int = 0,
         policy: RetryPolicy | None = None,
     ) -> "Future[T]":
-        """Start another request to a URL, such as a write, with the timeouts and retries of a read.
+        """Start another request to a URL, such as a write, with timeouts, retries and errors of a read.
 
-        Args:
-            name: name of the object, for messages.
-            request: makes one attempt with fsspec's file system in the event loop of the storage thread;
-                returns a value other than None. It is called again after an error that a retry may fix; the
-                failed attempt may have changed the store.
-            size: bytes that the request sends or receives, for the timeout of an attempt.
-
-        Raises:
-            StorageError: as read_range, by the future.
+        `request` makes one attempt with fsspec's file system in the event loop of the storage thread, and
+        returns a value other than None. It is called again after an error that a retry may fix; the failed
+        attempt may have changed the store. The name is for messages. `size`: bytes that the request sends or
+        receives, for the timeout of an attempt.
         """
         origin = self._origin()
         if isinstance(origin, LocalOrigin):

@@ -58,12 +58,9 @@ class ColumnError(Sa1bError):
 
 
 class Column:
-    """A joined column in a converted file.
-
-    Attributes:
-        source: path or URL of the source, for messages.
-        key: "image_id" or "mask_id".
-        missing, looked_up: ids without a value, and all ids, that this process has looked up.
+    """A joined column in a converted file, by `key`: "image_id" or "mask_id". The path or URL of the source
+    is for messages. `missing` and `looked_up`: ids without a value, and all ids, that this process has looked
+    up.
     """
 
     def __init__(self, name: str, path: Path, source: str) -> None:

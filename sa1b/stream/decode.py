@@ -94,11 +94,8 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
     """Decode a JPEG into the top left of `buffer`, uint8 [S, S, 3], RGB; the rest of the buffer becomes 0.
 
     The decoder's DCT scales down first (`sa1b.shards.jpeg.decode_scaled`). Then the window is resampled by
-    its exact edges, so that the image is aligned with its masks.
-
-    Raises:
-        BadSample: the file is not a JPEG, or decoding it fails or causes a warning.
-        MemoryError: no memory for the pixels.
+    its exact edges, so that the image is aligned with its masks. BadSample: the file is not a JPEG, or
+    decoding it fails or causes a warning. MemoryError: no memory for the pixels.
     """
     size = buffer.shape[0]
     rows, columns = frame.taken

@@ -54,7 +54,8 @@ MAX_COUNT = 1 << 32  # row numbers are stored as uint32
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The shuffled order of a view, for training.
+    """The shuffled order of a view, for training. ValueError: count or block_size is out of range, or the
+    digest is empty.
 
     With `block_size` L > 1, each block of L positions contains L consecutive rows (cyclically), so that one
     read can fetch them. Row numbers must then count samples in the order of shard and offset, as in
@@ -70,23 +71,13 @@ class Order:
     1,018 images spans 253 shards for L = 1, 32 for L = 8 and 8 for L = 32. The variance of the gradient is
     then that of 256/L to 256 independent samples, depending on the similarity of neighbours. In SA-1B the
     images of a shard are a random part of one source tar; L = 8 is a good compromise for a disk that seeks.
-
-    Attributes:
-        count: samples in the view, N, 1 to 2**32.
-        digest: identifies the view's set of images (`View.digest`); views of other images have another order.
-        seed: each seed gives a different order.
-        block_size: L, samples that stay together.
-        endless: whether a step may begin in one epoch and end in the next.
-
-    Raises:
-        ValueError: count or block_size is out of range, or the digest is empty.
     """
 
-    count: int
-    digest: str
+    count: int  # samples in the view, N, 1 to 2**32
+    digest: str  # identifies the view's set of images (`View.digest`); others have another order
     seed: int
-    block_size: int = 1
-    endless: bool = True
+    block_size: int = 1  # L, samples that stay together
+    endless: bool = True  # a step may begin in one epoch and end in the next
 
     def __post_init__(self) -> None:
         _check_count(self.count)

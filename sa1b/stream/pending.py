@@ -109,31 +109,23 @@ class PendingBatch:
     A damaged sample is recorded in the damage log. A shuffled stream then takes a substitute. A sequential
     stream returns a black image without masks and sets its `valid` to False: with a substitute, the
     evaluation would not be comparable.
-
-    Attributes:
-        rows: rows of the sample table; of a damaged sample, that of its substitute.
-        valid: False for padding and, once decoded, for a damaged sample of a sequential stream.
-        number: number of the batch, counted from the first one of an iteration.
-        images: uint8 [B, S, S, 3], the decoder's output, on its device; whoever decodes allocates it.
-        pinned: pinned memory of the batch for the copy to a GPU; None on a CPU.
-        picked, samples: results of pick and decode, None for samples that are not done.
-        left: unfinished jobs of the current stage, if the next stage needs all of them.
-        errors: index of a sample -> error. The batch fails with the error of the lowest index.
-        result: the complete batch, and the CUDA event after which it is on its GPU.
     """
 
     source: SampleSource
     piece: MicroBatch
-    rows: list[int]
-    valid: list[bool]
+    rows: list[int]  # of the sample table; of a damaged sample, that of its substitute
+    valid: list[bool]  # False for padding and, once decoded, for a damaged sample of a sequential stream
     reads: list[PendingRead]
-    number: int = 0
+    number: int = 0  # counted from the first batch of an iteration
+    # uint8 [B, S, S, 3], on the decoder's device; whoever decodes allocates it
     images: Tensor = field(default_factory=lambda: torch.empty(0))
-    pinned: PinnedBuffer | None = None
-    picked: list[PickedSample | None] = field(init=False)
-    samples: list[SampleMasks | None] = field(init=False)
-    left: int = field(init=False)
+    pinned: PinnedBuffer | None = None  # memory for the copy to a GPU; None on a CPU
+    picked: list[PickedSample | None] = field(init=False)  # results of pick, None if not done
+    samples: list[SampleMasks | None] = field(init=False)  # results of decode
+    left: int = field(init=False)  # unfinished jobs of the current stage, if the next needs all
+    # index of a sample -> error. The batch fails with the error of the lowest index
     errors: dict[int, BaseException] = field(default_factory=dict)
+    # the complete batch, and the CUDA event after which it is on its GPU
     result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

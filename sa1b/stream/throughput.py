@@ -50,19 +50,7 @@ _PORTION = 8  # images that a thread decodes in one job
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The measured throughput, and the settings of the loader.
-
-    Attributes:
-        decoder: name of the decoder, see sa1b.stream.decode.
-        on_cpu: share of the images that a decoder of the GPU left to the CPU; None for other decoders.
-        images_per_second: rates of storage, decode and loader.
-        storage_bytes_per_second: bytes read per second, of JPEG files and mask records.
-        shares: share of the threads' busy time in each stage of the loader.
-        limit: "storage", or the stage of the loader with the largest share of the busy time.
-        advice: how to increase the throughput.
-        cache: reads of the loader from the local cache (`hits`) and from the store (`misses`, `outside`), see
-            sa1b.storage.range_cache; None without a cache.
-    """
+    """The measured throughput, and the settings of the loader."""
 
     root: str
     threads: int
@@ -71,13 +59,15 @@ class Throughput:
     dense: int | None
     batch: int
     device: str
-    decoder: str
-    on_cpu: float | None
-    images_per_second: dict[str, float]
-    storage_bytes_per_second: float
-    shares: dict[str, float]
-    limit: str
-    advice: str
+    decoder: str  # see sa1b.stream.decode
+    on_cpu: float | None  # share of the images that a decoder of the GPU left to the CPU
+    images_per_second: dict[str, float]  # rates of storage, decode and loader
+    storage_bytes_per_second: float  # read, of JPEG files and mask records
+    shares: dict[str, float]  # of the threads' busy time in each stage of the loader
+    limit: str  # "storage", or the stage with the largest share of the busy time
+    advice: str  # how to increase the throughput
+    # reads from the local cache (`hits`) and the store (`misses`, `outside`), see sa1b.storage.range_cache;
+    # None without a cache
     cache: dict[str, int] | None
 
     def document(self) -> dict[str, Any]:

@@ -42,29 +42,25 @@ class ExpectedShard:
 
 @dataclass(slots=True)
 class ShardResult:
-    """Result of the check of one shard. Its size does not grow with the shard's images.
+    """Result of the check of one shard; totals and largest values are over complete pairs. Its size does not
+    grow with the shard's images.
 
-    Attributes:
-        images, masks, jpg_bytes, largest: totals and largest values over complete pairs.
-        bytes: read from the shard and the index.
-        odd: reason (area, bbox, empty_mask) -> images whose numbers differ from their masks. Only with
-            `deep`. This is not damage: ingest keeps such images and counts them as warnings.
-        odd_images: reason -> offset and id of the first such images.
-        unchecked: why the shard could not be checked, which is not damage; None if it was checked.
-        sha256: of the tar; "" if it was not read to its end.
+    Odd images (area, bbox, empty_mask), only with `deep`, have numbers that differ from their masks. This is
+    not damage: ingest keeps such images and counts them as warnings.
     """
 
     name: str
     findings: Findings = field(default_factory=Findings)
     images: int = 0
     masks: int = 0
-    bytes: int = 0
+    bytes: int = 0  # read from the shard and the index
     jpg_bytes: int = 0
     largest: Largest = field(default_factory=Largest)
-    odd: dict[str, int] = field(default_factory=dict)
+    odd: dict[str, int] = field(default_factory=dict)  # reason -> images
+    # reason -> offset and id of the first such images
     odd_images: dict[str, list[list[int]]] = field(default_factory=dict)
-    unchecked: str | None = None
-    sha256: str = ""
+    unchecked: str | None = None  # why the shard could not be checked, which is not damage
+    sha256: str = ""  # of the tar; "": not read to its end
 
     def count_odd(self, reason: str, offset: int, image_id: int) -> None:
         """Count an image whose numbers differ from its masks."""

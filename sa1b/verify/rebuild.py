@@ -118,12 +118,11 @@ def rebuild_shards(
 def rebuild_root(
     root: Root, *, workers: int = 1, scratch: Path | None = None, quiet: bool = False
 ) -> RebuildSummary:
-    """Rebuild every index, the sample table and dataset.json of a dataset directory.
+    """Rebuild every index, the sample table and dataset.json of a dataset directory. LockedError: reshard or
+    another rebuild is running there.
 
-    Raises:
-        ManifestError: no shards in `root`, or the shards of a lost task file are incomplete.
-        sa1b.errors.SourceError: an image is in two sources.
-        LockedError: reshard or another rebuild is running there.
+    ManifestError: no shards in `root`, or the shards of a lost task file are incomplete. SourceError: an
+    image is in two sources.
     """
     began = time.monotonic()
     summary = RebuildSummary()

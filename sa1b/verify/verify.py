@@ -48,19 +48,17 @@ def verify(
     """Check everything in a dataset directory; damage is collected in the report, not raised.
 
     No file is changed or locked. Memory does not grow with the images of the dataset. With a URL, each
-    process stores one shard and its index on the local disk at a time.
+    process stores one shard and its index on the local disk at a time, in `scratch`.
 
     Args:
         deep: also decode every JPEG and every mask, and compare both copies of each.
         workers: processes at a time; 0 checks in the calling process, for debugging.
         state: file outside `root` that records finished shards. After an interruption, the same call resumes
             from it and returns the same report. It is removed at the end. Changed shards are checked again.
-        scratch: of a URL: local folder for the shards that are being checked; by default the system's one.
 
     Raises:
         ManifestError: `root` contains no dataset.
         UsageError: `state` cannot be used, or `scratch` has not enough space.
-        StorageError: the URL cannot be read.
     """
     began = time.monotonic()
     store = open_store(root, scratch=scratch)

@@ -49,25 +49,17 @@ _PIECE = 1 << 12  # number of ids that are looked up at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """The images of a view and its condition on masks.
+    """The images of a view and its condition on masks."""
 
-    Attributes:
-        rows: rows of the sample table, uint32 [n]; None: all rows in the table's order, without an array.
-        count: images, n.
-        digest: the view's identity.
-        ids_digest: digest of the sorted image ids or, for `by_location`, of the ids in its order. It is the
-            key of the training order.
-        bytes_digest: digest of the sample table, which differs for other bytes, other shards or more images.
-            Used only for integrity.
-        masks_where: the condition that a mask must pass; None: all masks.
-    """
-
+    # of the sample table, [n]; None: all rows in the table's order, without an array
     rows: npt.NDArray[np.uint32] | None
-    count: int
-    digest: str
+    count: int  # images, n
+    digest: str  # the view's identity
+    # of the sorted image ids or, for `by_location`, of the ids in its order: the key of the training order
     ids_digest: str
+    # of the sample table, which differs for other bytes, other shards or more images; for integrity only
     bytes_digest: str
-    masks_where: Predicate | None = None
+    masks_where: Predicate | None = None  # the condition that a mask must pass; None: all masks
 
     def __repr__(self) -> str:
         condition = "" if self.masks_where is None else f", masks with {self.masks_where.text}"
@@ -197,7 +189,6 @@ def write_view(
 
     Args:
         rows: rows of the sample table, ascending, uint32 [n], at least one.
-        name: readable alias.
         chosen_by: flags of the selection -> values; stored in the document, so that it can be repeated.
         counts: further counts for the document.
         out: where to write: a folder, or the path of the .json file; None: ROOT/views.

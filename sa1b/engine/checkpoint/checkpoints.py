@@ -69,12 +69,10 @@ class Checkpoints:
     writes. These threads have a separate process group, in which they agree that all ranks have written.
     Training only waits for the copy to host memory, and for the previous save if that is still being written.
 
-    Creating an instance removes incomplete checkpoints of killed runs and locks the folder. A run in a bucket
-    is closed by `close` too, and has its own limit. `seconds`: from the call of `save` until the newest
-    checkpoint was complete; 0.0 before the first.
-
-    Raises:
-        CheckpointError: the folder cannot be written, or another run uses it.
+    Creating an instance removes incomplete checkpoints of killed runs and locks the folder: CheckpointError
+    if it cannot be written, or another run uses it. A run in a bucket is closed by `close` too, and has its
+    own limit. `seconds`: from the call of `save` until the newest checkpoint was complete; 0.0 before the
+    first.
     """
 
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
@@ -194,12 +192,8 @@ class Checkpoints:
         """Resume from the newest good checkpoint: fill model and optimizer and return the state.
 
         Falls back to older checkpoints, each time with a warning that names the damaged file and the reason.
-        None if there are no checkpoints; model and optimizer are unchanged.
-
-        Raises:
-            MismatchError: as in `load`.
-            RetrievalError: a checkpoint that may be good cannot be read now.
-            CheckpointError: there are checkpoints, but none is good.
+        None if there are no checkpoints; CheckpointError if none of them is good. RetrievalError: one that
+        may be good cannot be read now. MismatchError: as in `load`.
         """
         refused: list[str] = []
         for step in reversed(self.steps()):

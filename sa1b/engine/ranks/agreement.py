@@ -36,10 +36,8 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
     Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
     may show new files late. The disk must answer within `limit` seconds.
 
-    Raises:
-        UsageError: some ranks see another folder: raised on all ranks, with a message that names these ranks
-            and their hosts. If this rank cannot create or write the folder, only this rank raises the error.
-            Or the folder has files that no run wrote, see `check_files`.
+    UsageError, on all ranks, names the ranks that see another folder, and their hosts. Only this rank raises
+    it if it cannot create or write the folder, or if that has files that no run wrote, see `check_files`.
     """
     try:
         Limited().call(lambda: _check_files(folder), limit)
@@ -108,10 +106,7 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
     pipeline is on the meta device of the other ranks, and is compared by its name, shape and dtype only.
 
     The ranks exchange one crc32 per tensor, computed at 8.6 GB/s by one thread after a copy from the device.
-    ViT-H has 2.5 GB of weights.
-
-    Raises:
-        DisagreementError: names the tensors and the ranks that differ.
+    ViT-H has 2.5 GB of weights. DisagreementError names the tensors and the ranks that differ.
     """
     if rank_info.world_size == 1:
         return

@@ -28,11 +28,7 @@ class Feed:
 
     `view` is read instead of `config.view`; "sequential" is the order of an evaluation. `shares`: of a step,
     one for each rank; None: all have the same. `divided`: the ranks divide the images of a step; else every
-    rank reads all.
-
-    Raises:
-        UsageError: settings do not fit together; the message names the flag.
-        StorageError: the data cannot be read.
+    rank reads all. UsageError names the flag of settings that do not fit together.
     """
 
     def __init__(

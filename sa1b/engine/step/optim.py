@@ -62,13 +62,10 @@ def make_optimizer(
 
     Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
     all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
-    UsageError: no parameter is trained.
 
-    Args:
-        module: the result of `wrap`, or a module that is never wrapped. FSDP replaces parameters, so an
-            optimizer of the unwrapped module would be invalid.
-        batch: images in the global batch.
-        make: AdamW, or that of a mode (`sa1b.engine.ranks.parallel.Mode.optimizer`).
+    The module is the result of `wrap`, or never wrapped: FSDP replaces parameters, so an optimizer of the
+    unwrapped module would be invalid. `batch`: images in the global batch. `make`: AdamW, or that of a mode
+    (`sa1b.engine.ranks.parallel.Mode.optimizer`). UsageError: no parameter is trained.
     """
     model = declared(module)
     weights = model.weights()

@@ -97,14 +97,13 @@ class Phases:
     Kernels of the optimizer may end during the next step.
 
     Attributes:
-        current: the phase of this moment.
-        seconds: seconds of each phase since the step began, without those of the current phase. A caller may
-            move seconds from one part to another.
+        seconds: of each phase since the step began, without the current one. A caller may move seconds to
+            another part.
         began: start of the step on the clock of time.perf_counter.
         observer: called with each phase when it begins, if it is set.
         steps: steps begun in this process.
-        reading: returns the sample that this rank waits for, with its shard and offset; None if it waits for
-            none. Any thread may call it.
+        reading: returns the sample that this rank waits for, with its shard and offset, or None. Any thread
+            may call it.
     """
 
     def __init__(self) -> None:

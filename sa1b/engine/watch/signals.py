@@ -61,9 +61,8 @@ _STEPS = 16  # number of last steps of which the longest counts
 class Requests:
     """What this rank is asked to do after its current step, and its first failed write.
 
-    Args:
-        deadline: time before which the run stops, in seconds of `clock`; None: no deadline.
-        limit: seconds that the write of a file may take.
+    The run stops before `deadline`, in seconds of `clock`; None: no deadline. `limit`: seconds that the write
+    of a file may take.
 
     Attributes:
         failure, asked: this rank's first failed write, and why this rank was asked to stop.

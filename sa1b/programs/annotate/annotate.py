@@ -176,8 +176,7 @@ def annotate(
 ) -> AnnotationSummary:
     """Find the masks of images and write them as pairs in SA-1B's form; `sa1b annotate` has the details.
 
-    Memory: a few images, and 1 kB for each name. OSError: the disk is full or fails; complete images are
-    kept.
+    Memory: a few images, and 1 kB for each name. OSError: the disk is full; complete images are kept.
 
     Args:
         paths: files, folders and dataset directories.

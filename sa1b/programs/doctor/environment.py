@@ -20,20 +20,14 @@ Kind = Literal["good", "harmless", "slow", "risky", "old"]
 
 
 class Rule(NamedTuple):
-    """The effect of a variable.
+    """The effect of a variable."""
 
-    Attributes:
-        kind: good: helps. harmless: a choice that costs nothing in general. slow: costs speed. risky: may
-            hang or fail. old: has no effect any more, or another name.
-        why: after "NAME=VALUE: ".
-        values: the values that the kind applies to; empty: all. Other values are harmless.
-        instead: the remedy; by default: unset the variable.
-    """
-
+    # good: helps; harmless: costs nothing in general; slow: costs speed; risky: may hang or fail; old: has no
+    # effect any more, or another name
     kind: Kind
-    why: str
-    values: tuple[str, ...] = ()
-    instead: str = ""
+    why: str  # after "NAME=VALUE: "
+    values: tuple[str, ...] = ()  # that the kind applies to; empty: all. Other values are harmless
+    instead: str = ""  # the remedy; by default: unset the variable
 
 
 _ON = ("1",)

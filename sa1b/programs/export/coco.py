@@ -48,19 +48,15 @@ _OBJECT = {"id": 1, "name": "object", "supercategory": ""}
 class Coco(Format):
     """Annotations in COCO's format. Memory: one image, and 200 bytes for each image of a part.
 
-    Attributes:
-        images_per_file: images in a JSON file; None: one file for all of them.
-        segmentation: run lengths, or polygons along the sides of pixels, which pycocotools rasterises to the
-            same masks. A mask without a pixel has run lengths.
-        categories: those of the sources as JSON, in every file, also without a mask.
-        object_id: id of the category `object`.
+    Polygons along the sides of pixels are those that pycocotools rasterises to the same masks. A mask without
+    a pixel has run lengths.
     """
 
-    images_per_file: int | None = None
+    images_per_file: int | None = None  # in a JSON file; None: one file for all of them
     segmentation: Segmentation = "rle"
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
-    categories: tuple[str, ...] = ()
-    object_id: int = 1
+    categories: tuple[str, ...] = ()  # those of the sources as JSON, in every file
+    object_id: int = 1  # id of the category `object`
 
     @property
     def kind(self) -> str:

@@ -58,8 +58,7 @@ def write_gallery(
         path: dataset directory (also a URL), shard, source tar, folder of pairs or of tars.
         out: path of the page. A page of the same input is replaced, any other file only with `overwrite`.
         sort: order of the images, one of SORTS.
-        max_side: largest longer side of an image, in pixels.
-        max_bytes: largest size of the page.
+        max_side, max_bytes: largest longer side of an image, in pixels, and largest size of the page.
         predictions: file with masks of a model, see sa1b.shards.predictions. The page shows the images of
             this file, unless `choice` has ids, with the predicted masks next to the true masks.
         warnings: show only the images of a dataset directory that have a warning, with the reasons.
@@ -67,8 +66,8 @@ def write_gallery(
         facts: labels and texts of additional facts about the input.
 
     Raises:
-        UsageError: an option is out of range, the input does not contain a requested image, or `out` exists
-            and is not a page of this input.
+        UsageError: an option is out of range, the input lacks a requested image, or `out` is not a page of
+            this input.
         SourceError, ManifestError, ShardError: the input has nothing to show.
     """
     check_options(choice, sort, max_side)

@@ -190,11 +190,8 @@ def write_tars(
     at a time. `phrases`: also write phrases.parquet, a row for each mask; see
     `sa1b.programs.synthetic.phrases`.
 
-    Raises:
-        FileExistsError: one of the files exists; nothing was written.
-        OSError: the disk is full or fails; with the path of the tar.
-        ChildProcessError: a worker failed for another reason; the message names its tar.
-        ValueError: `images_per_tar` is out of range.
+    FileExistsError: one of the files exists; nothing was written. OSError: the disk is full or fails.
+    ChildProcessError: a worker failed for another reason. ValueError: `images_per_tar` is out of range.
     """
     if not 0 < images_per_tar <= IDS_PER_TAR:
         raise ValueError(f"images_per_tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")

@@ -78,13 +78,9 @@ def copy_dataset(
 
     A source with a damaged shard is skipped and the others are copied. With `shards`, patterns of names
     (fnmatch), or `images`, ids as uint64 [N], ascending, only shards that match or hold one are copied, and
-    no views. `dest` is empty or has a part of the same dataset. Each of the threads copies one source at a
-    time: 64 MiB of memory. `scratch`: of a URL: local folder for the objects that are being copied.
-
-    Raises:
-        ManifestError: `root` has no readable dataset.
-        UsageError: `dest` is another dataset, or a disk is too small.
-        OSError: the destination cannot be written, or a store cannot be reached. What was copied is kept.
+    no views. `dest` is empty or has a part of the same dataset: else, and if a disk is too small, UsageError.
+    Each of the threads copies one source at a time: 64 MiB of memory. `scratch`: of a URL: local folder for
+    the objects that are being copied. OSError: a store fails; what was copied is kept.
     """
     began = time.monotonic()
     source, target = open_store(root, scratch=scratch), open_store(dest, scratch=scratch)
