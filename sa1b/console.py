@@ -295,10 +295,8 @@ def broken_pipe() -> int:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Context of slow imports, in which Ctrl-C ends the process at once.
-
-    Otherwise a KeyboardInterrupt during the import of a compiled module may become another exception.
-    """
+    """Context of slow imports, in which Ctrl-C ends the process at once."""
+    # Otherwise a KeyboardInterrupt during the import of a compiled module may become another exception.
     before = end_at_interrupt()
     try:
         yield
@@ -307,10 +305,8 @@ def loading() -> Iterator[None]:
 
 
 def end_at_interrupt() -> "Callable[..., object] | int | None":
-    """Make Ctrl-C end this process at once, without a traceback, and return the previous handler.
-
-    A process that ignores the signal, such as a background process of a shell, continues to ignore it.
-    """
+    """Make Ctrl-C end this process at once, without a traceback, and return the previous handler."""
+    # A process that ignores the signal, such as a background process of a shell, continues to ignore it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return signal.SIG_IGN
     if os.environ.get("WORLD_SIZE", "1") != "1":  # its value is checked later, with a message
@@ -320,11 +316,9 @@ def end_at_interrupt() -> "Callable[..., object] | int | None":
 
 
 def before_training() -> None:
-    """Prepare the signals of a process that imports what training needs, until the run handles them.
-
-    Ctrl-C ends it at once, because there is no state to save. SIGUSR2 asks a run for a table, for which it is
-    too early; by default the signal would end the process.
-    """
+    """Prepare the signals of a process that imports what training needs, until the run handles them."""
+    # Ctrl-C ends it at once, because there is no state to save. SIGUSR2 asks a run for a table, for which it
+    # is too early; by default the signal would end the process.
     end_at_interrupt()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -347,10 +341,8 @@ def _print_json(message: str, code: int) -> None:
 
 
 def command(verb: str) -> str:
-    """The command of a verb in this installation: "sa1b verify" or "python -m sa1b verify".
-
-    The short form is used if the script `sa1b` on the PATH belongs to this interpreter.
-    """
+    """The command of a verb in this installation: "sa1b verify" or "python -m sa1b verify"."""
+    # The short form is used if the script `sa1b` on the PATH belongs to this interpreter.
     return f"{_program(os.environ.get('PATH'))} {verb}"
 
 

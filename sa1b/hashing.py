@@ -31,11 +31,9 @@ _WORD = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """The first number of each key, so that different purposes never share random values.
+    """The first number of each key, so that different purposes never share random values."""
 
-    The results for a seed depend on these numbers: add new ones, but never change a number.
-    """
-
+    # The results for a seed depend on these numbers: add new ones, but never change a number.
     SUBSTITUTE = 1  # the substitute of a damaged sample
     MASKS = 2  # which masks of an image are chosen
     COVERAGE = 3  # the order in which successive visits of an image use its masks
@@ -77,11 +75,9 @@ def _mix_one(state: Words, numbers: Words, out: Words) -> None:
 
 
 def random_word(seed: int, *key: int) -> int:
-    """One random value: an integer from 0 to 2**64 - 1.
-
-    For seed 1234567, numbers 0, 1, 2 as keys give 6457827717110365317, 3203168211198807973,
-    9817491932198370423, which are SplitMix64's published first outputs for that seed.
-    """
+    """One random value: an integer from 0 to 2**64 - 1."""
+    # For seed 1234567, numbers 0, 1, 2 as keys give 6457827717110365317, 3203168211198807973,
+    # 9817491932198370423, which are SplitMix64's published first outputs for that seed.
     word = seed & _WORD
     for number in key:
         word = (word + GAMMA * (int(number) + 1)) & _WORD

@@ -76,10 +76,8 @@ def is_source_name(name: str) -> bool:
 
 
 def named_source(text: str, known: Container[str]) -> str | None:
-    """The source that a user names by its name or by that of its tar or folder; None: not a bare name.
-
-    Only the result becomes part of a path: it contains no "/" and does not begin with a dot.
-    """
+    """The source that a user names by its name or by that of its tar or folder; None: not a bare name."""
+    # Only the result becomes part of a path: it contains no "/" and does not begin with a dot.
     name = text.rstrip("/")
     if name not in known and name.removesuffix(".tar") in known:
         name = name.removesuffix(".tar")

@@ -251,10 +251,8 @@ class _Board:
 def _work(
     board: Any, name: tuple[int, int], folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[str, Any]:
-    """A Ray task: returns ("done", result) or ("failed", Failure).
-
-    Relative paths refer to `folder`, that of the command. Ray starts workers elsewhere.
-    """
+    """A Ray task: returns ("done", result) or ("failed", Failure)."""
+    # Relative paths refer to `folder`, that of the command. Ray starts workers elsewhere.
     ray = import_module("ray")
     last = board.report.remote(name, None)  # the task has started
 

@@ -253,10 +253,9 @@ class _Pool:
         return [key.data for key, _ in self.selector.select(timeout)]
 
     def receive(self, one: _Running) -> list[Event]:
-        """The events of messages or of the end of a process; none for an end after the result was sent.
-
-        A process may stop within a message, so bytes are taken as they arrive, without waiting for the rest.
-        """
+        """The events of messages or of the end of a process; none for an end after the result was sent."""
+        # A process may stop within a message, so bytes are taken as they arrive, without waiting for the
+        # rest.
         data = b""
         with contextlib.suppress(OSError):
             data = os.read(one.pipe.fileno(), 1 << 16)

@@ -37,10 +37,8 @@ _M_ARENA_MAX = -8  # parameter of mallopt, from glibc's malloc.h
 
 
 def limit_threads() -> None:
-    """Limit the threads of OpenCV and Arrow to one: a worker process uses one or two cores.
-
-    All threads share one arena of glibc's malloc, because one thread frees the memory of another one.
-    """
+    """Limit the threads of OpenCV and Arrow to one: a worker process uses one or two cores."""
+    # All threads share one arena of glibc's malloc, because one thread frees the memory of another one.
     cv2.setNumThreads(1)
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)

@@ -157,10 +157,8 @@ def _claimed(
 
 
 def other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> str | None:
-    """The error of a finished source whose md5 is not the expected one; None: it is, or none is.
-
-    The source is read only if its task file has no md5.
-    """
+    """The error of a finished source whose md5 is not the expected one; None: it is, or none is."""
+    # The source is read only if its task file has no md5.
     if expected is None:
         return None
     found = task.source["md5"]
@@ -203,10 +201,8 @@ def _size_text(task: Task) -> str:
 
 
 def is_partial(task: Task) -> bool:
-    """Whether a finished source may lack pairs, because only some pairs or shards of it were taken.
-
-    The task file of a source that `sa1b index` has rebuilt from shards looks the same.
-    """
+    """Whether a finished source may lack pairs, because only some pairs or shards of it were taken."""
+    # The task file of a source that `sa1b index` has rebuilt from shards looks the same.
     return task.source["size"] is None
 
 

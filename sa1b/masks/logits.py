@@ -129,10 +129,8 @@ def _enlarge(
 
 
 def _bilinear(source: int, target: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The two source pixels that each target pixel reads, [target, 2], and their weights.
-
-    Bilinear interpolation of pixel centres without antialiasing; pixels at the border are repeated.
-    """
+    """The two source pixels that each target pixel reads, [target, 2], and their weights."""
+    # Bilinear interpolation of pixel centres without antialiasing; pixels at the border are repeated.
     at = np.maximum((np.arange(target) + 0.5) * (source / target) - 0.5, 0)
     first = np.minimum(at.astype(np.int64), source - 1)
     second = np.minimum(first + 1, source - 1)

@@ -268,11 +268,9 @@ def enlarge(
 
 @kernel
 def farthest(region: npt.NDArray[np.bool_], clicked: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    """The pixel of a region that is farthest from its outside: x, y and the squared distance; or zeros.
-
-    See `sa1b.sam.protocol.centre`. Distances are in integers, so that the result is exact. Rows whose pixels
-    are all nearer to the outside above or below than the farthest pixel so far are skipped.
-    """
+    """The pixel of a region that is farthest from its outside: x, y and the squared distance; or zeros."""
+    # See `sa1b.sam.protocol.centre`. Distances are in integers, so that the result is exact. Rows whose
+    # pixels are all nearer to the outside above or below than the farthest pixel so far are skipped.
     height, width = region.shape
     vertical = np.empty((height, width), np.int32)  # distance from the nearest pixel outside in the column
     vertical[0] = region[0]

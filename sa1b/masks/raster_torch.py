@@ -262,11 +262,9 @@ def fill_axes(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Mark each pixel that differs from the one above it by +1 or -1, then sum down the columns.
-
-    Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that -1
-    causes in a word cancel out.
-    """
+    """Mark each pixel that differs from the one above it by +1 or -1, then sum down the columns."""
+    # Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that -1
+    # causes in a word cancel out.
     device = runs.device
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")

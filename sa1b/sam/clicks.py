@@ -59,11 +59,9 @@ def first_prompts(
 
 
 def unprompted_iterations(keys: Tensor, clicks: int, unprompted: int) -> Tensor:
-    """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted].
-
-    The last iteration is unprompted for all masks. The key of each mask chooses the other unprompted - 1 from
-    the earlier iterations; all sets are equally likely.
-    """
+    """The iterations after the first in which a mask gets no new prompt: bool [M, clicks + unprompted]."""
+    # The last iteration is unprompted for all masks. The key of each mask chooses the other unprompted - 1
+    # from the earlier iterations; all sets are equally likely.
     if unprompted == 0:
         return torch.zeros((len(keys), clicks), dtype=torch.bool, device=keys.device)
     iterations = torch.arange(clicks + unprompted - 1, device=keys.device)
@@ -95,12 +93,10 @@ def corrective_clicks(
 
 
 def uniform_pixels(regions: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A uniform pixel of each region, bool [M, R, C]: rows, columns and pixel counts, int64 [M] each.
-
-    The word selects pixel number k of the region in row-major order. Sums over rows give its row, then its
-    column. For a region without a pixel, row and column are the last ones. 64 masks of 256x256 take 1.6 ms on
-    one CPU thread; a cumulative sum over complete masks with a search takes 14 to 19 ms.
-    """
+    """A uniform pixel of each region, bool [M, R, C]: rows, columns and pixel counts, int64 [M] each."""
+    # The word selects pixel number k of the region in row-major order. Sums over rows give its row, then its
+    # column. For a region without a pixel, row and column are the last ones. 64 masks of 256x256 take 1.6 ms
+    # on one CPU thread; a cumulative sum over complete masks with a search takes 14 to 19 ms.
     in_row = regions.sum(dim=2, dtype=torch.int32).long()  # int32 is seven times as fast as int64 on the CPU
     through_row = in_row.cumsum(dim=1)
     counts = through_row[:, -1]

@@ -144,11 +144,10 @@ class Block(nn.Module):
         self.compiled: Callable[[Tensor, Tensor | None], Tensor] | None = None
 
     def compile_compute(self) -> None:
-        """Compile `compute`, separately for each batch size: sizes must not become dynamic.
-
-        FSDP's hooks and the activation checkpoint stay outside of the graph: a graph breaks at hooks, and
-        nothing in a checkpoint is compiled if a graph breaks inside.
-        """
+        """Compile `compute`, separately for each batch size: sizes must not become dynamic."""
+        # FSDP's hooks and the activation checkpoint stay outside of the graph: a graph breaks at hooks, and
+        # nothing in a checkpoint is compiled if a graph breaks inside.
+        #
         # All blocks share one code object and its limit of graphs. There is a graph for windowed and for
         # global blocks, for training and evaluation, and for a few batch sizes.
         dynamo: Any = import_module("torch._dynamo.config")
@@ -271,12 +270,10 @@ class RelativeAttention(nn.Module):
 
 
 def distances(table: Tensor) -> Tensor:
-    """The embeddings of all distances r - s along one axis: float [n, d, n], at [r, :, s].
-
-    Row i of the table [2n - 1, d] is the embedding of the distance i - (n - 1). The result is made of windows
-    of the table, not by indexing: the gradient of indexing is a scattered sum, which is slower and has no
-    fixed order on some devices.
-    """
+    """The embeddings of all distances r - s along one axis: float [n, d, n], at [r, :, s]."""
+    # Row i of the table [2n - 1, d] is the embedding of the distance i - (n - 1). The result is made of
+    # windows of the table, not by indexing: the gradient of indexing is a scattered sum, which is slower and
+    # has no fixed order on some devices.
     return table.unfold(0, (table.shape[0] + 1) // 2, 1).flip(-1)
 
 

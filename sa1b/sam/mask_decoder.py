@@ -20,18 +20,17 @@ HIDDEN_RATIO = 8  # hidden width / channels of the feed-forward network: 2048 fo
 
 
 class MaskDecoder(nn.Module):
-    """Masks at four times the size of the image embedding; `channels` is a multiple of 32.
+    """Masks at four times the size of the image embedding; `channels` is a multiple of 32."""
 
-    The cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and 12 tokens
-    (the mean over the iterations), by torch's FlopCounterMode and as inputs and outputs of every operator. In
-    parentheses: the published order of products with checkpointed iterations.
-
-        forward                  2.6 GFLOP, 222 MB in float32, 120 MB under bfloat16    (3.7, 297, 258)
-        forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
-
-    For an image with 64 masks and 11 iterations: 5.6 TFLOP and 418 or 222 GB (10.5 TFLOP, 741 or 633 GB).
-    `benchmarks/test_decoder.py` measures the time.
-    """
+    # The cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and 12 tokens
+    # (the mean over the iterations), by torch's FlopCounterMode and as inputs and outputs of every operator.
+    # In parentheses: the published order of products with checkpointed iterations.
+    #
+    #     forward                  2.6 GFLOP, 222 MB in float32, 120 MB under bfloat16    (3.7, 297, 258)
+    #     forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
+    #
+    # For an image with 64 masks and 11 iterations: 5.6 TFLOP and 418 or 222 GB (10.5 TFLOP, 741 or 633 GB).
+    # `benchmarks/test_decoder.py` measures the time.
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -76,11 +75,9 @@ class MaskDecoder(nn.Module):
         return logits, self.iou_prediction_head(tokens[:, 0])[:, candidates], tokens[:, 1:]
 
     def upscale(self, image: Tensor, weights: Tensor) -> Tensor:
-        """Image tokens [M, N, C] and weights [M, K, C / 8] -> logits [M, K, 4h, 4w].
-
-        Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
-        Only the logits have to be reordered to pixels.
-        """
+        """Image tokens [M, N, C] and weights [M, K, C / 8] -> logits [M, K, 4h, 4w]."""
+        # Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
+        # Only the logits have to be reordered to pixels.
         first, norm, _, second, _ = self.output_upscaling
         x = upscaled(image, first)  # (M, N, 4, C / 4)
         gain, bias = (norm.get_parameter(name) for name in ("weight", "bias"))

@@ -225,10 +225,8 @@ def _prompts(
     height: int,
     width: int,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Points and box corners of N prompts, [N, P, 2], and their labels as `Sam.decode` takes them, [N, P].
-
-    Points with an effect come first; the last point is always empty.
-    """
+    """Points and box corners of N prompts, [N, P, 2], and their labels as `Sam.decode` takes them, [N, P]."""
+    # Points with an effect come first; the last point is always empty.
     if points is None and boxes is None:
         reason = "" if labels is None else ", only labels"
         raise BadValue(f"predict(...): has no prompts{reason}; pass points or boxes")

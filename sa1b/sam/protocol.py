@@ -228,10 +228,8 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
 
 
 def _overlaps(masks: Tensor, truth: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask.
-
-    `chosen`: int64 [m], which candidate; None: the one with the highest IoU.
-    """
+    """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask."""
+    # `chosen`: int64 [m], which candidate; None: the one with the highest IoU.
     both = _pixels(masks & truth[:, None])
     either = _pixels(masks) + _pixels(truth)[:, None] - both
     if chosen is None:

@@ -47,11 +47,9 @@ def below(words: Tensor, bounds: Tensor) -> Tensor:
 
 
 def normals(keys: Tensor, *numbers: int) -> Tensor:
-    """Standard normal float32 values, at most 6: the sum of twelve uniform 16-bit numbers.
-
-    All operations before the last division are on integers, so every device gives the same bits; a logarithm
-    and a cosine would not. The fourth moment is 2.9; that of the normal distribution is 3.
-    """
+    """Standard normal float32 values, at most 6: the sum of twelve uniform 16-bit numbers."""
+    # All operations before the last division are on integers, so every device gives the same bits; a
+    # logarithm and a cosine would not. The fourth moment is 2.9; that of the normal distribution is 3.
     total = torch.zeros_like(keys)
     for part in range(3):
         words = random_words(keys, *numbers, part)

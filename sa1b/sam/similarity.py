@@ -139,10 +139,8 @@ class ClickSimilarity(nn.Module):
 
 
 def _nearest(counts: Tensor, colour: Tensor, unlike: Tensor, position: Tensor, away: Tensor) -> Tensor:
-    """The smallest distance from the clicks that count, bool [M, P]: [M, K, R * R], at most _FAR.
-
-    `colour` and `position` [M, K, 1] are factors of the distances `unlike` and `away`, [M, P, R * R].
-    """
+    """The smallest distance from the clicks that count, bool [M, P]: [M, K, R * R], at most _FAR."""
+    # `colour` and `position` [M, K, 1] are factors of the distances `unlike` and `away`, [M, P, R * R].
     nearest = unlike.new_full((1, 1, unlike.shape[2]), _FAR)
     for column in range(counts.shape[1]):
         distance = colour * unlike[:, None, column] + position * away[:, None, column]

@@ -106,10 +106,8 @@ class SharedImage:
 
 
 def added(product: Tensor, tokens: Tensor) -> Tensor:
-    """The sum, computed in place in the memory of the product unless the product is a view, as in a graph.
-
-    Autograd would copy the gradient of a view that is changed in place.
-    """
+    """The sum, computed in place in the memory of the product unless the product is a view, as in a graph."""
+    # Autograd would copy the gradient of a view that is changed in place.
     return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
 
 
@@ -148,11 +146,9 @@ _of_transposed: Product = _OfTransposed.apply
 
 
 def product_with_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions.
-
-    The gradients have the memory layouts of a and b. The gradients of a plain product are transposed, and
-    adding them to other gradients takes as long as the product.
-    """
+    """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions."""
+    # The gradients have the memory layouts of a and b. The gradients of a plain product are transposed, and
+    # adding them to other gradients takes as long as the product.
     return _with_transposed(a, b)
 
 
@@ -314,22 +310,18 @@ class ImageToToken(ProjectedAttention):
 
 
 def share_projections(attention: ProjectedAttention) -> None:
-    """Initialise queries and keys with the same projection, so that queries attend to similar keys.
-
-    Tokens and image tokens contain their positions, so a point attends to its own position from the first
-    step. Independent projections have to learn this first, which takes most of the training time.
-    """
+    """Initialise queries and keys with the same projection, so that queries attend to similar keys."""
+    # Tokens and image tokens contain their positions, so a point attends to its own position from the first
+    # step. Independent projections have to learn this first, which takes most of the training time.
     nn.init.normal_(attention.q_proj.weight, std=attention.q_proj.in_features**-0.5)
     with torch.no_grad():
         attention.k_proj.weight.copy_(attention.q_proj.weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: bool = False) -> Tensor:
-    """x [..., C] -> the same shape and number format, also under autocast, which would give float32.
-
-    On a CUDA device with few channels by `sa1b.sam.norm_triton`, except in a compiled graph, where torch
-    generates such a kernel.
-    """
+    """x [..., C] -> the same shape and number format, also under autocast, which would give float32."""
+    # On a CUDA device with few channels by `sa1b.sam.norm_triton`, except in a compiled graph, where torch
+    # generates such a kernel.
     if x.is_cuda and not torch.compiler.is_compiling() and (kernels := _kernels()) is not None:
         channels = x.shape[-1]
         if channels <= kernels.MOST_CHANNELS and channels & (channels - 1) == 0:

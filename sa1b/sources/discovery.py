@@ -259,10 +259,8 @@ def _is_dataset(names: Sequence[str]) -> bool:
 
 
 def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str | None:
-    """The reason why a file is not a source; None if a format knows it, or it is a tar by content or name.
-
-    A file with the name of a tar and other content is taken as a source, so that its failure is reported.
-    """
+    """The reason why a file is not a source; None if a format knows it, or it is a tar by content or name."""
+    # A file with the name of a tar and other content is taken as a source, so that its failure is reported.
     name = path.name.lower()
     if not stat.S_ISREG(found.st_mode):
         return "not a regular file"

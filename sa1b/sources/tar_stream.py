@@ -94,11 +94,9 @@ def parse_header(block: bytes) -> Header | None:
 
 
 def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
-    """Fields that a GNU long-name (L, K) or pax (x, g) header sets for the next member; None if malformed.
-
-    Keys: path, size, link, sparse. A malformed header may be a member with a damaged type, so the content
-    is always checked.
-    """
+    """Fields that a GNU long-name (L, K) or pax (x, g) header sets for the next member; None if malformed."""
+    # Keys: path, size, link, sparse. A malformed header may be a member with a damaged type, so the content
+    # is always checked.
     if kind in b"LK":
         name = data[:-1]
         # GNU tar, Python, Go and libarchive all write the name and one zero byte.

@@ -162,10 +162,8 @@ def process_of_temporary(path: Path) -> str | None:
 
 
 def start_of(pid: int) -> int | None:
-    """Start time of a process of this machine, in clock ticks since boot; None: the process has ended.
-
-    The start time distinguishes a process from a later process with the same id.
-    """
+    """Start time of a process of this machine, in clock ticks since boot; None: the process has ended."""
+    # The start time distinguishes a process from a later process with the same id.
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
     except (OSError, IndexError, ValueError):

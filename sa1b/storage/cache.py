@@ -25,10 +25,8 @@ _PARTIAL = ".partial"
 
 
 def default_folder() -> Path:
-    """The default cache: $XDG_CACHE_HOME/sa1b, else sa1b-<user id> in the temporary folder.
-
-    Not the home folder, which machines often share: a memory-mapped copy must be local to be fast.
-    """
+    """The default cache: $XDG_CACHE_HOME/sa1b, else sa1b-<user id> in the temporary folder."""
+    # Not the home folder, which machines often share: a memory-mapped copy must be local to be fast.
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home) / "sa1b" if home else Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}"
 

@@ -227,12 +227,10 @@ def response_of(error: BaseException) -> tuple[int, str]:
 
 
 def classify_local_error(error: OSError) -> Fault | None:
-    """The fault of a failed read of a local file; None if neither a retry nor another sample helps.
-
-    An input/output error is retried, because network disks return it while their server restarts. If it
-    persists until the deadline, the file counts as unavailable, not as damaged. Otherwise a failed mount
-    would cause the substitution of every sample.
-    """
+    """The fault of a failed read of a local file; None if neither a retry nor another sample helps."""
+    # An input/output error is retried, because network disks return it while their server restarts. If it
+    # persists until the deadline, the file counts as unavailable, not as damaged. Otherwise a failed mount
+    # would cause the substitution of every sample.
     message = _message([error])
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return Fault(ErrorClass.MISSING, message)

@@ -63,12 +63,10 @@ class StoreKind:
 
 
 def can_presign(root: str, options: Mapping[str, Any]) -> bool:
-    """Whether reads of an S3 store, s3://BUCKET/FOLDER, can be presigned.
-
-    They cannot be presigned with keys for encryption (SSE-C), which are headers of every request, in
-    directory buckets (S3 Express), whose credentials last five minutes, at multi-region access points, which
-    need another signature, and through a proxy that has its own settings.
-    """
+    """Whether reads of an S3 store, s3://BUCKET/FOLDER, can be presigned."""
+    # They cannot be presigned with keys for encryption (SSE-C), which are headers of every request, in
+    # directory buckets (S3 Express), whose credentials last five minutes, at multi-region access points,
+    # which need another signature, and through a proxy that has its own settings.
     bucket = root.partition("://")[2].partition("/")[0]
     return not (
         options.get("s3_additional_kwargs")
@@ -132,11 +130,9 @@ async def _close_google(system: Any) -> None:
 
 
 def _adapt_azure(system: Any) -> None:
-    """Turn off retries and finalizers of an Azure file system.
-
-    The first wait of Azure's client is as long as an attempt may take. The finalizers, which fail in
-    asynchronous use, would print an error when the process ends; `_close_azure` does their work.
-    """
+    """Turn off retries and finalizers of an Azure file system."""
+    # The first wait of Azure's client is as long as an attempt may take. The finalizers, which fail in
+    # asynchronous use, would print an error when the process ends; `_close_azure` does their work.
     with contextlib.suppress(AttributeError):
         system.service_client._config.retry_policy.total_retries = 0
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):

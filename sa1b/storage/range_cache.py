@@ -305,11 +305,9 @@ def _remove_others(folder: Path, names: set[str]) -> None:
 
 
 def _is_present(file: OpenFile, start: int, parts: tuple[Part, ...]) -> bool:
-    """Whether the file has data in the middle of every part, so that the range was probably written.
-
-    One system call of 0.4 us for each part. The first hole after `start` would be exact, but is found by
-    passing over all extents up to it, and the ends of a range share blocks with its neighbours.
-    """
+    """Whether the file has data in the middle of every part, so that the range was probably written."""
+    # One system call of 0.4 us for each part. The first hole after `start` would be exact, but is found by
+    # passing over all extents up to it, and the ends of a range share blocks with its neighbours.
     try:
         for part in parts:
             middle = start + part.start + part.length // 2

@@ -281,10 +281,8 @@ _inherited: list[Loop] = []
 
 
 def generation() -> int:
-    """The number of forks between the process that imported this module and the calling process.
-
-    Objects of a process are stored under this number, because the system may reuse a process id.
-    """
+    """The number of forks between the process that imported this module and the calling process."""
+    # Objects of a process are stored under this number, because the system may reuse a process id.
     return _forks[0]
 
 

@@ -73,10 +73,9 @@ def upload(
 def _upload_whole(
     reader: Reader, objects: Objects, name: str, path: Path, progress: Callable[[int], None]
 ) -> None:
-    """Upload a file by one call of fsspec, with progress while it runs.
-
-    An attempt may take as long as a slow connection needs for the file, so the deadline grows with the size.
-    """
+    """Upload a file by one call of fsspec, with progress while it runs."""
+    # An attempt may take as long as a slow connection needs for the file, so the deadline grows with the
+    # size.
     from fsspec.callbacks import Callback  # slow; commands import this module for --help
 
     size = path.stat().st_size
@@ -155,11 +154,9 @@ def _upload_parts(
 
 
 def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -> None:
-    """Remove every upload of an object, as far as it is not completed.
-
-    Other uploads than `upload` exist if the response to their start was lost or their process was killed. If
-    one cannot be removed now, the next run removes it, see BucketStore.abort_uploads.
-    """
+    """Remove every upload of an object, as far as it is not completed."""
+    # Other uploads than `upload` exist if the response to their start was lost or their process was killed.
+    # If one cannot be removed now, the next run removes it, see BucketStore.abort_uploads.
     folder, _, last = reader.url(name).rpartition("/")
     policy = replace(reader.retry_policy, deadline=_ABORT_DEADLINE)
 

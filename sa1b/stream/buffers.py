@@ -100,12 +100,11 @@ class BufferPool:
 
 
 class MaskBufferPool(BufferPool):
-    """Buffers for dense masks that record which parts are not 0, so that only these are cleared.
+    """Buffers for dense masks that record which parts are not 0, so that only these are cleared."""
 
-    The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
-    rasterised there. The buffers grow with the batches: the largest number of masks that a stream may give,
-    `masks`, can be many times that of its batches.
-    """
+    # The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
+    # rasterised there. The buffers grow with the batches: the largest number of masks that a stream may give,
+    # `masks`, can be many times that of its batches.
 
     def __init__(self, masks: int, size: int, keep: int) -> None:
         self._most, self._masks, self._size = masks, 0, size

@@ -315,10 +315,8 @@ def _rebuild(
     done: dict[str, Any] | None,
     progress: Callable[[int], object],
 ) -> RebuiltIndex | recover.Changed | str:
-    """Build and commit the index of one shard, or return why not; runs in a worker process.
-
-    `done`: result of an interrupted rebuild, used if the index still has the recorded digest.
-    """
+    """Build and commit the index of one shard, or return why not; runs in a worker process."""
+    # `done`: result of an interrupted rebuild, used if the index still has the recorded digest.
     shard, index = store.url(name), shard_files(name)[1]
     if done is not None:
         built = replace(RebuiltIndex.from_document(done), resumed=True)

@@ -198,11 +198,9 @@ def _table_copy(store: Store, name: str) -> Path:
 
 
 def _died(name: str, why: str) -> ShardResult:
-    """The result for a shard whose processes died: damage, or unchecked if memory or threads were short.
-
-    Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal comes
-    from code that read the shard. A worker of Ray does not tell its signal.
-    """
+    """The result for a shard whose processes died: damage, or unchecked if memory or threads were short."""
+    # Without memory or threads a process is killed, aborts, or ends before it can answer. Another signal
+    # comes from code that read the shard. A worker of Ray does not tell its signal.
     if any(sign in why for sign in ("out of memory", "without an answer", "the machine was lost")):
         return ShardResult(name, unchecked=why)
     return _unfinished(name, "check_died", why)

@@ -148,11 +148,9 @@ class Checkpoints:
         return self._writing is not None
 
     def poll(self) -> None:
-        """Log a write that has ended; call this once per step. It does not wait or communicate.
-
-        Ranks may see the end of a write at different steps, so a failed write raises no error here. `save`
-        and `close` raise it, because all ranks call them at the same step.
-        """
+        """Log a write that has ended; call this once per step. It does not wait or communicate."""
+        # Ranks may see the end of a write at different steps, so a failed write raises no error here. `save`
+        # and `close` raise it, because all ranks call them at the same step.
         if self._writing is not None and self._writing.done():
             self._settle()
 

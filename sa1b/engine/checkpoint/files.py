@@ -105,10 +105,8 @@ def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: i
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name.
-
-    Files that no run wrote stay, in the renamed folder.
-    """
+    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name."""
+    # Files that no run wrote stay, in the renamed folder.
     names = [f"{path.name}.deleted", *(f"{path.name}.{number}.deleted" for number in range(1, 100))]
     temporary = next(one for one in map(path.with_name, names) if not one.exists() or clear(one))
     commit(path, temporary)

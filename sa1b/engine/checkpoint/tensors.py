@@ -218,10 +218,8 @@ def _empty_compression(metadata: Metadata, model: nn.Module, ranks: Ranks) -> di
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Empty optimizer state of this rank, by parameter and key.
-
-    Shapes are those of the checkpoint, placements those of the parameters.
-    """
+    """Empty optimizer state of this rank, by parameter and key."""
+    # Shapes are those of the checkpoint, placements those of the parameters.
     names = _names(model)
     kept = {names[parameter] for group in of_rank(optimizer).param_groups for parameter in group["params"]}
     trained = {

@@ -49,11 +49,9 @@ class StoredImages:
 
     @property
     def decode_rate(self) -> float:
-        """Images per second that one CPU core reads and decodes, with masks at 256 pixels.
-
-        From benchmarks/results/intel-xeon-2-cores-parts.json, "stream": of images in original size, or of
-        images that were re-encoded at 1024 pixels.
-        """
+        """Images per second that one CPU core reads and decodes, with masks at 256 pixels."""
+        # From benchmarks/results/intel-xeon-2-cores-parts.json, "stream": of images in original size, or of
+        # images that were re-encoded at 1024 pixels.
         return 220.0 if self.resized is not None and self.resized <= 1024 else 74.0
 
 

@@ -57,10 +57,8 @@ def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None
 
 
 def print_memory(config: Config, rank_info: RankInfo) -> None:
-    """Measure the memory of a step (`fake_step.py`) and print it on rank 0, without a process group.
-
-    A model whose shapes depend on values cannot run on fake tensors. The line then states this.
-    """
+    """Measure the memory of a step (`fake_step.py`) and print it on rank 0, without a process group."""
+    # A model whose shapes depend on values cannot run on fake tensors. The line then states this.
     if rank_info.rank > 0:
         return
     if not mode_of(config.parallel).divides_steps:

@@ -80,11 +80,10 @@ class Mode:
 
 
 class Ddp(Mode):
-    """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy.
+    """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy."""
 
-    DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
-    `shared_statistics`; or `sa1b.engine.step.buffers.Buffers` shares them after each step.
-    """
+    # DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
+    # `shared_statistics`; or `sa1b.engine.step.buffers.Buffers` shares them after each step.
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
         """See `Mode`."""

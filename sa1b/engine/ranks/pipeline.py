@@ -114,11 +114,9 @@ class Pipeline(Wrapper):
         return {"images": float(zlib.crc32(torch.cat(ids).cpu().numpy().tobytes()))}
 
     def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
-        """DisagreementError, on all ranks, if the stages have read different images in this step.
-
-        A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
-        features of one image with the masks of another.
-        """
+        """DisagreementError, on all ranks, if the stages have read different images in this step."""
+        # A sample that is damaged for one rank only, which then reads a substitute, would otherwise pair the
+        # features of one image with the masks of another.
         digests = ranks["images"]
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise DisagreementError(

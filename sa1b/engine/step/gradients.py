@@ -135,13 +135,11 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
 
 
 def clear(module: nn.Module, owner: nn.Module | Optimizer) -> None:
-    """Clear the gradients of the module or optimizer `owner` after a step of the result of `wrap`.
-
-    DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
-    would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP would
-    also round them differently: it divides a view by the number of ranks, and multiplies another tensor by
-    the reciprocal of that number.
-    """
+    """Clear the gradients of the module or optimizer `owner` after a step of the result of `wrap`."""
+    # DDP's gradients are views of its buckets and are set to zero in place. Otherwise the next micro-batches
+    # would accumulate in separate tensors, and the gradient would be stored twice until the last one. DDP
+    # would also round them differently: it divides a view by the number of ranks, and multiplies another
+    # tensor by the reciprocal of that number.
     owner.zero_grad(set_to_none=not isinstance(module, DistributedDataParallel))
 
 
@@ -163,12 +161,10 @@ def unused_named(module: nn.Module) -> Iterator[None]:
 
 
 def loss_divisor(expected: int) -> float:
-    """The divisor of losses before the backward pass: about the largest possible count over all ranks.
-
-    Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a step
-    until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in other
-    formats.
-    """
+    """The divisor of losses before the backward pass: about the largest possible count over all ranks."""
+    # Sums over thousands of masks overflow float16 long before their mean does, and each overflow costs a
+    # step until the scaler has lowered its scale. The divisor is a power of two, so it changes no rounding in
+    # other formats.
     return 2.0 ** round(math.log2(expected))
 
 

@@ -177,11 +177,9 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
 
 @contextmanager
 def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Context in which the module's weights are replaced by their running mean, if there is one.
-
-    After an error the mean stays in place: with a sharded optimizer the ranks exchange the weights, and this
-    rank would wait for the others in place of reporting its error.
-    """
+    """Context in which the module's weights are replaced by their running mean, if there is one."""
+    # After an error the mean stays in place: with a sharded optimizer the ranks exchange the weights, and
+    # this rank would wait for the others in place of reporting its error.
     _swap(module, optimizer)
     yield
     _swap(module, optimizer)

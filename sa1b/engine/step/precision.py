@@ -54,9 +54,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The scaler of losses for fp16; for other formats it does nothing.
-
-    All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
-    torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
-    """
+    """The scaler of losses for fp16; for other formats it does nothing."""
+    # All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
+    # torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
     return GradScaler(device.type, enabled=precision == "fp16")

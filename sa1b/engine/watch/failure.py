@@ -83,12 +83,10 @@ def refused(error: UsageError, rank: int, *, on_all: bool) -> int:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End this process without waiting for other ranks or for threads.
-
-    A failed rank must not destroy its process group, because that waits for the other ranks. A successful
-    rank has written and closed everything. Threads of torch's process groups that outlive the interpreter can
-    abort it, and torchrun would then report a successful run as failed.
-    """
+    """End this process without waiting for other ranks or for threads."""
+    # A failed rank must not destroy its process group, because that waits for the other ranks. A successful
+    # rank has written and closed everything. Threads of torch's process groups that outlive the interpreter
+    # can abort it, and torchrun would then report a successful run as failed.
     try:
         sys.stdout.flush()
     except BrokenPipeError:

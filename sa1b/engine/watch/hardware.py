@@ -82,10 +82,8 @@ def gpu_named(name: str) -> Gpu:
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Peak operations per second of a GPU with --parallel.precision; None if unknown, as on a CPU.
-
-    A GPU is known by its exact name: a part of it may be the name of another one, such as L4 of L40.
-    """
+    """Peak operations per second of a GPU with --parallel.precision; None if unknown, as on a CPU."""
+    # A GPU is known by its exact name: a part of it may be the name of another one, such as L4 of L40.
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ")

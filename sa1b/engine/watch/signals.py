@@ -31,11 +31,9 @@ TABLE_SIGNAL = signal.SIGUSR2
 
 
 def handle(number: signal.Signals, handler: Callable[[int, object], None] | signal.Handlers) -> None:
-    """Set the handler of a signal, unless training runs in another thread than the main one.
-
-    Python accepts handlers from the main thread only. A process whose main thread does not train, such as a
-    worker of Ray, belongs to another program, which handles the signals itself.
-    """
+    """Set the handler of a signal, unless training runs in another thread than the main one."""
+    # Python accepts handlers from the main thread only. A process whose main thread does not train, such as a
+    # worker of Ray, belongs to another program, which handles the signals itself.
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, handler)
 
@@ -102,13 +100,11 @@ class Requests:
 
     @property
     def restarts(self) -> bool:
-        """Whether ranks end with an error after the stop: a machine of several leaves or joins.
-
-        Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a rank
-        of another machine ended with 0, its torchrun would take the run for complete: it would end it on all
-        machines, or wait 300 s for a torchrun that has left (torch 2.13,
-        torch/distributed/elastic/agent/server/api.py).
-        """
+        """Whether ranks end with an error after the stop: a machine of several leaves or joins."""
+        # Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a
+        # rank of another machine ended with 0, its torchrun would take the run for complete: it would end it
+        # on all machines, or wait 300 s for a torchrun that has left (torch 2.13,
+        # torch/distributed/elastic/agent/server/api.py).
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
         return self.stop is Stop.TERMINATED and not self.failed and machines > 1
 

@@ -37,11 +37,9 @@ _ID_BITS = 52
 
 
 def content_id(data: bytes) -> int:
-    """An image id from the bytes of its file: 2**52 plus the first 52 bits of their SHA-256.
-
-    The ids of SA-1B are far smaller, and float64 represents all ids exactly. Two of a million different
-    images have the same id with a probability of 1 in 9,000.
-    """
+    """An image id from the bytes of its file: 2**52 plus the first 52 bits of their SHA-256."""
+    # The ids of SA-1B are far smaller, and float64 represents all ids exactly. Two of a million different
+    # images have the same id with a probability of 1 in 9,000.
     first = int.from_bytes(hashlib.sha256(data).digest()[:8]) >> (64 - _ID_BITS)
     return (1 << _ID_BITS) + first
 

@@ -105,10 +105,8 @@ def _read_stored(dataset: Dataset, row: int) -> bytes:
 
 
 def _names(folder: Path, skip: Path) -> Iterator[Path]:
-    """All visible files of a folder, by name; links to folders are followed, each folder once.
-
-    The output of an annotation has copies of images, and is skipped.
-    """
+    """All visible files of a folder, by name; links to folders are followed, each folder once."""
+    # The output of an annotation has copies of images, and is skipped.
     visited = {os.path.realpath(folder), os.path.realpath(skip)}
     for parent, folders, names in os.walk(folder, followlinks=True):
         below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}

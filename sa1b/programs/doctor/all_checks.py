@@ -182,10 +182,8 @@ def _follow(
 def out_of_step(
     check: CheckTogether, together: Sequence[CheckTogether], findings: Sequence[Finding]
 ) -> Finding | None:
-    """The finding that a check is skipped because an earlier one ended at different collectives.
-
-    The next collective would match those of another check; gloo then ends the process.
-    """
+    """The finding that a check is skipped because an earlier one ended at different collectives."""
+    # The next collective would match those of another check; gloo then ends the process.
     if GROUP not in check.needs:
         return None
     members = {finding.name for finding in together if GROUP in finding.needs}

@@ -97,11 +97,9 @@ class Check:
     measures: bool = False  # takes several seconds, which is announced
 
     def run(self, process: RankProcess, before: Iterable[Finding] = ()) -> list[Finding]:
-        """The findings of this rank. An error of the check itself is a finding too.
-
-        The check runs in a separate thread, because a read of a dead file server or a call of a broken
-        driver may never return. Such a check is a finding as well, and its thread keeps running.
-        """
+        """The findings of this rank. An error of the check itself is a finding too."""
+        # The check runs in a separate thread, because a read of a dead file server or a call of a broken
+        # driver may never return. Such a check is a finding as well, and its thread keeps running.
         if skipped := missing_need(self.name, self.needs, before):
             return [skipped]
         return in_thread(self.name, lambda: self.work(process), process.limit)

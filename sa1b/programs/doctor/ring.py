@@ -160,11 +160,9 @@ def first_error(
 def link_seconds(
     rank: int, world_size: int, device: torch.device, delay: Callable[[], None], length: int
 ) -> float:
-    """Seconds of a message to the next rank and of its short answer, the minimum of several. Collective.
-
-    No rank has two messages at the same time: links 0, 2, 4, ... are used first, then 1, 3, ..., and for an
-    odd number of ranks the last link alone.
-    """
+    """Seconds of a message to the next rank and of its short answer, the minimum of several. Collective."""
+    # No rank has two messages at the same time: links 0, 2, 4, ... are used first, then 1, 3, ..., and for an
+    # odd number of ranks the last link alone.
     data, answer = torch.zeros(length, device=device), torch.zeros(1, device=device)
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
     odd = world_size % 2

@@ -223,10 +223,8 @@ def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
 
 
 def joined(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:
-    """Join consecutive sources of few images, up to `images` images; the name is that of the first source.
-
-    A list of ids has a few images of each source. A part for each source would cost more than its images.
-    """
+    """Join consecutive sources of few images, up to `images` images; the name is that of the first source."""
+    # A list of ids has a few images of each source. A part for each source would cost more than its images.
     name, rows = "", np.empty(0, np.int64)
     for own_name, own in named:
         if len(rows) and len(rows) + len(own) > images:

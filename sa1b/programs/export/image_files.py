@@ -247,10 +247,8 @@ def _yolo_paths(image_id: int) -> tuple[str, str]:
 
 
 def label_text(sample: Sample) -> bytes:
-    """The labels of an image: a line for each mask with pixels.
-
-    A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels.
-    """
+    """The labels of an image: a line for each mask with pixels."""
+    # A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels.
     size = np.array([sample.annotations.width, sample.annotations.height])
     lines = []
     for (polygon,) in filter(None, polygons.polygons(sample.runs, single=True)):

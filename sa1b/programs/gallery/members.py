@@ -131,11 +131,9 @@ _NUMBERS = ("area", "predicted_iou", "stability_score", "runs_count")
 
 @dataclass(slots=True)
 class _Half:
-    """One member of an image whose other member has not been read yet; `rank`: see Choice.
+    """One member of an image whose other member has not been read yet; `rank`: see Choice."""
 
-    Masks and data are dropped if the image can no longer be chosen.
-    """
-
+    # Masks and data are dropped if the image can no longer be chosen.
     ending: str
     rank: int
     frame: tuple[int, int] | None = None

@@ -63,10 +63,8 @@ _HEAD = 4096  # bytes; the mark is in the first lines of a page
 
 
 def origin_mark(source: Path | str, out: Path) -> str:
-    """The mark in the head of a page: a digest of the path of its input, relative to the page's folder.
-
-    The path itself may contain private names, and pages are sent to others.
-    """
+    """The mark in the head of a page: a digest of the path of its input, relative to the page's folder."""
+    # The path itself may contain private names, and pages are sent to others.
     is_url = "://" in str(source)
     relative = str(source) if is_url else os.path.relpath(Path(source).resolve(), out.resolve().parent)
     return f"sa1b gallery {hashlib.sha256(os.fsencode(relative)).hexdigest()[:16]}"
