@@ -24,8 +24,9 @@ caller asks for the batch, it waits 16 ms.
 """
 
 import contextlib
-import sys
+import logging
 from collections.abc import Generator
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -60,7 +61,7 @@ class Loader:
             the caller writes into it anyway, the values appear in later batches.
         stall_seconds: seconds after which a sample that is still not loaded is reported on stderr, with its
             shard.
-        quiet: do not print to stderr how much memory the loader uses.
+        quiet: do not log threads and memory, which the logger "sa1b" has once, at level INFO.
 
     Raises:
         ValueError: an argument is invalid, or the device is not available; the message names it.
@@ -120,7 +121,7 @@ class Loader:
         )
         if not quiet:
             used = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
-            print(f"sa1b.Loader: {used}, {self._memory()}", file=sys.stderr)
+            _note(f"sa1b.Loader: {used}, {self._memory()}")
 
     def __repr__(self) -> str:
         dense = "" if self.dense is None else f", masks at {self.dense} pixels"
@@ -216,3 +217,13 @@ def _device(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError):
         raise BadValue(f"device={device!r} must be a device of torch, such as 'cuda' or 'cpu'") from None
+
+
+@cache
+def _note(text: str) -> None:
+    """Log a line, visible by default: on stderr where the program has not set up logging."""
+    log = logging.getLogger("sa1b")
+    if log.hasHandlers() or log.level or logging.lastResort is None:
+        log.info(text)
+    else:
+        logging.lastResort.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None))

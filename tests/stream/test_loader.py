@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from sa1b.shards.manifest import read_tasks
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream import decode, pending, stats
+from sa1b.stream.loader import _note
 from sa1b.stream.pending import PendingBatch, SampleSource
 from sa1b.stream.pipeline import StalledError
 from sa1b.stream.plan import ResumeError
@@ -489,3 +491,36 @@ def test_a_worker_that_is_forked_while_a_thread_holds_locks_finds_them_free(root
         )
         workers = iter(loader)
     assert sum(len(batch) for batch in workers) == 17
+
+
+def test_the_line_of_a_loader_is_logged_once_and_visible_where_logging_is_not_set_up(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("sa1b")
+    monkeypatch.setattr(log, "propagate", False)  # to the handlers of pytest
+    _note.cache_clear()
+    for _ in range(2):
+        sa1b.Loader(stream(root), threads=2)
+        sa1b.Loader(stream(root), threads=1, quiet=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sa1b.Loader: 2 threads, ")
+
+    _note.cache_clear()
+    log.addHandler(caplog.handler)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    log.manager._clear_cache()
+    try:
+        sa1b.Loader(stream(root), threads=2)
+    finally:
+        log.removeHandler(caplog.handler)
+        log.manager._clear_cache()
+    assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [("sa1b", "INFO", line)]
+    assert capsys.readouterr().err == ""
+
+    _note.cache_clear()
+    monkeypatch.setattr(log, "level", logging.ERROR)
+    sa1b.Loader(stream(root), threads=2)
+    assert capsys.readouterr().err == ""
