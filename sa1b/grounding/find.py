@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sa1b.arguments import BadValue
 from sa1b.grounding.alignment import region_features
 from sa1b.grounding.model import Grounding
 from sa1b.masks import geometry
@@ -45,7 +46,7 @@ class Grounded:
             ValueError: there are no regions.
         """
         if not self.similarity.shape[1]:
-            raise ValueError("regions(): there are no regions; pass regions= to sa1b.ground")
+            raise BadValue("regions(): there are no regions; pass regions= to sa1b.ground")
         return np.asarray(self.similarity.argmax(axis=1), np.int64)
 
 
@@ -66,13 +67,13 @@ def ground(
         ValueError: an argument has a wrong type or shape; the message names it.
     """
     if not isinstance(model, Grounding):
-        raise ValueError(
+        raise BadValue(
             f"model: must be a grounding model, not {type(model).__name__}; pass sa1b.load_grounding(run)"
         )
     pixels = rgb_pixels(image)
     height, width = pixels.shape[:2]
     if regions is not None and (regions.height, regions.width) != (height, width):
-        raise ValueError(
+        raise BadValue(
             f"regions: must have the size of the image, {width} x {height} pixels, not {regions.width} x "
             f"{regions.height}"
         )
@@ -107,13 +108,13 @@ def _read(model: Grounding, phrases: Any, device: torch.device) -> Tensor:
     if model.text_encoder is None:
         vectors = np.asarray(phrases)
         if vectors.dtype.kind not in "fiu" or vectors.shape[1:] != (model.vectors,):
-            raise ValueError(
+            raise BadValue(
                 f"phrases: must be embeddings, numbers [N, {model.vectors}], for this model, got "
                 f"{vectors.dtype} {list(vectors.shape)}"
             )
         return torch.from_numpy(vectors.astype(np.float32)).to(device)
     if isinstance(phrases, str) or not all(isinstance(phrase, str) for phrase in phrases):
-        raise ValueError(f"phrases={phrases!r}: must be a list of strings")
+        raise BadValue(f"phrases={phrases!r}: must be a list of strings")
     tokenizer = open_tokenizer(model.tokenizer)
     tokens, belongs = texts_of(list(phrases), tokenizer, model.length, "mask_id").padded()
     encoded: Tensor = model.text_encoder(tokens.to(device), belongs.to(device))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sa1b.arguments import BadValue
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import (
     GroundingRecipe,
@@ -194,7 +195,7 @@ class Grounding(nn.Module):
             "logits", float32 [M, 4 * side, 4 * side] of the padded square.
         """
         if masks.dense.shape[-1] < 4 * self.config.side:
-            raise ValueError(
+            raise BadValue(
                 f"targets of {masks.dense.shape[-1]} pixels: smaller than the predicted masks, which have "
                 f"{4 * self.config.side}; rasterise the targets at that size or above"
             )

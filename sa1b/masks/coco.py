@@ -30,6 +30,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.masks import string_kernels
 from sa1b.masks.runs import MaskError, Runs, check_size, chosen_indices
 
@@ -94,7 +95,7 @@ def decode_joined(
     height, width = check_size(height, width)
     if isinstance(buffer, np.ndarray):
         if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
-            raise ValueError(
+            raise BadValue(
                 f"buffer must be contiguous uint8 [bytes], got {buffer.dtype} {list(buffer.shape)}"
             )
         text = buffer
@@ -102,12 +103,12 @@ def decode_joined(
         text = np.frombuffer(buffer, np.uint8)
     sizes = np.asarray(lengths)
     if sizes.ndim != 1 or (sizes.size and not np.issubdtype(sizes.dtype, np.integer)):
-        raise ValueError(f"lengths must be integers [N], got {sizes.dtype} {list(sizes.shape)}")
+        raise BadValue(f"lengths must be integers [N], got {sizes.dtype} {list(sizes.shape)}")
     if sizes.size and (sizes.min() < 0 or sizes.max() > len(text)):
-        raise ValueError(f"lengths must lie between 0 and the {len(text)} bytes of the buffer")
+        raise BadValue(f"lengths must lie between 0 and the {len(text)} bytes of the buffer")
     sizes = sizes.astype(np.int64)
     if sizes.sum() != len(text):
-        raise ValueError(f"lengths must add up to the {len(text)} bytes of the buffer, got {sizes.sum()}")
+        raise BadValue(f"lengths must add up to the {len(text)} bytes of the buffer, got {sizes.sum()}")
     runs, verdicts = parse(text, sizes, height, width)
     raise_first(verdicts, height, width)
     return runs
@@ -123,7 +124,7 @@ def decode_selected(
     chosen = chosen_indices(indices, len(lengths))
     ends = np.cumsum(lengths, dtype=np.int64)
     if (total := int(ends[-1]) if len(ends) else 0) != len(text):
-        raise ValueError(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
+        raise BadValue(f"lengths must add up to the {len(text)} bytes of the text, got {total}")
     chosen_lengths = lengths[chosen].astype(np.int64)
     starts = ends[chosen] - chosen_lengths
     # The characters are an upper bound for the runs; counting the runs would take longer.

@@ -10,6 +10,7 @@ from operator import index
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.masks import grid, shape_kernels
 from sa1b.masks.runs import Runs, check_size
 
@@ -63,7 +64,7 @@ def crop(runs: Runs, x: int, y: int, width: int, height: int) -> Runs:
     height, width = check_size(height, width)
     x, y = index(x), index(y)
     if x < 0 or y < 0 or x + width > runs.width or y + height > runs.height:
-        raise ValueError(
+        raise BadValue(
             f"window x {x}, y {y}, {width} wide, {height} high must be "
             f"inside the image of {runs.height} x {runs.width} pixels (height x width)"
         )
@@ -234,7 +235,7 @@ def intersection(a: Runs, b: Runs) -> npt.NDArray[np.int64]:
         ValueError: the masks belong to images of different sizes.
     """
     if (a.height, a.width) != (b.height, b.width):
-        raise ValueError(
+        raise BadValue(
             f"masks of images of {a.height} x {a.width} and {b.height} x {b.width} pixels: the images must "
             "have the same size"
         )
@@ -282,7 +283,7 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
     """
     corners, ranked = np.asarray(boxes, np.float64), np.asarray(scores)
     if corners.ndim != 2 or corners.shape[1] != 4 or ranked.shape != corners.shape[:1]:
-        raise ValueError(
+        raise BadValue(
             f"boxes must be [N, 4] and scores [N], got {list(corners.shape)} and {list(ranked.shape)}"
         )
     order = np.argsort(-ranked, kind="stable")
@@ -304,7 +305,7 @@ def _prepared(runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64],
 def _checked(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     words = np.asarray(words)
     if words.dtype != np.uint64 or words.shape != (len(runs),):
-        raise ValueError(f"words must be uint64 [{len(runs)}], got {words.dtype} {list(words.shape)}")
+        raise BadValue(f"words must be uint64 [{len(runs)}], got {words.dtype} {list(words.shape)}")
     return words
 
 
@@ -312,7 +313,7 @@ def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.ND
     """The values as a contiguous int64 array of this shape."""
     array = np.asarray(values)
     if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")
+        raise BadValue(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")
     if array.dtype == np.uint64:  # a value too large for int64 is outside every image
         array = np.minimum(array, np.uint64(2**62))
     return np.ascontiguousarray(array, np.int64)

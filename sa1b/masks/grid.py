@@ -31,6 +31,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.masks.runs import check_size
 
 
@@ -70,7 +71,7 @@ def axis(source: int, target: int, numerator: int, denominator: int) -> Axis:
     divisor = gcd(numerator, denominator)
     numerator, denominator = numerator // divisor, denominator // divisor
     if max((2 * target + 1) * numerator, (source + 1) * denominator) >= 2**63:
-        raise ValueError(f"{source} pixels to {target}: too large for int64; use smaller sizes")
+        raise BadValue(f"{source} pixels to {target}: too large for int64; use smaller sizes")
     return Axis(source, target, numerator, denominator)
 
 
@@ -112,7 +113,7 @@ def framed(
     if taken is None:
         taken = framed_size(*source, image_size)
     elif not 1 <= min(taken) <= max(taken) <= image_size:
-        raise ValueError(f"taken={taken} must fit into the square of {image_size} pixels")
+        raise BadValue(f"taken={taken} must fit into the square of {image_size} pixels")
     rows, columns = (
         axis(int(n), size, int(image_size) * int(n), 2 * size * n_taken)
         for n, n_taken in zip(source, taken, strict=True)

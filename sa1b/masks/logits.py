@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.masks import pixel_kernels
 from sa1b.masks.runs import Runs, check_size, chosen_indices
 
@@ -77,7 +78,7 @@ def runs_of_logits(
     height, width = (len(rows), len(columns)) if image is None else check_size(*image)
     x, y = position
     if x < 0 or y < 0 or x + len(columns) > width or y + len(rows) > height:
-        raise ValueError(
+        raise BadValue(
             f"crop at x {x}, y {y}, {len(columns)} wide, {len(rows)} high must be inside the image of "
             f"{height} x {width} pixels (height x width)"
         )

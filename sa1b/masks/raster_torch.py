@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sa1b.arguments import BadValue
 from sa1b.masks.runs import check_size
 
 Size = int | Tensor
@@ -102,7 +103,7 @@ def rasterize_frame(
     if taken is None:
         taken = framed_sizes(source.T, image_size)
     elif taken.shape != (source.shape[1], 2) or taken.is_floating_point():
-        raise ValueError(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
+        raise BadValue(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
     taken = taken.to("cpu", torch.int64).T
     rows, columns = (
         TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2)
@@ -241,7 +242,7 @@ def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
     for name, value in (("source_height", height), ("source_width", width)):
         if isinstance(value, Tensor):
             if value.shape != (count,) or value.is_floating_point():
-                raise ValueError(f"{name} must be an integer or integers [{count}], got {list(value.shape)}")
+                raise BadValue(f"{name} must be an integer or integers [{count}], got {list(value.shape)}")
             sizes.append(value.to("cpu", torch.int64))
         else:
             sizes.append(torch.full((count,), value, dtype=torch.int64))
@@ -267,7 +268,7 @@ def fill_axes(
     # causes in a word cancel out.
     device = runs.device
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
-        raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
+        raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     count, height, width = offsets.numel() - 1, rows.target, columns.target
     mirror = flips(flip, count, device)
     out = buffer((count, height, width), out, dtype, device)
@@ -342,7 +343,7 @@ def flips(flip: Flip, count: int, device: torch.device) -> Tensor:
     if not isinstance(flip, Tensor):
         return torch.full((count,), bool(flip), device=device)
     if flip.shape != (count,) or flip.dtype != torch.bool:
-        raise ValueError(f"flip must be a bool or bool [{count}], got {flip.dtype} {list(flip.shape)}")
+        raise BadValue(f"flip must be a bool or bool [{count}], got {flip.dtype} {list(flip.shape)}")
     return flip.to(device, non_blocking=device.type != "cpu")
 
 
@@ -352,12 +353,12 @@ def buffer(
     """`out` if it fits, or a new tensor."""
     if out is None:
         if dtype not in DTYPES:
-            raise ValueError(f"dtype must be torch.uint8, bool, bfloat16 or float32, got {dtype}")
+            raise BadValue(f"dtype must be torch.uint8, bool, bfloat16 or float32, got {dtype}")
         return torch.empty(shape, dtype=dtype, device=device)
     if out.shape != shape:
-        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+        raise BadValue(f"out must have shape {list(shape)}, got {list(out.shape)}")
     if out.dtype not in DTYPES:
-        raise ValueError(f"out must be uint8, bool, bfloat16 or float32, got {out.dtype}")
+        raise BadValue(f"out must be uint8, bool, bfloat16 or float32, got {out.dtype}")
     if out.device != device or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous and on {device}")
+        raise BadValue(f"out must be contiguous and on {device}")
     return out

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from sa1b.arguments import BadValue
 from sa1b.masks import raster_torch
 from sa1b.masks.raster_torch import Flip, Size, buffer, flips, sources
 from sa1b.masks.runs import check_size
@@ -298,7 +299,7 @@ def rasterize_frame(
     image_size, size = check_size(image_size, size)
     if taken is not None:
         if taken.shape != (offsets.numel() - 1, 2) or taken.is_floating_point():
-            raise ValueError(f"taken must be integers [{offsets.numel() - 1}, 2], got {list(taken.shape)}")
+            raise BadValue(f"taken must be integers [{offsets.numel() - 1}, 2], got {list(taken.shape)}")
         taken = taken.to(runs.device, non_blocking=True).contiguous()
     source = (source_height, source_width)
     return launch(
@@ -321,11 +322,11 @@ def launch(
     """Implementation of `rasterize` (image_size None) and `rasterize_frame`."""
     device, (height, width) = runs.device, target
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
-        raise ValueError("runs must be integers [R] and offsets int64 [N + 1], on the same device")
+        raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
     if device.type != "cuda" and COMPILED:
-        raise ValueError(f"runs must be on a CUDA device for the Triton kernels, got {device}")
+        raise BadValue(f"runs must be on a CUDA device for the Triton kernels, got {device}")
     if (2 * max(target) + 1) * (image_size or 1) >= 2**31:  # products fit int64
-        raise ValueError(f"masks at {height} x {width} pixels: too large for int64; use smaller sizes")
+        raise BadValue(f"masks at {height} x {width} pixels: too large for int64; use smaller sizes")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
     sizes = source_sizes(offsets, *source)
     many = isinstance(flip, Tensor)
@@ -379,6 +380,6 @@ def source_sizes(offsets: Tensor, height: Size, width: Size) -> tuple[Size, Size
     for name, value in (("source_height", height), ("source_width", width)):
         sizes = value if isinstance(value, Tensor) else torch.full((count,), value, device=device)
         if sizes.shape != (count,) or sizes.is_floating_point():
-            raise ValueError(f"{name} must be an integer or integers [{count}], got {list(sizes.shape)}")
+            raise BadValue(f"{name} must be an integer or integers [{count}], got {list(sizes.shape)}")
         tensors.append(sizes.to(device, non_blocking=True).contiguous())
     return tensors[0], tensors[1]

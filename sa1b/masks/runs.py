@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.errors import Sa1bError
 
 MAX_PIXELS = 2**32 - 1  # a run must fit uint32
@@ -155,13 +156,13 @@ class Runs:
         """
         height, width = check_size(self.height, self.width)
         if self.runs.dtype != np.uint32 or self.runs.ndim != 1:
-            raise ValueError(f"runs must be uint32 [R], got {self.runs.dtype} {list(self.runs.shape)}")
+            raise BadValue(f"runs must be uint32 [R], got {self.runs.dtype} {list(self.runs.shape)}")
         if self.offsets.dtype != np.int64 or self.offsets.ndim != 1 or len(self.offsets) == 0:
-            raise ValueError(
+            raise BadValue(
                 f"offsets must be int64 [N + 1], got {self.offsets.dtype} {list(self.offsets.shape)}"
             )
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.runs) or (np.diff(self.offsets) < 0).any():
-            raise ValueError(f"offsets must ascend from 0 to {len(self.runs)}")
+            raise BadValue(f"offsets must ascend from 0 to {len(self.runs)}")
         ends = np.zeros(len(self.runs) + 1, np.uint64)
         np.cumsum(self.runs, dtype=np.uint64, out=ends[1:])
         sums = np.diff(ends[self.offsets])
@@ -178,7 +179,7 @@ def joined(parts: Sequence[Runs], height: int, width: int) -> Runs:
     """All masks of several lists of images of height x width pixels, in order; other sizes: ValueError."""
     for part in parts:
         if (part.height, part.width) != (height, width):
-            raise ValueError(
+            raise BadValue(
                 f"masks of an image of {part.height} x {part.width} pixels: must be of {height} x {width}"
             )
     counts = [np.diff(part.offsets) for part in parts]

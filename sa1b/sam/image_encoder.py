@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from sa1b.arguments import BadValue
 from sa1b.sam.transformer import feed_forward, layer_norm
 
 EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
@@ -229,7 +230,7 @@ class RelativeAttention(nn.Module):
         """Tokens float [B, side, side, width] -> the same shape; B images or windows. Else ValueError."""
         batch, rows, columns, width = x.shape
         if (rows, columns) != (self.side, self.side):
-            raise ValueError(
+            raise BadValue(
                 f"tokens of {rows} x {columns}: must be {self.side} x {self.side}, the grid of the relative "
                 "positions; build the model with the image_size of the images"
             )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sa1b.arguments import BadValue
 from sa1b.sam import clicks
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
@@ -279,7 +280,7 @@ class Interactive(nn.Module):
 def _check_sizes(images: Tensor, targets: Targets) -> None:
     size, image_size = targets.masks.shape[-1], images.shape[-1]
     if size < image_size // 4:
-        raise ValueError(
+        raise BadValue(
             f"targets of {size} pixels: smaller than the decoder's masks, which have {image_size // 4} "
             f"for an image size of {image_size}; rasterise the targets at that size or above"
         )
@@ -324,7 +325,7 @@ class EarlyGradients:
     def total(self) -> Tensor:
         """The sum of the losses; its backward pass returns the stored gradients times the incoming one."""
         if self._loss is None:
-            raise ValueError("total(): no loss was added; call add() first")
+            raise BadValue("total(): no loss was added; call add() first")
         total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))
         return total
 

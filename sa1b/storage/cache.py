@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from sa1b.arguments import BadValue
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import commit, lock, naming_path
 from sa1b.storage.errors import DamageError, StorageError
@@ -50,7 +51,7 @@ def fetch_once(reader: Reader, name: str, digest: str, cache: Path | None = None
     if reader.is_local:
         return Path(reader.url(name))
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise ValueError(f"{digest!r} is not a sha256 in hexadecimal")
+        raise BadValue(f"{digest!r} is not a sha256 in hexadecimal")
     if cache is None:
         cache = cache_folder()
     folder = cache / digest

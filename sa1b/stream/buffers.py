@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sa1b.arguments import BadValue
+
 _CPU = torch.device("cpu")
 _CUDA: Any = torch.cuda  # some of its functions are untyped
 _BOX = np.dtype((np.int64, 4))  # edges of a box: top, bottom, left, right
@@ -75,7 +77,7 @@ class BufferPool:
         """A uint8 tensor of this shape, of at most `capacity` bytes, not initialised."""
         size = int(np.prod(shape, dtype=np.int64))
         if size > self.capacity:
-            raise ValueError(f"{size} bytes: must fit the buffer of {self.capacity}")
+            raise BadValue(f"{size} bytes: must fit the buffer of {self.capacity}")
         return self._lend(self._buffer(), 0, size).view(shape)
 
     def _buffer(self) -> npt.NDArray[np.uint8]:

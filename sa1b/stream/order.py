@@ -45,6 +45,7 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.hashing import Purpose, Words, random_word
 from sa1b.stream import order_kernels
 from sa1b.stream.order_kernels import ROUNDS, EpochSizes
@@ -82,9 +83,9 @@ class Order:
     def __post_init__(self) -> None:
         _check_count(self.count)
         if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size} must be at least 1")
+            raise BadValue(f"block_size={self.block_size} must be at least 1")
         if not self.digest:
-            raise ValueError("digest must be that of the view: without it, all views would share one order")
+            raise BadValue("digest must be that of the view: without it, all views would share one order")
 
     def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The rows at these positions, int64, same shape: 0 to N - 1. Positions may span epochs.
@@ -116,9 +117,9 @@ class Order:
     def check_step(self, position: int) -> None:
         """ValueError if a step may not begin at this position: it is negative or cuts a block."""
         if position < 0:
-            raise ValueError(f"position={position} must not be negative")
+            raise BadValue(f"position={position} must not be negative")
         if (position if self.endless else position % self.count) % self.block_size:
-            raise ValueError(
+            raise BadValue(
                 f"position={position} must be at the border of two blocks of {self.block_size} samples"
             )
 
@@ -155,23 +156,23 @@ def check_global_batch(
     if shares is not None and (
         len(shares) != world_size or not all(isinstance(share, int) and share > 0 for share in shares)
     ):
-        raise ValueError(
+        raise BadValue(
             f"shares={','.join(map(str, shares))}: must be {world_size} positive whole numbers, one for each "
             "rank"
         )
     if global_batch % block_size:
-        raise ValueError(
+        raise BadValue(
             f"global_batch={global_batch} must be a multiple of block_size={block_size}, to cut no block"
         )
     units = global_batch // block_size
     if world_size > units:
         what = "samples" if block_size == 1 else f"blocks of {block_size} samples"
-        raise ValueError(
+        raise BadValue(
             f"global_batch={global_batch}: has {units} {what} for {world_size} ranks, so some would have no "
             "work; pass a larger global batch, or use fewer ranks"
         )
     if shares is not None and min(shares) * units < sum(shares):
-        raise ValueError(
+        raise BadValue(
             f"global_batch={global_batch}: rank {shares.index(min(shares))} would have no work with its "
             f"share of {min(shares)} in {sum(shares)}; pass a larger global batch or a larger share"
         )
@@ -193,11 +194,11 @@ def rank_slice(
     before r have the sum s(r), these are the blocks from s(r)*B//s(W) to s(r+1)*B//s(W).
     """
     if not 0 <= rank < world_size:
-        raise ValueError(
+        raise BadValue(
             f"rank={rank} must be from 0 to {world_size - 1}, below world_size={world_size}; pass both"
         )
     if position < 0:
-        raise ValueError(f"position={position} must not be negative")
+        raise BadValue(f"position={position} must not be negative")
     blocks = -(-samples // block_size)
     before = range(world_size + 1) if shares is None else [0, *accumulate(shares)]
     start, stop = (
@@ -218,7 +219,7 @@ def micro_batch_count(
     With shares, each rank has its own size: see `micro_batch_size`.
     """
     if size < 1:
-        raise ValueError(f"micro_batch={size} must be at least 1")
+        raise BadValue(f"micro_batch={size} must be at least 1")
     if shares is not None:
         slices = [
             rank_slice(0, samples, rank, world_size, block_size=block_size, shares=shares)
@@ -238,7 +239,7 @@ def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[in
     block stays within one micro-batch if its length divides `size`.
     """
     if not 0 <= stop - start <= size * count:
-        raise ValueError(f"[{start}, {stop}) must fit into {count} micro-batches of {size} samples")
+        raise BadValue(f"[{start}, {stop}) must fit into {count} micro-batches of {size} samples")
     cuts = [min(start + i * size, stop) for i in range(count + 1)]
     return list(pairwise(cuts))
 
@@ -265,11 +266,11 @@ def _root(number: int) -> int:
 
 def _check_count(count: int) -> None:
     if not 1 <= count <= MAX_COUNT:
-        raise ValueError(f"count={count:,} must be from 1 to {MAX_COUNT:,}")
+        raise BadValue(f"count={count:,} must be from 1 to {MAX_COUNT:,}")
 
 
 def _checked(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     positions = np.asarray(positions, np.int64)
     if positions.size and int(positions.min()) < 0:
-        raise ValueError(f"position={int(positions.min())} must not be negative")
+        raise BadValue(f"position={int(positions.min())} must not be negative")
     return positions

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from sa1b.arguments import BadType
 from sa1b.engine.checkpoint.sealed_folder import MetadataReader, Writer
 from sa1b.engine.model import Wrapper, stored
 from sa1b.engine.ranks.rank_info import Ranks
@@ -55,7 +56,8 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
         for parameter, values in of_rank(optimizer).state.items():
             for key, value in values.items():
                 if not isinstance(value, Tensor):
-                    raise TypeError(f"{type(optimizer).__name__} keeps {key} as {type(value)}, not a tensor")
+                    keeper, kind = type(optimizer).__name__, type(value).__name__
+                    raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
                 found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
         if (reduction := reduction_of(model)) is not None:
             found |= {

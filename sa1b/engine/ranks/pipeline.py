@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from sa1b.arguments import BadValue
 from sa1b.console import command, counted
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.model import Divisible, Wrapper, declared
@@ -86,7 +87,7 @@ class Pipeline(Wrapper):
         shapes = {self._model.stream(*one).shape for one in self._inputs}
         if len(shapes) > 1:
             self._inputs = []
-            raise ValueError(
+            raise BadValue(
                 f"micro-batches of a pipeline: must be equal, got the shapes {sorted(map(tuple, shapes))}; "
                 "pass a --data.micro-batch that divides --data.global-batch"
             )

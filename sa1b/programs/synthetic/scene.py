@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
 from sa1b.programs.synthetic.phrases import Look
 
 Floats = npt.NDArray[np.float32]
@@ -89,7 +90,7 @@ def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool
     and plain surfaces instead, so that a small model learns to segment them in minutes.
     """
     if long_side is not None and long_side < LONG_SIDE_LEAST:
-        raise ValueError(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")
+        raise BadValue(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")
     shares = np.array([share for _, share in SIZES])
     width, height = SIZES[int(rng.choice(len(SIZES), p=shares / shares.sum()))][0]
     quality = 95 if rng.random() < HIGH_QUALITY_SHARE else 75

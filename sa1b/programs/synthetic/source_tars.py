@@ -22,6 +22,7 @@ import cv2
 import numpy as np
 import simplejpeg
 
+from sa1b.arguments import BadValue
 from sa1b.programs.synthetic.annotation import AnnotationFile, annotate
 from sa1b.programs.synthetic.phrases import Phrases
 from sa1b.programs.synthetic.scene import Shape, draw, plan
@@ -194,7 +195,7 @@ def write_tars(
     ChildProcessError: a worker failed for another reason. ValueError: `images_per_tar` is out of range.
     """
     if not 0 < images_per_tar <= IDS_PER_TAR:
-        raise ValueError(f"images_per_tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
+        raise BadValue(f"images_per_tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     jobs = [(out / f"sa_{tar:06d}.tar", 1 + tar * IDS_PER_TAR) for tar in range(first_tar, first_tar + tars)]
