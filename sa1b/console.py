@@ -74,11 +74,8 @@ def parse(
     *,
     forwards: bool = False,
 ) -> tuple["partial[int]", tuple[str, ...]]:
-    """The call of `main` that a command line asks for, and the unknown arguments if `forwards`.
-
-    Raises:
-        UsageError: a flag is wrong; the message names it.
-        SystemExit: after --help.
+    """The call of `main` that a command line asks for, and unknown arguments if `forwards`; UsageError names
+    a flag.
     """
     import tyro
 

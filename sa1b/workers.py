@@ -128,8 +128,7 @@ class Event:
     """A progress report of a task, or its end.
 
     "died": the process ended without a result, and the task is retried; "lost": the same, without another
-    retry. The value is the report of "progress", the result of "done", a Failure for "failed", or a text
-    about the end of the process.
+    retry. The value is the report of "progress", the result of "done", a Failure, or a text about the end.
     """
 
     task: int  # index of the task

@@ -4,13 +4,6 @@ The loss of pair i is the mean of two cross entropies: its text among all texts 
 region among all regions for its text (symmetric InfoNCE: van den Oord et al., "Representation Learning with
 Contrastive Predictive Coding", 2018; Radford et al., "Learning Transferable Visual Models From Natural
 Language Supervision", 2021). A pair with the same text as pair i is neither its positive nor its negative.
-
-The engine needs sums over the global batch whose gradients add up over the ranks. Let L = sum over i of L_i,
-where L_i depends on the features of all ranks. Rank r computes the sum of L_i of its own pairs. Its backward
-pass yields the derivative of that part with respect to the features of every rank; the backward pass of
-`gather` adds these over the ranks and returns to each rank those of its own features. So the sum over the
-ranks, which DDP and FSDP form, is the gradient of L in one process, for any division of the images among the
-ranks. With several micro-batches, pairs are compared only with those of the same micro-batch of all ranks.
 """
 
 from collections.abc import Sequence
@@ -57,6 +50,13 @@ def gather(rows: Tensor) -> Tensor:
 
     Collective, forward and backward; every rank has the same number of rows.
     """
+    # The engine needs sums over the global batch whose gradients add up over the ranks. Let L = sum over i of
+    # L_i, where L_i depends on the features of all ranks. Rank r computes the sum of L_i of its own pairs.
+    # Its backward pass yields the derivative of that part with respect to the features of every rank; the
+    # backward pass of `gather` adds these over the ranks and returns to each rank those of its own features.
+    # So the sum over the ranks, which DDP and FSDP form, is the gradient of L in one process, for any
+    # division of the images among the ranks. With several micro-batches, pairs are compared only with those
+    # of the same micro-batch of all ranks.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
     gathered: Tensor = _gather(rows) if rows.is_floating_point() else _gathered(rows)
@@ -257,10 +257,8 @@ class TextEncoder(nn.Module):
         nn.init.normal_(self.embed.weight, std=config.width**-0.5)
 
     def forward(self, tokens: Tensor, belongs: Tensor) -> Tensor:
-        """Tokens int64 [N, L] and which of them belong to the text, bool [N, L] -> float [N, width].
-
-        A text without tokens gets the vector of a text with the token 0. N may be 0.
-        """
+        """Tokens int64 [N, L] and which belong to the text, bool [N, L] -> float [N, width]. N may be 0."""
+        # A text without tokens gets the vector of a text with the token 0.
         first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         belongs = belongs | first
         weights = belongs[..., None]

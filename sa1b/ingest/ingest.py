@@ -2,12 +2,6 @@
 
 One pass over the source writes all files below `.partial/`. The files are committed after the end of the
 source, once every shard has been read back and verified. The task file is committed last.
-
-The upload of a shard to a bucket also starts after the end of the source, not when the shard is sealed. Only
-then is it known that the source is intact (its md5 or digest), has few bad pairs, has no image of another
-source, and is still claimed by this process. So a source that fails or is refused uploads nothing, and no
-finished object has to be replaced or removed. The price is scratch space for all shards of a source. Other
-workers continue to convert during the upload.
 """
 
 import contextlib
@@ -72,6 +66,11 @@ def ingest(
         OutOfMemoryError: memory is exhausted; ingest of a source takes up to 600 MB.
         OSError: the disk is full or fails; the message names the path.
     """
+    # The upload of a shard to a bucket also starts after the end of the source, not when the shard is sealed.
+    # Only then is it known that the source is intact (its md5 or digest), has few bad pairs, has no image of
+    # another source, and is still claimed by this process. So a source that fails or is refused uploads
+    # nothing, and no finished object has to be replaced or removed. The price is scratch space for all shards
+    # of a source. Other workers continue to convert during the upload.
     store = open_store(root)
     parents = dict.fromkeys((staging_place(store), staging_place(store, policy.spill)))
     folders = [make_staging(folder) for folder in parents]

@@ -8,13 +8,6 @@ was not in it is before or after it, and the next tar to read is the nearest one
     image 167805 between the images of tar 14, but not among them: no tar contains it
 
 Sources whose names have no number may contain any image.
-
-`ingest_wanted` makes a source of the dataset with only the wanted images of a source. Its task file has no
-size and time of the source, so `sa1b reshard` with this source converts it completely. The digest is recorded
-if the source was read to its end. Then tasks/<source>.searched records what the source does not contain, so
-that the next run does not read it again for the same images. It has the size, the time and a digest of the
-ends of the source: another download of it is read again. There is none for a source with damage, which may
-contain what was not found.
 """
 
 import contextlib
@@ -204,6 +197,12 @@ def ingest_wanted(
     Returns the task, None if the source has none of the pairs, and the ids that were found, read and absent.
     SourceError: the source lacks a stored image, or see `ingest`.
     """
+    # `ingest_wanted` makes a source of the dataset with only the wanted images of a source. Its task file has
+    # no size and time of the source, so `sa1b reshard` with this source converts it completely. The digest is
+    # recorded if the source was read to its end. Then tasks/<source>.searched records what the source does
+    # not contain, so that the next run does not read it again for the same images. It has the size, the time
+    # and a digest of the ends of the source: another download of it is read again. There is none for a source
+    # with damage, which may contain what was not found.
     assert source.wanted is not None
     part = WantedPairs(np.union1d(source.wanted.ids, stored), is_block=source.wanted.is_block)
 

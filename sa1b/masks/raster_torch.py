@@ -128,12 +128,10 @@ def empty_frames(
     *,
     taken: Tensor | None = None,
 ) -> Tensor:
-    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait.
-
-    A foreground run is a part of one column, or a part of its first column, all columns between and a part of
-    its last column. A part sets a pixel if target pixels read both its rows and its columns. The source sizes
-    are int64 [N] on the device of the runs.
-    """
+    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait."""
+    # A foreground run is a part of one column, or a part of its first column, all columns between and a part
+    # of its last column. A part sets a pixel if target pixels read both its rows and its columns. The source
+    # sizes are int64 [N] on the device of the runs.
     image_size, size = check_size(image_size, size)
     if len(runs) == 0:
         return torch.ones(offsets.numel() - 1, dtype=torch.bool, device=runs.device)

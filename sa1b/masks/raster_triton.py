@@ -11,11 +11,6 @@ is spent on writes. There are two launches:
 For 16 images of 64 masks at 1024x1024, uint8, with 330 runs a mask and boxes of 1.4 % of an image, they move
 1.01 times the bytes of Tensor.zero_(); `make gpu PARTS="raster sweep"` measures their time and the best
 constants. Wide stores need a width and an address of `out` that are multiples of 16.
-
-The kernels follow the rule of sa1b.masks.grid in int64. A key is source column * height + row of the dense
-mask, the first row that reads the source pixel or one below it. So keys ascend, and a pixel belongs to the
-run with start key <= key of the pixel < stop key. Loops with loaded bounds are `while` loops: Triton 3.6's
-interpreter refuses a loaded bound of `range` with numpy 2.4.
 """
 
 from contextlib import nullcontext
@@ -84,6 +79,10 @@ def measure_masks(
     A row of places: top, bottom, left and right of the mask's box in the dense mask, clipped to the image;
     numerator and denominator of its columns; the source column that mirrors column 0, or -1.
     """
+    # The kernels follow the rule of sa1b.masks.grid in int64. A key is source column * height + row of the
+    # dense mask, the first row that reads the source pixel or one below it. So keys ascend, and a pixel
+    # belongs to the run with start key <= key of the pixel < stop key. Loops with loaded bounds are `while`
+    # loops: Triton 3.6's interpreter refuses a loaded bound of `range` with numpy 2.4.
     mask = tl.program_id(0).to(tl.int64)
     if SIZES:
         source_height, source_width = (

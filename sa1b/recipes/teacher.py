@@ -44,11 +44,7 @@ class TeacherConfig:
     digest: Annotated[str, tyro.conf.Suppress] = ""
 
     def check(self) -> None:
-        """Refuse settings that do not fit together.
-
-        Raises:
-            UsageError: the message names the flag.
-        """
+        """UsageError names the flag of a setting that does not fit the others."""
         if not self.teacher:
             raise UsageError(
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"

@@ -103,12 +103,10 @@ class EmbeddingCache:
 
 
 def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
-    """A hash of the pixels and the size of each image, int64 [B], from random words int64 [3, S, S].
-
-    The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images are
-    equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash functions",
-    1979). Integer sums have the same bits in any order, on any device.
-    """
+    """A hash of the pixels and the size of each image, int64 [B], from random words int64 [3, S, S]."""
+    # The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images
+    # are equal with a probability of at most 2**-56 (Carter and Wegman, "Universal classes of hash
+    # functions", 1979). Integer sums have the same bits in any order, on any device.
     sums = torch.stack([(image * words).sum() for image in images])  # uint8 * int64 is int64
     return random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
 

@@ -2,22 +2,6 @@
 
 Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022, as used in "Segment
 Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
-
-Its attention is fused: no tokens x tokens matrix is stored. The encoder adds a decomposed relative position
-to the logits of its attention (Li et al., "MViTv2", 2022). With q at row r and column c, and k at row s and
-column t,
-
-    logit = q.k / sqrt(d) + q.Rh[r - s] + q.Rw[c - t]
-
-A bias of tokens x tokens would prevent the use of fused kernels and take 4096 * 4096 numbers per head at 1024
-pixels. So the bias is folded into longer queries and keys, without loss of accuracy:
-
-    q' = [q / sqrt(d), q.Rh[r - 0], q.Rh[r - 1], ..., q.Rw[c - 0], q.Rw[c - 1], ...]
-    k' = [k,           1 where s = 0, 1, ...,         1 where t = 0, 1, ...        ]
-
-and q'.k' is the logit above. The length of a head grows from d to d + rows + columns: 92 in a window of 14
-with d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels need queries, keys and values
-of equal length, so the values are padded with zeros and the output is cut back to d.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -212,6 +196,22 @@ HEAD_MULTIPLE = 8  # flash attention needs a head length that is a multiple of 8
 
 class RelativeAttention(nn.Module):
     """Self-attention on a grid of side x side tokens with decomposed relative positions (`attn`)."""
+
+    # Its attention is fused: no tokens x tokens matrix is stored. The encoder adds a decomposed relative
+    # position to the logits of its attention (Li et al., "MViTv2", 2022). With q at row r and column c, and k
+    # at row s and column t,
+    #
+    #     logit = q.k / sqrt(d) + q.Rh[r - s] + q.Rw[c - t]
+    #
+    # A bias of tokens x tokens would prevent the use of fused kernels and take 4096 * 4096 numbers per head
+    # at 1024 pixels. So the bias is folded into longer queries and keys, without loss of accuracy:
+    #
+    #     q' = [q / sqrt(d), q.Rh[r - 0], q.Rh[r - 1], ..., q.Rw[c - 0], q.Rw[c - 1], ...]
+    #     k' = [k,           1 where s = 0, 1, ...,         1 where t = 0, 1, ...        ]
+    #
+    # and q'.k' is the logit above. The length of a head grows from d to d + rows + columns: 92 in a window of
+    # 14 with d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels need queries, keys
+    # and values of equal length, so the values are padded with zeros and the output is cut back to d.
 
     def __init__(self, width: int, heads: int, side: int) -> None:
         super().__init__()

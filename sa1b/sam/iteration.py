@@ -59,21 +59,18 @@ class Iteration:
         self._compiled: Callable[..., IterationOutcome] | None = None
 
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the comparison with the targets: a graph for the first iteration, one for all later ones.
-
-        Padding the prompts to a constant number would cost as much as real ones: a product for each image
-        token and head. There are two graphs for each number of images in a micro-batch.
-        """
+        """Compile the comparison with the targets: a graph for the first iteration, one for the others."""
+        # Padding the prompts to a constant number would cost as much as real ones: a product for each image
+        # token and head. There are two graphs for each number of images in a micro-batch.
+        #
         # With torch 2.11 on a GPU, this analysis fails in these graphs.
         options: Any = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
         compare = self._compare_equal
         self._compiled = torch.compile(compare, fullgraph=True, backend=backend, options=options)
 
     def compiles(self, counts: Sequence[int] | None) -> bool:
-        """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`.
-
-        At least one image must have two masks, since a graph treats the numbers 0 and 1 as constants.
-        """
+        """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`."""
+        # At least one image must have two masks, since a graph treats the numbers 0 and 1 as constants.
         return self._compiled is not None and counts is not None and max(counts, default=0) > 1
 
     def __call__(

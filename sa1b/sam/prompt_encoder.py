@@ -26,14 +26,11 @@ MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseEmbedding:
-    """The embedding of the earlier masks in low-rank form: constant + features' @ basis, of rank r.
+    """The embedding of earlier masks in low-rank form, float32: constant + features' @ basis, of rank r."""
 
-    Shapes: [channels], [M, r, side * side] (None: no earlier masks) and [r, channels], float32.
-    """
-
-    constant: Tensor
-    features: Tensor | None
-    basis: Tensor
+    constant: Tensor  # [channels]
+    features: Tensor | None  # [M, r, side * side]; None: no earlier masks
+    basis: Tensor  # [r, channels]
 
 
 class PromptEncoder(nn.Module):
@@ -60,11 +57,9 @@ class PromptEncoder(nn.Module):
     def forward(
         self, points: Tensor, labels: Tensor, low_res: Tensor | None = None, has_low_res: Tensor | None = None
     ) -> tuple[Tensor, DenseEmbedding]:
-        """Sparse float32 [M, P, channels], and the dense embedding; arguments as for `Sam.decode`.
-
-        Both depend on every parameter in every call, possibly with weight zero, so every parameter always
-        gets a gradient.
-        """
+        """Sparse float32 [M, P, channels], and the dense embedding; arguments as for `Sam.decode`."""
+        # Both depend on every parameter in every call, possibly with weight zero, so every parameter always
+        # gets a gradient.
         with torch.autocast(points.device.type, enabled=False):
             return self.embed_points(points, labels), self.embed_masks(low_res, has_low_res)
 

@@ -268,13 +268,12 @@ class Score:
     """Sums over masks by size and prompt.
 
     An IoU counts as floor(UNIT * intersection / union), so that sums are exact; the rounding is 2**-32.
-    `sums` is int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks.
-    Only IoU at source resolution has a meaningful result `by_size`.
     """
 
+    # int64 [3, P + 1]: a row for each of SIZES; the IoU of each prompt, then the number of masks
     sums: Tensor
     prompts: tuple[str, ...] = QUICK_PROMPTS
-    by_size: bool = True
+    by_size: bool = True  # meaningful only for IoU at source resolution
 
     @classmethod
     def empty(

@@ -30,16 +30,12 @@ _FAR = 30.0  # largest distance, also used without a click: sigmoid and softplus
 
 
 class Clicks(NamedTuple):
-    """The clicks of M masks: features of all pixels [B, R * R, D] and of the clicked ones [M, P, D].
+    """The clicks of M masks."""
 
-    Positions [M, P, 2] are x and y as fractions of the padded square; labels [M, P] are 1 foreground, 0
-    background, -1 no click.
-    """
-
-    pixels: Tensor
-    features: Tensor
-    positions: Tensor
-    labels: Tensor
+    pixels: Tensor  # features of all pixels, [B, R * R, D]
+    features: Tensor  # of the clicked pixels, [M, P, D]
+    positions: Tensor  # [M, P, 2], x and y as fractions of the padded square
+    labels: Tensor  # [M, P]: 1 foreground, 0 background, -1 no click
 
 
 class PixelFeatures(nn.Module):

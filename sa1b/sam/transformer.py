@@ -59,16 +59,14 @@ class OwnImage:
 class SharedImage:
     """Image tokens as the sum of a part for each image and a low-rank part for each mask.
 
-    The tokens of mask m of image b are tokens[b] + features[m]' @ basis, never stored: float [B, N, C], [M,
-    r, N] (None: 0) and [r, C]. `placed` are the tokens plus their positions. `counts` are the masks of each
-    image, which are neighbours.
+    The tokens of mask m of image b are tokens[b] + features[m]' @ basis, never stored.
     """
 
-    tokens: Tensor
-    placed: Tensor
-    counts: Sequence[int]
-    features: Tensor | None
-    basis: Tensor
+    tokens: Tensor  # [B, N, C]
+    placed: Tensor  # the tokens plus their positions
+    counts: Sequence[int]  # masks of each image, which are neighbours
+    features: Tensor | None  # [M, r, N]; None: 0
+    basis: Tensor  # [r, C]
 
     def logits(self, rows: Tensor) -> Tensor:
         """See `OwnImage.logits`."""

@@ -198,11 +198,9 @@ def scaled(pixels: Pixels, longer_side: int) -> Pixels:
 
 
 def decode_for_display(data: bytes, longer_side: int) -> Pixels:
-    """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3]; BadSample as `sa1b.shards.jpeg.frame`.
-
-    The decoder's DCT scales down first: memory and time grow with the displayed pixels, not with those of the
-    file, up to a reduction of 8.
-    """
+    """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3]; BadSample as `sa1b.shards.jpeg.frame`."""
+    # The decoder's DCT scales down first: memory and time grow with the displayed pixels, not with those of
+    # the file, up to a reduction of 8.
     found = jpeg.frame(data)
     stored = found.height, found.width
     size = display_size(*stored, longer_side)

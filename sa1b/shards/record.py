@@ -8,20 +8,6 @@ The tensors are the columns of `Annotations` under the same names; `rle` holds a
 the other, `json` the annotation file's text where the columns cannot give it back (see annotation.py).
 Numbers take the narrowest of the listed types that holds every value of the image exactly. The header's
 `__metadata__` carries format, image_id, width and height as strings.
-
-Masks stay COCO strings because they are small and verbatim. A real file with 84 masks, 12,516 runs, zstd
-level 3, one thread:
-
-    encoding                              raw      stored    decompress
-    COCO strings                       14,711       5,824     0.010 ms   chosen: verbatim
-    deltas, zigzag, varint             13,639       5,731     0.010 ms   not verbatim
-    runs, uint32, bytes split          50,064       9,123     0.011 ms
-    runs, varint                       20,084       9,664     0.014 ms
-    runs, uint16 with escapes          25,652      10,127     0.017 ms
-    runs, uint32                       50,064      11,724     0.023 ms
-
-Level 9 saves 5 % and takes 20 times as long; level 19 saves 9 % and takes 100 times as long (`pytest
-benchmarks/test_record.py` prints the table for synthetic images).
 """
 
 import json
@@ -74,6 +60,19 @@ def encode(annotations: Annotations) -> bytes:
     Raises:
         MemoryError: the compressor cannot allocate memory.
     """
+    # Masks stay COCO strings because they are small and verbatim. A real file with 84 masks, 12,516 runs,
+    # zstd level 3, one thread:
+    #
+    #     encoding                              raw      stored    decompress
+    #     COCO strings                       14,711       5,824     0.010 ms   chosen: verbatim
+    #     deltas, zigzag, varint             13,639       5,731     0.010 ms   not verbatim
+    #     runs, uint32, bytes split          50,064       9,123     0.011 ms
+    #     runs, varint                       20,084       9,664     0.014 ms
+    #     runs, uint16 with escapes          25,652      10,127     0.017 ms
+    #     runs, uint32                       50,064      11,724     0.023 ms
+    #
+    # Level 9 saves 5 % and takes 20 times as long; level 19 saves 9 % and takes 100 times as long (`pytest
+    # benchmarks/test_record.py` prints the table for synthetic images).
     header: dict[str, Any] = {
         "__metadata__": {
             "format": FORMAT,

@@ -1,19 +1,4 @@
-"""Pairs of an image and its annotation file from members in any order; other members are refused.
-
-If only some pairs are wanted, all other members are skipped, and reading ends when nothing wanted is left.
-The members of a tar are in random order and gzip has no random access, so that a tar is read from its start
-up to the last wanted member. The ids of each tar of SA-1B are a contiguous block, in the order of the tars.
-Their range is known soon, because the order is random: of a tar with 22,372 members, 4,096 members suffice to
-exclude an image whose id is 1 % of the block outside of the range.
-
-The blocks that were measured on real tars:
-
-    sa_000014  156625 to 167810        sa_000017  190188 to 201375
-    sa_000016  179000 to 190187        sa_000019  212562 to 223749, and sa_000020 begins at 223750
-
-So image i is in tar i // 11187 or in the one before. This is an estimate: no list of the images of each tar
-is published.
-"""
+"""Pairs of an image and its annotation file from members in any order; other members are refused."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -88,10 +73,8 @@ class Spill:
 
 
 def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPair | Refusal | Damage]:
-    """Yield pairs as they complete and other items as they arrive; members without a partner come last.
-
-    The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
-    """
+    """Yield pairs as they complete and other items as they arrive; members without a partner come last."""
+    # The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
     waiting: dict[int, tuple[str, Member]] = {}  # image id -> ending and header of the first member
     done: set[int] = set()
     damaged = False
@@ -163,6 +146,20 @@ class WantedPairs:
         is_whole: the source was read to its end.
         damage: what could not be read of it.
     """
+
+    # If only some pairs are wanted, all other members are skipped, and reading ends when nothing wanted is
+    # left. The members of a tar are in random order and gzip has no random access, so that a tar is read from
+    # its start up to the last wanted member. The ids of each tar of SA-1B are a contiguous block, in the
+    # order of the tars. Their range is known soon, because the order is random: of a tar with 22,372 members,
+    # 4,096 members suffice to exclude an image whose id is 1 % of the block outside of the range.
+    #
+    # The blocks that were measured on real tars:
+    #
+    #     sa_000014  156625 to 167810        sa_000017  190188 to 201375
+    #     sa_000016  179000 to 190187        sa_000019  212562 to 223749, and sa_000020 begins at 223750
+    #
+    # So image i is in tar i // 11187 or in the one before. This is an estimate: no list of the images of each
+    # tar is published.
 
     def __init__(self, ids: npt.NDArray[np.uint64], *, is_block: bool) -> None:
         self.ids = ids

@@ -237,10 +237,8 @@ def _pads_record(zeros: int, total: int) -> bool:
 
 
 def _end_of_stream(stream: StoredStream, offset: int, rest: bytes, damaged: bool) -> Iterator[Damage]:
-    """Damage for a stream that ends where a header is expected: without zero blocks, members may be missing.
-
-    None if damage reaches to the end of the stream: the skipped bytes then include the end marker.
-    """
+    """Damage for a stream ending where a header is expected: members may be missing without zero blocks."""
+    # None if damage reaches to the end of the stream: the skipped bytes then include the end marker.
     stream.read(len(rest))
     if rest:
         yield Damage("header_truncated", "the archive ends inside a member header", offset, len(rest), rest)

@@ -68,12 +68,9 @@ class BucketRequests:
             return None
 
     def get(self, name: str) -> tuple[bytes, Stat]:
-        """A small object, verified by its entity tag where that is its md5, else by size and a second read.
-
-        Two responses that a faulty connection shortened would agree.
-
-        Raises FileNotFoundError if the object does not exist.
-        """
+        """A small object; FileNotFoundError if it does not exist."""
+        # It is verified by its entity tag where that is its md5, else by size and a second read: two
+        # responses that a faulty connection shortened would agree.
         url = self.url(name)
         seen: set[bytes] = set()
         for _ in range(_AGREEMENTS):

@@ -198,11 +198,9 @@ def holder(store: Store, name: str) -> Holder | None:
 
 
 def observe(store: Store, name: str) -> Holder | None:
-    """Like `holder`, for a process that waits: a heartbeat in the future counts as a heartbeat now.
-
-    The modification time of the file is set to now, so that the claim ages from now on unless its process
-    sends another heartbeat.
-    """
+    """Like `holder`, for a process that waits: a heartbeat in the future counts as a heartbeat now."""
+    # The modification time of the file is set to now, so that the claim ages from now on unless its process
+    # sends another heartbeat.
     found = holder(store, name)
     if found is None or found.age >= -_CLOCKS:
         return found
@@ -228,9 +226,8 @@ def live_holders(store: Store, folder: str) -> dict[str, Holder]:
 
 
 def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
-    """Remove a claim of an ended process of this machine, or one without a heartbeat for `timeout` seconds.
-
-    The claim's own timeout counts if it is longer.
+    """Remove a claim of an ended process of this machine, or one without a heartbeat for `timeout` seconds or
+    its own timeout if that is longer.
     """
     found = observe(store, name)
     if found is not None and not found.is_live(timeout):

@@ -3,10 +3,6 @@
 A response is accepted if its Content-Range is the requested range and its ETag is that of the object's first
 response, which is sent as If-Match. The size of an object comes from the Content-Range too, because a HEAD
 request needs a signature of its own.
-
-An object of an S3 store is signed once, for some hours, with the credentials that s3fs has found. A range
-request to a presigned URL needs no signature of its own and no client of botocore: 0.30 ms of the processor
-for 16 kB instead of 1.3 by s3fs (Ceph on a busy machine, benchmarks/test_range_reads.py).
 """
 
 import asyncio
@@ -190,6 +186,10 @@ _READ_BUFFER = 1 << 20  # bytes of a response that are received before they are 
 
 class SignedUrls:
     """The objects of an S3 store. s3fs resolves the credentials, the endpoint and the form of the URL."""
+
+    # An object of an S3 store is signed once, for some hours, with the credentials that s3fs has found. A
+    # range request to a presigned URL needs no signature of its own and no client of botocore: 0.30 ms of the
+    # processor for 16 kB instead of 1.3 by s3fs (Ceph on a busy machine, benchmarks/test_range_reads.py).
 
     def __init__(self, system: Any, in_flight: int) -> None:
         self._system, self._in_flight = system, in_flight

@@ -233,10 +233,7 @@ class S3Objects(Objects):
         return _etag(response)
 
     async def complete(self, system: Any, url: str, upload: str, etags: Sequence[str]) -> bool:
-        """Make an object of the parts of an upload.
-
-        Raises FileNotFoundError if there is no such upload, also if an earlier call has completed it.
-        """
+        """Make an object of the parts of an upload; FileNotFoundError: no such upload, or a completed one."""
         parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag in enumerate(etags, 1)]
         await system._call_s3(
             "complete_multipart_upload", **_key(url), UploadId=upload, MultipartUpload={"Parts": parts}

@@ -223,10 +223,8 @@ class RangeCache:
 
 
 def choose(objects: Iterable[StoredObject], limit: int) -> list[StoredObject]:
-    """The objects that a cache of `limit` bytes holds, in the order of a hash of their names.
-
-    A larger limit holds the same objects and more. Sizes are rounded up to blocks of 4096 bytes.
-    """
+    """The objects that a cache of `limit` bytes holds, in the order of a hash of their names."""
+    # A larger limit holds the same objects and more. Sizes are rounded up to blocks of 4096 bytes.
     chosen = []
     for one in sorted(objects, key=lambda one: (random_word(0, Purpose.CACHE, *one.name.encode()), one.name)):
         limit -= -(-one.size // _BLOCK) * _BLOCK

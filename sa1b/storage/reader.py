@@ -195,10 +195,7 @@ class Reader:
         return self._origin().size(name)
 
     def names(self, folder: str) -> list[str]:
-        """Names of the files or objects directly in a folder, sorted; empty if the folder does not exist.
-
-        Raises the errors of read_range.
-        """
+        """Names of the files or objects directly in a folder, sorted; empty if it does not exist."""
         _check(folder, 0, 0)
         return self._origin().names(folder)
 

@@ -2,11 +2,6 @@
 
 The connections are created in that loop on first use. This module makes every attempt, with a timeout,
 counters and verified bytes.
-
-A forked child creates its own loop. It inherits the objects of its parent, but not the thread, and shares the
-sockets and the epoll set. If it collected a transport as garbage, this would remove the socket from the
-parent's epoll set or close the connection. The child therefore replaces every inherited connection by
-/dev/null and the epoll set by an empty one. This also closes its copies of the parent's connections.
 """
 
 import asyncio
@@ -287,6 +282,11 @@ def generation() -> int:
 
 
 def _after_fork() -> None:
+    # A forked child creates its own loop. It inherits the objects of its parent, but not the thread, and
+    # shares the sockets and the epoll set. If it collected a transport as garbage, this would remove the
+    # socket from the parent's epoll set or close the connection. The child therefore replaces every inherited
+    # connection by /dev/null and the epoll set by an empty one. This also closes its copies of the parent's
+    # connections.
     _forks[0] += 1
     for loop in _loops.values():
         loop.detach()

@@ -13,9 +13,6 @@ An image with such a fault is decoded on the CPU. If that fails too, its BadSamp
 decoder. Some files are decoded on the CPU from the start: those that libraries do not decode as libjpeg-turbo
 does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that are reduced by
 more than 16, because the kernel for resizing lacks memory for its filter.
-
-Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The CPU
-decoder reduces by the DCT and by means, so the pixels differ; `benchmarks.gpu` measures by how much.
 """
 
 import threading
@@ -60,6 +57,9 @@ class GpuDecoder:
     the library reported success without writing the image.
     """
 
+    # Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The
+    # CPU decoder reduces by the DCT and by means, so the pixels differ; `benchmarks.gpu` measures by how
+    # much.
     batched = True
 
     def __init__(

@@ -11,11 +11,6 @@ workers:
     position 100    worker 1 joins it at 0, because it has the same iterator as worker 0
     position 100    worker 1 begins the second iteration at 100
     position 200    worker 0 joins it at 100
-
-An iterator is identified by `get_worker_info().seed - id`, the random number that the DataLoader takes from
-torch's generator for its workers. Persistent workers keep this number, and each of them begins the iterations
-in the same order. If the generator is reset before each iteration, new workers have the same number. A worker
-id that has joined an iteration already then begins the next one.
 """
 
 import atexit
@@ -90,6 +85,11 @@ class Iterations:
         position does not change, and the caller sets it when it takes batches. UsageError if worker processes
         have read an endless iteration: the used batches are unknown.
         """
+        # An iterator is identified by `get_worker_info().seed - id`, the random number that the DataLoader
+        # takes from torch's generator for its workers. Persistent workers keep this number, and each of them
+        # begins the iterations in the same order. If the generator is reset before each iteration, new
+        # workers have the same number. A worker id that has joined an iteration already then begins the next
+        # one.
         worker = get_worker_info()
         with self._locked():
             state = self._read()
@@ -111,13 +111,11 @@ class Iterations:
         return int(one["position"])
 
     def ignore_signals(self) -> None:
-        """Ignore SIGTERM and SIGUSR1 in a worker until its main process or iteration ends.
-
-        Schedulers and torchrun send these signals to the whole process group, and the main process needs its
-        workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker again, as
-        multiprocessing expects; and after an error in a worker, or when the main process has collected the
-        stream, as a DataLoader that is deleted expects.
-        """
+        """Ignore SIGTERM and SIGUSR1 in a worker until its main process or iteration ends."""
+        # Schedulers and torchrun send these signals to the whole process group, and the main process needs
+        # its workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker
+        # again, as multiprocessing expects; and after an error in a worker, or when the main process has
+        # collected the stream, as a DataLoader that is deleted expects.
         seed = self._seed()
 
         def terminate(number: int, frame: object) -> None:

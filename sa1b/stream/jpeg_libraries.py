@@ -8,19 +8,6 @@
 
 Both decode baseline files on the JPEG engine of the GPU, if it has one, and other files with kernels.
 
-The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
-earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses memory
-as soon as it is freed on the host, because later work of the same stream runs later. So the JPEG engine would
-overwrite memory that queued kernels still read, without an error. A lane, a CUDA stream whose memory no other
-stream uses, prevents this:
-
-    its memory was allocated on its stream, and the allocator reuses memory on the same stream only
-    the host waits for all work of the lane before the engine writes
-
-A pool (torch.cuda.MemPool) would not add to this. While a thread allocates from one, the allocator treats all
-threads as if a CUDA graph were captured: it forgets what `Tensor.record_stream` says, and would hand out the
-memory of batches that the caller's stream still reads.
-
 Nothing in this module has run on a GPU yet. The calls of nvimgcodec 0.9 were run with its CPU back end, and
 those of torchcodec are written by its documentation and source of 0.16 and 0.17.
 """
@@ -94,6 +81,19 @@ class CudaLane:
     """A lane on a CUDA device, with an index. PyTorch has 32 streams of high priority, and gives them to
     callers in turn. So only a few lanes may be made in a process; see `sa1b.stream.decoders.decoder`.
     """
+
+    # The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
+    # earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses
+    # memory as soon as it is freed on the host, because later work of the same stream runs later. So the JPEG
+    # engine would overwrite memory that queued kernels still read, without an error. A lane, a CUDA stream
+    # whose memory no other stream uses, prevents this:
+    #
+    #     its memory was allocated on its stream, and the allocator reuses memory on the same stream only
+    #     the host waits for all work of the lane before the engine writes
+    #
+    # A pool (torch.cuda.MemPool) would not add to this. While a thread allocates from one, the allocator
+    # treats all threads as if a CUDA graph were captured: it forgets what `Tensor.record_stream` says, and
+    # would hand out the memory of batches that the caller's stream still reads.
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -26,13 +26,6 @@ them in the same way: ceil(ceil(g / W) / m) micro-batches on every rank. With N 
 m = 16, the fourth step takes 232 samples: 29 per rank, as 16 + 13. With N = 1,028 a fifth step takes 4
 samples: ranks 1, 3, 5 and 7 have one sample, the others an empty micro-batch. A step of an endless order
 takes [p, p + G) across the border of two epochs.
-
-The bijection: a generalised Feistel network of seven rounds permutes 0 to N - 1, and the result is rotated by
-a random number modulo N. The network works on pairs (left, right), left < ceil(sqrt(N)),
-right < ceil(N / ceil(sqrt(N))), with addition modulo these sizes. A pair whose number is N or more passes
-through the network again (cycle walking; at most one in sqrt(N) does). Keys: the 64 bytes of
-blake2b(f"{digest}:{seed}:{epoch}", person "sa1b-order-1") as eight little-endian words. Seven are the round
-keys; the last one modulo N is the rotation.
 """
 
 import hashlib
@@ -247,6 +240,12 @@ def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[in
 @lru_cache(maxsize=64)
 def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
     """Round keys and sizes of one epoch."""
+    # The bijection: a generalised Feistel network of seven rounds permutes 0 to N - 1, and the result is
+    # rotated by a random number modulo N. The network works on pairs (left, right), left < ceil(sqrt(N)),
+    # right < ceil(N / ceil(sqrt(N))), with addition modulo these sizes. A pair whose number is N or more
+    # passes through the network again (cycle walking; at most one in sqrt(N) does). Keys: the 64 bytes of
+    # blake2b(f"{digest}:{seed}:{epoch}", person "sa1b-order-1") as eight little-endian words. Seven are the
+    # round keys; the last one modulo N is the rotation.
     text = f"{order.digest}:{order.seed}:{epoch}".encode()
     words = np.frombuffer(hashlib.blake2b(text, digest_size=64, person=b"sa1b-order-1").digest(), "<u8")
     head = min(-epoch * order.count % order.block_size, order.count) if order.endless else 0

@@ -115,10 +115,7 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
 
 
 def read_documents(reader: Reader, folder: str = VIEWS) -> list[ViewDocument]:
-    """The documents of all views of a folder, sorted by digest; files of other names are ignored.
-
-    Errors as for `read_document`.
-    """
+    """The documents of all views of a folder, sorted by digest; other files are ignored."""
     names = [name for name in reader.names(folder) if _SHA256.fullmatch(name.removesuffix(".json"))]
     return [read_document(reader, f"{folder}/{name}") for name in names if name.endswith(".json")]
 

@@ -27,11 +27,10 @@ from sa1b.storage.store import Store
 
 
 class BucketLocation(Location):
-    """The checkpoints of a run in a bucket.
+    """The checkpoints of a run in a bucket."""
 
-    A rank writes its files to the local folder of the run and uploads them, with the other files of the run.
-    To resume, one rank of each machine copies the checkpoint to the local folder.
-    """
+    # A rank writes its files to the local folder of the run and uploads them, with the other files of the
+    # run. To resume, one rank of each machine copies the checkpoint to the local folder.
 
     def __init__(self, run: RemoteRun) -> None:
         self.run, self.store, self.ranks = run, run.store, run.ranks

@@ -1,15 +1,9 @@
 """A run in a bucket: its claim, its folder on this machine, and the upload of its files.
 
-    run = RemoteRun(open_store("s3://BUCKET/run"), folder)     # all ranks; only one run can have this URL
-    ... append to run.folder / "metrics.jsonl" ...
-    run.upload()                                               # with each checkpoint
-    run.close()
-
-Files that a run appends to cannot be in a bucket, because objects cannot be appended to. They are in a local
-folder, which the ranks of a machine share and which other machines do not see. `upload` copies the files that
-have changed. At the start, files that an earlier run could not upload are uploaded, unless the bucket has
-newer ones: then they are renamed to NAME.unsent. After that the *.jsonl files are copied from the bucket to
-the folder, so that they continue those of another machine.
+run = RemoteRun(open_store("s3://BUCKET/run"), folder)     # all ranks; only one run can have this URL
+... append to run.folder / "metrics.jsonl" ...
+run.upload()                                               # with each checkpoint
+run.close()
 """
 
 import contextlib
@@ -68,6 +62,12 @@ class RemoteRun:
         UsageError: the store cannot be written, or contains a dataset.
         CheckpointError: another run uses the store; the store cannot be reached, or the folder not written.
     """
+
+    # Files that a run appends to cannot be in a bucket, because objects cannot be appended to. They are in a
+    # local folder, which the ranks of a machine share and which other machines do not see. `upload` copies
+    # the files that have changed. At the start, files that an earlier run could not upload are uploaded,
+    # unless the bucket has newer ones: then they are renamed to NAME.unsent. After that the *.jsonl files are
+    # copied from the bucket to the folder, so that they continue those of another machine.
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
         self.store, self.folder = store, folder

@@ -2,11 +2,6 @@
 
 `manifest.json` is written last. It lists every other file with its length and sha256, and ends with its own
 sha256. Only one encoding is valid, so every changed byte of the manifest is detected.
-
-`.metadata` is the table of contents of torch.distributed.checkpoint, read without running code from it. The
-file is a pickle, and a pickle can call any function. It is decoded into plain records that do not use torch's
-classes. Each record is checked, and torch's objects are built from the checked values. Only tensors are
-accepted, because torch unpickles all other objects without a check.
 """
 
 import hashlib
@@ -206,6 +201,10 @@ def read_metadata(folder: Path, sizes: dict[str, int]) -> Metadata:
     """The tensors of a checkpoint and their locations in its files, which must be within `sizes`, bytes of
     each file. CheckpointError: not a valid table of tensors.
     """
+    # `.metadata` is the table of contents of torch.distributed.checkpoint, read without running code from it.
+    # The file is a pickle, and a pickle can call any function. It is decoded into plain records that do not
+    # use torch's classes. Each record is checked, and torch's objects are built from the checked values. Only
+    # tensors are accepted, because torch unpickles all other objects without a check.
     path = folder / METADATA
     try:
         with path.open("rb") as file:

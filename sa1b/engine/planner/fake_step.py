@@ -11,12 +11,6 @@ micro-batch, and the optimizer's update. The other ranks do not exist: collectiv
 The peak is within 0.1 % of the one that torch's profiler measures in real steps on CPUs, in all modes, in
 fp32 and bf16 (tests/engine/test_fake_step.py). With FSDP, two real ranks take up to 5 % more, because gloo
 copies the gradients that it sends. The peak has not been compared with that of a GPU.
-
-The tensors are fake tensors of the CPU, because FSDP on fake tensors of a GPU needs CUDA streams. A GPU
-stores the same shapes and dtypes: autocast uses the same format for matrix products, norms keep the format of
-their input, and attention is a fused kernel without a matrix of tokens x tokens. A compiled model runs
-uncompiled here, and usually stores less. Memory outside of tensors is not measured: the context of CUDA,
-workspaces of kernels, buffers of NCCL, gaps between tensors.
 """
 
 import warnings
@@ -77,6 +71,11 @@ def measure(config: Config, world_size: int) -> StepMemory:
     Not for a pipeline, whose stages need unequal memory. Takes 10 s for vit_h on one CPU core, and 0.5 GB.
     UsageError names the flag that does not fit this number of ranks.
     """
+    # The tensors are fake tensors of the CPU, because FSDP on fake tensors of a GPU needs CUDA streams. A GPU
+    # stores the same shapes and dtypes: autocast uses the same format for matrix products, norms keep the
+    # format of their input, and attention is a fused kernel without a matrix of tokens x tokens. A compiled
+    # model runs uncompiled here, and usually stores less. Memory outside of tensors is not measured: the
+    # context of CUDA, workspaces of kernels, buffers of NCCL, gaps between tensors.
     parallel = replace(config.parallel, offload="none", static_graph=False, find_unused=False)
     parallel = replace(parallel, compress="none", compress_after=ParallelConfig().compress_after)
     with ExitStack() as stack:
@@ -182,10 +181,9 @@ def _pretended_rank(config: ParallelConfig, world_size: int) -> Iterator[RankInf
 
 
 class _FixedBuckets:
-    """DDP's reducer without the second choice of buckets, which reads values that fake tensors do not have.
+    """DDP's reducer without the second choice of buckets, which reads values that fake tensors lack."""
 
-    Other buckets have the same number of bytes.
-    """
+    # Other buckets have the same number of bytes.
 
     def __init__(self, reducer: object) -> None:
         self._reducer = reducer

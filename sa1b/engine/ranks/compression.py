@@ -8,11 +8,6 @@
 PowerSGD (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization") keeps these errors of the last two steps, because the last one may be skipped: twice the memory
 of the gradient.
-
-Torch's hook starts collectives from callbacks, which gloo runs in threads of its own. With several buckets,
-the order of these collectives then differs between ranks, and gloo aborts. The hook here runs the collectives
-of a bucket one after the other, and DDP calls it in the order of buckets, which is the same on all ranks. On
-GPUs the hook only enqueues them, on a stream of its own, beside the rest of the backward pass.
 """
 
 import re
@@ -92,6 +87,12 @@ class PowerSGD:
     Each rank has its own error feedback. The factors are equal on all ranks. The state belongs to parameters,
     so that buckets of another size can continue from it. `paused`: no compression, no change of the state.
     """
+
+    # Torch's hook starts collectives from callbacks, which gloo runs in threads of its own. With several
+    # buckets, the order of these collectives then differs between ranks, and gloo aborts. The hook here runs
+    # the collectives of a bucket one after the other, and DDP calls it in the order of buckets, which is the
+    # same on all ranks. On GPUs the hook only enqueues them, on a stream of its own, beside the rest of the
+    # backward pass.
 
     def __init__(self, module: nn.Module, rank: int, after: int) -> None:
         self.paused = False

@@ -106,13 +106,12 @@ class Ddp(Mode):
 
 
 class Fsdp(Mode):
-    """FSDP2: ranks have shards of the model, and gather groups of parameters before each pass through them.
+    """FSDP2: ranks have shards of the model, and gather groups of parameters before each pass through."""
 
-    Large groups need fewer and longer transfers; small groups need less memory, because one group is computed
-    while the next one is gathered. The units of the model are gathered in the number format of the matrix
-    products, which halves the sent bytes for 16-bit formats; all other parameters are one group in float32.
-    Inputs are never cast, because they may be coordinates.
-    """
+    # Large groups need fewer and longer transfers; small groups need less memory, because one group is
+    # computed while the next one is gathered. The units of the model are gathered in the number format of the
+    # matrix products, which halves the sent bytes for 16-bit formats; all other parameters are one group in
+    # float32. Inputs are never cast, because they may be coordinates.
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
         """See `Mode`."""
@@ -251,10 +250,8 @@ def least_size(groups: str) -> int | None:
 
 
 def _gather_group(first: Any, last: Any) -> None:
-    """Gather a group at the method `gathered` of its first unit, and release it after that of its last one.
-
-    Torch's function supports only one method, which must run the complete group.
-    """
+    """Gather a group at the method `gathered` of its first unit, and release it after that of its last."""
+    # Torch's function supports only one method, which must run the complete group.
     if first is last:
         register_fsdp_forward_method(first, "gathered")
         return

@@ -9,11 +9,6 @@ The schedules are those of torch.distributed.pipelining. While the first micro-b
 and the last ones leave it, the other stages wait: with S equal stages and M micro-batches, for a fraction of
 (S - 1) / (M + S - 1) of the step, with both schedules. GPipe keeps the activations of all micro-batches until
 the backward passes begin. 1F1B keeps those of at most S micro-batches.
-
-A stage receives the stream before its first block, and sends back the gradient of this stream. It reads
-everything else itself, such as images, targets and the keys of drop path. The parts of the model that belong
-to other stages are on the meta device: their names and shapes are known on all ranks, and only their own rank
-has their values.
 """
 
 import zlib
@@ -47,6 +42,11 @@ class Pipeline(Wrapper):
     warm-up, uses GPipe. `autocast` makes the context of each forward pass. `counts`: this rank computes the
     losses; the sums of the other ranks are 0.
     """
+
+    # A stage receives the stream before its first block, and sends back the gradient of this stream. It reads
+    # everything else itself, such as images, targets and the keys of drop path. The parts of the model that
+    # belong to other stages are on the meta device: their names and shapes are known on all ranks, and only
+    # their own rank has their values.
 
     def __init__(
         self,

@@ -102,24 +102,20 @@ def forward_backward(
 
 
 def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
-    """Seed torch's generators before the forward pass of a micro-batch, for models that use them (dropout).
-
-    Random values are then a function of these numbers: a resumed run repeats them, and ranks and
-    micro-batches have different ones.
-    """
+    """Seed torch's generators before the forward pass of a micro-batch, for models with dropout."""
+    # Random values are then a function of these numbers: a resumed run repeats them, and ranks and
+    # micro-batches have different ones.
     torch.manual_seed(random_word(seed, Purpose.GENERATOR, step, rank, number) >> 1)
 
 
 def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
-    """Run a forward and backward pass before the first step of a run, and restore all state after it.
-
-    In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three or
-    more ranks it then sums in another order. Without this call, the first step after a resume would differ in
-    its last bits from the same step of an uninterrupted run. With it, every real step has the final buckets.
-    A static graph does not support accumulation in its first backward pass, which is this one, and has its
-    final buckets after the second one only. Compilation also happens here, for the shapes of the run's
-    micro-batches. `run` uses the scaler's scale and autocast, and must not step the optimizer.
-    """
+    """Run a forward and backward pass, and no step, before the first step, and restore all state."""
+    # In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three
+    # or more ranks it then sums in another order. Without this call, the first step after a resume would
+    # differ in its last bits from the same step of an uninterrupted run. With it, every real step has the
+    # final buckets. A static graph does not support accumulation in its first backward pass, which is this
+    # one, and has its final buckets after the second one only. Compilation also happens here, for the shapes
+    # of the run's micro-batches. `run` uses the scaler's scale and autocast.
     buffers, reduction = Buffers(module), reduction_of(module)
     buffers.keep()
     if reduction is not None:

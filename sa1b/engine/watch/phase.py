@@ -21,28 +21,6 @@ one that the others wait for. A phase that only some ranks go through must not b
     times = RankTime(phases, module, optimizer, rank_info)
     times.backward(loss)                                       # in place of loss.backward()
     times.seconds()                            # {"data": ..., "compute": ..., "sync": ..., "update": ...}
-
-All ranks wait for the slowest one, so the clock of a rank shows equally long steps everywhere. The waiting
-happens within the forward and backward passes of the fast ranks. It is measured where it happens and
-counted as synchronisation, so that the rest is each rank's own work:
-
-- DDP sends gradients while the backward pass continues, and waits after the last local gradient. That wait
-  begins with a callback that torch calls when the backward pass has nothing left to compute. DDP's own
-  callback, which waits, is queued later and is called later.
-- FSDP gathers the weights of each unit before its forward and backward pass, and reduces its gradients
-  after it. The methods that do so are timed: `unshard`, `wait_for_unshard` and `post_backward` of each group
-  of parameters.
-- A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
-
-In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
-
-These methods are not a public interface of torch. If one is missing, `separable` is False, and waits count as
-work.
-
-On a CPU the clock is that of the process. On a GPU it is CUDA events in the stream of the computation, so
-that a wait is the time in which that stream waits. The GPU's path has the same code with another clock.
-
-The times cannot show a rank whose network is slow. All ranks wait equally long for its messages.
 """
 
 import math
@@ -195,6 +173,29 @@ class RankTime:
     """The times of one rank, whose phases are observed. `moment` makes a moment on the device's clock, by
     default by the device of `rank_info`. `separable`: waiting is separated from work.
     """
+
+    # All ranks wait for the slowest one, so the clock of a rank shows equally long steps everywhere. The
+    # waiting happens within the forward and backward passes of the fast ranks. It is measured where it
+    # happens and counted as synchronisation, so that the rest is each rank's own work:
+    #
+    # - DDP sends gradients while the backward pass continues, and waits after the last local gradient. That
+    #   wait begins with a callback that torch calls when the backward pass has nothing left to compute. DDP's
+    #   own callback, which waits, is queued later and is called later.
+    # - FSDP gathers the weights of each unit before its forward and backward pass, and reduces its gradients
+    #   after it. The methods that do so are timed: `unshard`, `wait_for_unshard` and `post_backward` of each
+    #   group of parameters.
+    # - A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
+    #
+    # In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
+    #
+    # These methods are not a public interface of torch. If one is missing, `separable` is False, and waits
+    # count as work.
+    #
+    # On a CPU the clock is that of the process. On a GPU it is CUDA events in the stream of the computation,
+    # so that a wait is the time in which that stream waits. The GPU's path has the same code with another
+    # clock.
+    #
+    # The times cannot show a rank whose network is slow. All ranks wait equally long for its messages.
 
     def __init__(
         self,

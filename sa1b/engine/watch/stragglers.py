@@ -82,10 +82,7 @@ class Stragglers:
         self._windows = np.zeros(len(hosts), np.int64)  # consecutive windows in which a rank was slow
 
     def add(self, times: Mapping[str, Sequence[float]]) -> bool:
-        """Add the seconds of a step, one of each rank in each part; return whether a window is complete.
-
-        Steps with an unknown time are left out.
-        """
+        """Add the seconds of a step, one of each rank, if all are known; whether a window is complete."""
         row = np.array([times[name] for name in PARTS])
         if np.isnan(row).any():
             return False
@@ -130,11 +127,8 @@ class Stragglers:
         return found
 
     def better_shares(self) -> list[int] | None:
-        """Shares of a step with which all ranks would take the same time; None: no rank is slow, or the
-        ranks do not divide steps.
-
-        The smallest whole numbers with ratios within a tenth of the ratios of the ranks' speeds.
-        """
+        """Shares with which all ranks take the same time; None: none is slow, or they do not divide steps."""
+        # The smallest whole numbers with ratios within a tenth of the ratios of the ranks' speeds.
         if not self._divided or not self.slow():
             return None
         speeds = self._shares / self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)

@@ -34,25 +34,19 @@ _CONVERTED = ("not_a_jpeg", "jpeg_unsupported")  # reasons that conversion to JP
 
 @dataclass(frozen=True, slots=True)
 class InputImage:
-    """An image to annotate; `name` is its path, or the dataset directory and `sa_<id>`.
+    """An image to annotate."""
 
-    Only an image of a dataset directory has an `image_id`. `read` returns the bytes of its file.
-    """
-
-    name: str
-    read: Callable[[], bytes]
-    image_id: int | None = None
+    name: str  # path, or the dataset directory and `sa_<id>`
+    read: Callable[[], bytes]  # the bytes of its file
+    image_id: int | None = None  # only of an image of a dataset directory
 
 
 @dataclass(slots=True)
 class FoundImages:
-    """The images in the paths of a user, in the order of the paths, and in folders by name, each file once.
-
-    `others` is the number of files in the folders that are not images, by their extensions.
-    """
+    """The images in the paths of a user, in the order of the paths, and in folders by name, each once."""
 
     images: list[InputImage] = field(default_factory=list)
-    others: int = 0
+    others: int = 0  # files in the folders that are not images, by their extensions
 
 
 def find_images(paths: Sequence[str], skip: Path) -> FoundImages:

@@ -42,17 +42,13 @@ _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class RankLink:
-    """The link that limits a collective: NVLink, PCIe, InfiniBand, Ethernet or memory.
-
-    `nominal` is in bytes per second in one direction, 0 if it is not known; `low` and `high` are the expected
-    range as fractions of it. The remedy is for a lower rate.
-    """
+    """The link that limits a collective: NVLink, PCIe, InfiniBand, Ethernet or memory."""
 
     kind: str
-    nominal: float
-    low: float
-    high: float
-    remedy: str
+    nominal: float  # bytes per second in one direction, 0 if it is not known
+    low: float  # least expected fraction of it
+    high: float  # largest expected fraction of it
+    remedy: str  # for a lower rate
 
     def expected(self) -> tuple[float, float]:
         """The expected range of the bus bandwidth, bytes per second."""

@@ -39,14 +39,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings of all ranks, in the order of the checks; equal ones need not be merged.
-
-    `title` is one line about the checked ranks, `hosts` the host of each rank.
-    """
+    """The findings of all ranks, in the order of the checks; equal ones need not be merged."""
 
     findings: Sequence[Finding]
-    title: str = "1 process"
-    hosts: Sequence[str] = ()
+    title: str = "1 process"  # about the checked ranks, one line
+    hosts: Sequence[str] = ()  # of each rank
 
     def exit_code(self) -> int:
         """0: no check failed. 1: a check failed."""
@@ -204,10 +201,7 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
 
 
 def minorities(value_of: Mapping[int, str]) -> Iterator[tuple[str, tuple[int, ...], str, list[int]]]:
-    """Each value that is not that of most ranks, with its ranks; then the value of most ranks and these.
-
-    `value_of`: rank -> value.
-    """
+    """Each value (rank -> value) that is not that of most ranks, with its ranks; then most ranks' value."""
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(value_of.items()):
         groups.setdefault(value, []).append(rank)

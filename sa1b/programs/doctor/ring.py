@@ -43,14 +43,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The chunks, by number, that a rank sends and receives in a step.
-
-    With `adds` the received chunk is added, as in a reduce-scatter; else it replaces the chunk.
-    """
+    """The chunks, by number, that a rank sends and receives in a step."""
 
     sends: int
     receives: int
-    adds: bool
+    adds: bool  # the received chunk is added, as in a reduce-scatter; else it replaces the chunk
 
 
 def steps_of(rank: int, world_size: int) -> list[Step]:

@@ -10,12 +10,6 @@ JPEGs have the original bytes. Annotation files have the bytes of source_tars.an
 `sam2` is what the class SA1BRawDataset of facebookresearch/sam2 (training/dataset/vos_raw_dataset.py) reads,
 `efficientvit` what OnlineDataset of mit-han-lab/efficientvit (efficientvit/samcore/data_provider/sam.py)
 reads. Their lists leave out images without masks, which cannot be trained on there.
-
-`yolo` is for the segmentation models of ultralytics. A line of labels/ has class 0 and x y of the polygon of
-a mask, divided by the size. The parts of a mask and its holes are joined by lines that are followed in both
-directions, see sa1b.masks.polygons. The polygon has exactly the pixels of the mask. Ultralytics itself loses
-some of them: it resamples polygons to 1,000 points, scales them to the size of training, paints their
-borders, so that joined parts get a line of one pixel between them, and keeps one of several equal boxes.
 """
 
 import json
@@ -200,6 +194,12 @@ def _write_lines(path: Path, lines: Iterable[str]) -> None:
 class Yolo(Format):
     """Labels for ultralytics. Polygons are relative to the image, so scaled images can be exported too."""
 
+    # `yolo` is for the segmentation models of ultralytics. A line of labels/ has class 0 and x y of the
+    # polygon of a mask, divided by the size. The parts of a mask and its holes are joined by lines that are
+    # followed in both directions, see sa1b.masks.polygons. The polygon has exactly the pixels of the mask.
+    # Ultralytics itself loses some of them: it resamples polygons to 1,000 points, scales them to the size of
+    # training, paints their borders, so that joined parts get a line of one pixel between them, and keeps one
+    # of several equal boxes.
     images_per_list: int = IMAGES_PER_LIST  # in a list of images
     # ids of images for validation only; None: `train` and `val` are equal
     val: Ids | None = field(default=None, repr=False, compare=False)

@@ -50,14 +50,11 @@ _PER_IMAGE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """A SELECT statement over the indexes of a dataset directory; made by `open_query`.
-
-    `columns` are the names of the result's columns -> DuckDB's types as text.
-    """
+    """A SELECT statement over the indexes of a dataset directory; made by `open_query`."""
 
     dataset: Dataset
     text: str
-    columns: dict[str, str]
+    columns: dict[str, str]  # names of the result's columns -> DuckDB's types as text
     connection: Any
     quiet: bool
     storage_errors: list[StorageError]

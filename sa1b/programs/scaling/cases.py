@@ -23,16 +23,12 @@ Device = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs and CPUs that this process may use; `gpus` is 0 if the device is cpu.
-
-    `numbers` are those of the CPUs in the affinity mask, of which `cpus` may be used; empty if this system
-    cannot bind processes.
-    """
+    """The GPUs and CPUs that this process may use."""
 
     device: Device
-    gpus: int
-    cpus: int
-    numbers: tuple[int, ...]
+    gpus: int  # 0 if the device is cpu
+    cpus: int  # how many of `numbers` may be used
+    numbers: tuple[int, ...]  # of the CPUs in the affinity mask; empty if this system cannot bind processes
 
     @classmethod
     def of_this_process(cls, device: Literal["auto", "cuda", "cpu"]) -> "Machine":
@@ -86,14 +82,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Threads of each rank, the same for any number of ranks, and its CPUs; empty: not bound.
-
-    The CPUs are on different cores as far as possible; with `shared_cores`, two are threads of the same core.
-    """
+    """Threads of each rank, the same for any number of ranks, and its CPUs."""
 
     threads: int
-    cpus: tuple[tuple[int, ...], ...]
-    shared_cores: bool = False
+    cpus: tuple[tuple[int, ...], ...]  # on different cores as far as possible; empty: not bound
+    shared_cores: bool = False  # two CPUs are threads of the same core
 
     def __str__(self) -> str:
         threads = f"{counted(self.threads, 'thread')} a rank"

@@ -25,18 +25,14 @@ from sa1b.workers import Event, Failure, supervise
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a measurement.
+    """The settings of a measurement."""
 
-    `config` gets ranks and batches of each case; `steps` are those of each part of a case in a round; a case
-    without progress for `timeout` seconds has failed.
-    """
-
-    config: Config
+    config: Config  # gets ranks and batches of each case
     device: Device
     placement: Placement
-    steps: int
+    steps: int  # of each part of a case in a round
     rounds: int
-    timeout: float
+    timeout: float  # seconds without progress after which a case has failed
 
 
 def measure(series: Sequence[Series], settings: Settings, *, quiet: bool = False) -> Scaling:

@@ -104,17 +104,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each step on one rank: `whole` with the loader, `synchronised` from memory, `alone`.
+    """Seconds of each step on one rank."""
 
-    Without a dataset directory `whole` is empty; for a pipeline, and if the GPU has too little memory,
-    `alone`. `queued` is the share of the time in which the main thread waited for a CPU that other threads
-    used.
-    """
-
-    whole: tuple[float, ...]
-    synchronised: tuple[float, ...]
-    alone: tuple[float, ...]
-    queued: float
+    whole: tuple[float, ...]  # with the loader; empty without a dataset directory
+    synchronised: tuple[float, ...]  # from memory
+    alone: tuple[float, ...]  # empty for a pipeline, and if the GPU has too little memory
+    queued: float  # share of the time in which the main thread waited for a CPU that other threads used
 
 
 def run(launch: Launch, rank: int, report: Callable[[object], None]) -> None:

@@ -26,20 +26,16 @@ _OUTLINES = {1.6: "diamond", 2.0: "disc", 3.0: "cushion", 6.0: "box"}  # by expo
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The numbers with which an object was drawn; grey levels are from 0 to 255.
-
-    `contrast` is the standard deviation of the texture, `power` the exponent of the superellipse of the
-    outline; poles, cables and branches are `thin`.
-    """
+    """The numbers with which an object was drawn; grey levels are from 0 to 255."""
 
     colour: tuple[float, float, float]
     tile: int
-    contrast: float
+    contrast: float  # standard deviation of the texture
     striped: bool
-    power: float
+    power: float  # exponent of the superellipse of the outline
     aspect: float
     hollow: bool
-    thin: bool
+    thin: bool  # poles, cables and branches
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,10 +180,8 @@ _UNKNOWN = ("size", "mtime_ns", "sha256", "md5")  # of the source
 
 
 def partial_task(task: Task, shards: Sequence[ShardInfo], indexes: Sequence[Path], reader: Reader) -> Task:
-    """The task file of a source with some of its shards, in order, without `samples`.
-
-    Reads the mask records of the shards, verified by their checksums.
-    """
+    """The task file of a source with some of its shards, in order, without `samples`."""
+    # Reads the mask records of the shards, verified by their checksums.
     reading = task.source.get(READING, {"kind": task.source["kind"]})
     largest = dict.fromkeys(LARGEST, 0)
     jpg_bytes = 0

@@ -1,24 +1,10 @@
 """The state of each rank, exchanged while the ranks may be blocked elsewhere, and the report of a stall.
 
-    states = StateExchange(rank_info, phases, interval=1.0)
-    states.start()
-    states.observing = True               # reads the other ranks' states too
-    states.seen[3].state.phase            # the last known state of rank 3
-    states.seen[3].at                     # when it was published, on this rank's clock
-
-A thread of each rank publishes the rank's state in the rendezvous store at every interval, with its own
-connection, because the main thread may be blocked in another call of the store. The clocks of machines
-differ. So a published state has a number instead of a time, and an observer notes on its own clock when it
-saw the number change.
-
-Publishing costs one request of about 200 bytes per rank and interval. The states of other ranks are only read
-while this rank does not progress.
-
-The report of a run that makes no progress says which rank the others wait for, and where every rank is. NCCL
-adds its own, from its RAS subsystem: NCCL 2.24 and later answer a text protocol at localhost:28028, or at the
-address in NCCL_RAS_ADDR, in one process of each machine. See
-https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html and NVIDIA's client
-`ncclras`, which does the same.
+states = StateExchange(rank_info, phases, interval=1.0)
+states.start()
+states.observing = True               # reads the other ranks' states too
+states.seen[3].state.phase            # the last known state of rank 3
+states.seen[3].at                     # when it was published, on this rank's clock
 """
 
 import json
@@ -80,6 +66,14 @@ class StateExchange:
         reached: when the last exchange was complete, on the clock of time.monotonic.
         error: why the store cannot be used; empty if it can.
     """
+
+    # A thread of each rank publishes the rank's state in the rendezvous store at every interval, with its own
+    # connection, because the main thread may be blocked in another call of the store. The clocks of machines
+    # differ. So a published state has a number instead of a time, and an observer notes on its own clock when
+    # it saw the number change.
+    #
+    # Publishing costs one request of about 200 bytes per rank and interval. The states of other ranks are
+    # only read while this rank does not progress.
 
     def __init__(self, rank_info: RankInfo, phases: Phases, interval: float) -> None:
         self.observing = False
@@ -330,6 +324,11 @@ def nccl_status(environment: Mapping[str, str] = os.environ) -> str:
     """The status of all communicators of the job on this machine, as text. OSError: nothing answers there, or
     not within some seconds: NCCL is older, or RAS is disabled.
     """
+    # The report of a run that makes no progress says which rank the others wait for, and where every rank is.
+    # NCCL adds its own, from its RAS subsystem: NCCL 2.24 and later answer a text protocol at
+    # localhost:28028, or at the address in NCCL_RAS_ADDR, in one process of each machine. See
+    # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/ras.html and NVIDIA's client
+    # `ncclras`, which does the same.
     host, _, port = environment.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
     with socket.create_connection((host.strip("[]") or "localhost", int(port)), timeout=2) as connection:
         connection.settimeout(4 * _TIMEOUT)
