@@ -122,13 +122,8 @@ class Annotations:
         `category` str [N], "" for none; `category_id` int64 [N], -1 for none or one that is not an integer;
         `iscrowd` int64 [N]; `fields` str [N], all fields of the annotation as a JSON object.
         """
-        if self.text is None:
-            return None
-        try:
-            masks = json.loads(self.text)[PROVENANCE]["masks"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-        if not isinstance(masks, list) or len(masks) != len(self) or {*map(type, masks)} - {dict}:
+        masks = self._provenance("masks", dict)
+        if masks is None or len(masks) != len(self):
             return None
         found = {
             "category": [one.get("category") if type(one.get("category")) is str else "" for one in masks],
@@ -137,6 +132,18 @@ class Annotations:
             "fields": [json.dumps(one) for one in masks],
         }
         return {name: np.array(found[name], kind) for name, kind in ORIGIN.items()}
+
+    def texts(self) -> list[str] | None:
+        """The texts that stood beside the image in its source; None: the source was not read for texts."""
+        return self._provenance("texts", str)
+
+    def _provenance(self, key: str, kind: type) -> list[Any] | None:
+        """A list of the provenance whose values have one type; None if there is no such list."""
+        try:
+            values = None if self.text is None else json.loads(self.text)[PROVENANCE][key]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return values if isinstance(values, list) and not {*map(type, values)} - {kind} else None
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """The values [N] of a column by its name, also those of `origin`."""

@@ -54,6 +54,7 @@ _ORIGIN = {  # only of shards from files in COCO's format
     "iscrowd": pa.int64(),
     "fields": pa.string(),
 }
+TEXTS = "texts"  # column: list of strings of each image; only of shards from images with texts beside them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +73,8 @@ class Row:
     masks_crc32c: int
 
 
-def schema(*, with_runs: bool, with_origin: bool = False) -> pa.Schema:
-    """The columns of an index file, with or without decoded masks and what COCO's files say of the masks."""
+def schema(*, with_runs: bool, with_origin: bool = False, with_texts: bool = False) -> pa.Schema:
+    """The columns of an index file; some only with decoded masks, masks of COCO's files, or texts."""
     fields = [pa.field(name, kind, nullable=False) for name, kind in _PLAIN.items()]
     for name, (kind, width) in _PER_MASK.items():
         fields.append(pa.field(name, _lists(kind if width == 1 else _lists(kind)), nullable=False))
@@ -81,6 +82,8 @@ def schema(*, with_runs: bool, with_origin: bool = False) -> pa.Schema:
         fields.append(pa.field("runs", _lists(_lists(pa.uint32())), nullable=False))
     if with_origin:
         fields += [pa.field(name, _lists(kind), nullable=False) for name, kind in _ORIGIN.items()]
+    if with_texts:
+        fields.append(pa.field(TEXTS, _lists(pa.string()), nullable=False))
     return pa.schema(fields)
 
 
@@ -101,10 +104,14 @@ class IndexWriter:
         self._columns: dict[str, list[Any]] = {}
         self._held_bytes = 0
 
-    def _open(self, *, with_origin: bool) -> pq.ParquetWriter:
+    def _open(self, first: Annotations | None) -> pq.ParquetWriter:
         """Open the file: its first image says which columns it has."""
         with_runs = self._with_runs
-        self._schema = schema(with_runs=with_runs, with_origin=with_origin)
+        self._schema = schema(
+            with_runs=with_runs,
+            with_origin=first is not None and first.origin() is not None,
+            with_texts=first is not None and first.texts() is not None,
+        )
         self._columns = {name: [] for name in self._schema.names}
         integers = dict.fromkeys(_PLAIN, "DELTA_BINARY_PACKED")
         per_mask = {
@@ -128,13 +135,16 @@ class IndexWriter:
     def add(self, row: Row) -> None:
         """Append one image."""
         if self._writer is None:
-            self._writer = self._open(with_origin=row.annotations.origin() is not None)
+            self._writer = self._open(row.annotations)
         origin: dict[str, npt.NDArray[Any]] = {}
         if _ORIGIN.keys() <= self._columns.keys():
             origin = row.annotations.origin() or no_origin(len(row.annotations))
         for name, values in self._columns.items():
             if name in _PLAIN:
                 values.append(_plain(row, name))
+            elif name == TEXTS:
+                values.append(row.annotations.texts() or [])
+                self._held_bytes += sum(map(len, values[-1]))
             else:
                 array = row.runs.runs if name == "runs" else origin.get(name)
                 array = getattr(row.annotations, name) if array is None else array
@@ -146,7 +156,7 @@ class IndexWriter:
     def close(self) -> None:
         """Write the remaining rows and the footer."""
         if self._writer is None:
-            self._writer = self._open(with_origin=False)
+            self._writer = self._open(None)
         if self._columns["image_id"]:
             self._write()
         self._writer.close()
@@ -174,6 +184,8 @@ class IndexWriter:
             arrays[name] = _list_array(
                 images, pa.array(np.concatenate(columns[name]).tolist(), _ORIGIN[name])
             )
+        if TEXTS in columns:
+            arrays[TEXTS] = pa.array(columns[TEXTS], _lists(pa.string()))
         if "runs" in columns:
             arrays["runs"] = _runs_column(columns.pop("runs"), columns.pop("runs_count"))
         table = pa.Table.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
@@ -282,7 +294,8 @@ class IndexReader:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
         found = self._file.schema_arrow
         self.with_runs = "runs" in found.names
-        if not found.equals(schema(with_runs=self.with_runs, with_origin="category" in found.names)):
+        with_origin, with_texts = "category" in found.names, TEXTS in found.names
+        if not found.equals(schema(with_runs=self.with_runs, with_origin=with_origin, with_texts=with_texts)):
             raise IndexFormatError("its columns are not those of a shard index")
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
@@ -290,7 +303,9 @@ class IndexReader:
         plain = self._file.read(names)
         self.columns = {name: plain[name].to_numpy() for name in names}
         self._per_mask = [
-            field.name for field in found if pa.types.is_list(field.type) and field.name != "runs"
+            field.name
+            for field in found
+            if pa.types.is_list(field.type) and field.name not in ("runs", TEXTS)
         ]
         self._group: tuple[int, pa.Table] | None = None
 
@@ -309,6 +324,11 @@ class IndexReader:
         """The columns of masks: [N] or, for boxes and points, [N, width]. UNREADABLE: damaged row group."""
         table, i = self._row(row)
         return {name: _entry(table[name], i) for name in self._per_mask}
+
+    def texts(self, row: int) -> list[str] | None:
+        """The texts of a row; None if the index has none. Raises one of UNREADABLE, as `numbers`."""
+        table, i = self._row(row)
+        return table[TEXTS][i].as_py() if TEXTS in table.schema.names else None
 
     def runs(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         """All masks of a row as runs and offsets, see sa1b.masks.runs. UNREADABLE: damaged row group."""

@@ -1,18 +1,21 @@
 """Images without annotations as pairs: each image with an annotation file that has no masks.
 
-    photos/cats/1.jpg, photos/dogs/1.png        a folder with images at any depth is one source
+    photos/cats/1.jpg, photos/cats/1.txt        a folder with images at any depth is one source
     train-000000.tar                            the images of a tar with any names, such as one of webdataset
     train-00000-of-00011.parquet                the images of a column, as the library `datasets` writes them
 
 The id of sa_<id>.jpg is the number in its name. Any other image has 53 bits of the SHA-256 of
 `<source>/<name in the source>`, so that the same source with the same name always gives the same ids. JPEGs
-keep their bytes; PNG, WebP, BMP and TIFF become JPEGs. Other files of a source are left out.
+keep their bytes; PNG, WebP, BMP and TIFF become JPEGs.
+
+The texts of an image are stored with it: those of 1.txt, 1.caption.txt and 1.json that follow or precede
+1.jpg without another image between them, or those of columns of the row. In JSON and Parquet, TEXT_FIELDS
+names the fields. Other files of a source are left out.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,9 @@ from sa1b.storage.atomic import sha256_of
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
 _ROWS = 64  # that are read at a time
-_COMPANIONS = (".json", ".txt")  # texts and annotations beside images are left out without a note
+TEXT_FIELDS = ("caption", "captions", "text", "texts", "txt")
+_COMPANIONS = (".json", ".txt")
+_MAX_TEXT_BYTES = 1 << 20  # of a file; the longest captions have 10 kB
 
 
 def is_image_name(name: str) -> bool:
@@ -51,11 +56,19 @@ class _ImagesPass(SourceReading):
 
     def items(self) -> Iterator[Member | Damage]:
         """The jpg and the json of each image; damage, and what is no file, as in the source."""
+        images, texts = list[Member](), list[Member]()
         for item in self._found.items():
             if isinstance(item, Damage) or item.reason or item.kind != "file":
                 yield item
-            elif is_image_name(item.name):
-                yield from self._pair(item)
+                continue
+            is_image = is_image_name(item.name)
+            if not is_image and not _is_text_name(item.name):
+                continue
+            if images and not _belongs(item.name, images[0].name):
+                yield from self._pairs(images, texts)
+                images, texts = [], []
+            (images if is_image else texts).append(item)
+        yield from self._pairs(images, texts)
 
     def digests(self) -> dict[str, str]:
         return self._found.digests()
@@ -66,7 +79,21 @@ class _ImagesPass(SourceReading):
     def close(self) -> None:
         return self._found.close()
 
-    def _pair(self, image: Member) -> Iterator[Member]:
+    def _pairs(self, images: list[Member], files: list[Member]) -> Iterator[Member]:
+        """The pairs of images of one name, with the texts beside them; a text of no image is refused."""
+        texts: dict[str, None] = {}  # each once, in their order
+        for file in files:
+            try:
+                found = _texts(file)
+                if found and not (images and _belongs(file.name, images[0].name)):
+                    raise BadSample("text_unpaired", "no image of this name beside it")
+                texts |= dict.fromkeys(found)
+            except BadSample as error:
+                yield replace(file, detail=str(error), reason=error.reason)
+        for image in images:
+            yield from self._pair(image, list(texts))
+
+    def _pair(self, image: Member, texts: list[str]) -> Iterator[Member]:
         name = image.name.removeprefix("./")
         named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
         image_id = hashed_id(self._source, name) if named is None else named.image_id
@@ -78,7 +105,7 @@ class _ImagesPass(SourceReading):
         document = {
             "image": image_entry(image_id, height, width),
             "annotations": [],
-            "provenance": {"format": "images", "file": name, **encoding},
+            "provenance": {"format": "images", "file": name, "texts": texts, **encoding},
         }
         yield replace(image, name=member_name(image_id, "jpg"), data=jpeg)
         yield replace(image, name=member_name(image_id, "json"), data=json.dumps(document).encode())
@@ -92,8 +119,9 @@ class ImageFolder(FolderFormat):
 
     def files(self, path: Path, ignore: Ignore) -> list[Path]:
         files, unreadable = listed(path, self.parts(path, ignore))  # a folder is refused as a member
-        images = (file for file in files if is_image_name(file.name))
-        return sorted(file for file in (*images, *unreadable) if not ignore(file))
+        taken = (file for file in files if is_image_name(file.name) or _is_text_name(file.name))
+        found = (file for file in (*taken, *unreadable) if not ignore(file))
+        return sorted(found, key=lambda file: (file.parent, file.name))  # a text beside its image
 
     def parts(self, path: Path, ignore: Ignore) -> list[Path]:
         return below(path, [path], ignore)
@@ -137,9 +165,15 @@ class _RowsPass(SourceReading):
         try:
             with pq.ParquetFile(self._path) as file:
                 column = _image_column(self._path, file.schema_arrow)
-                batches = file.iter_batches(_ROWS, columns=[column])
-                rows = (row for batch in batches for row in batch.column(0).to_pylist())
-                yield from map(self._member, count(), rows)
+                texts = [name for name in TEXT_FIELDS if name in file.schema_arrow.names and name != column]
+                batches = file.iter_batches(_ROWS, columns=[column, *texts])
+                rows = (row for batch in batches for row in batch.to_pylist())
+                for number, row in enumerate(rows):
+                    image = self._member(number, row.pop(column))
+                    yield image
+                    if not image.reason:
+                        stem = image.name.rpartition(".")[0]
+                        yield Member(f"{stem}.json", "file", 0, json.dumps(row, default=str).encode())
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
             raise SourceError(f"{self._path}: cannot be read as Parquet: {why}; download it again") from None
@@ -163,6 +197,40 @@ class _RowsPass(SourceReading):
 
     def close(self) -> None:
         """The file is closed at the end of `items`."""
+
+
+def _is_text_name(name: str) -> bool:
+    return name.lower().endswith(_COMPANIONS) and not name.rpartition("/")[2].startswith(".")
+
+
+def _belongs(name: str, image: str) -> bool:
+    """Whether a file is beside an image: 1.txt, 1.caption.txt, 1.json and 1.png beside 1.jpg."""
+    stem = image.rpartition(".")[0] + "."
+    rest = name.removeprefix(stem)
+    return rest != name and "/" not in rest and not (is_image_name(name) and "." in rest)
+
+
+def _texts(file: Member) -> list[str]:
+    """The texts of a text file, of a list in JSON, or of the known fields of a JSON object.
+
+    Raises:
+        BadSample: the file cannot be read.
+    """
+    if len(file.data) > _MAX_TEXT_BYTES:
+        raise BadSample(
+            "text_unreadable", f"{len(file.data):,} bytes; a text has at most {_MAX_TEXT_BYTES:,}"
+        )
+    try:
+        if file.name.lower().endswith(".txt"):
+            found: list[Any] = [file.data.decode()]
+        else:
+            document = json.loads(file.data)
+            fields = document if isinstance(document, dict) else {"texts": document}
+            given = [fields.get(name) for name in TEXT_FIELDS]
+            found = [text for one in given for text in (one if isinstance(one, list) else [one])]
+    except (ValueError, RecursionError) as error:
+        raise BadSample("text_unreadable", f"cannot be read: {error}") from None
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
 def _image_column(path: Path, schema: pa.Schema) -> str:

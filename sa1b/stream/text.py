@@ -10,6 +10,10 @@ The table has a column of ids and a column of texts; see `sa1b.stream.columns`. 
 of strings, of which each visit takes one: a hash of the seed, the image id, the epoch and the mask's index
 decides, so that the choice is the same on any rank, worker or thread. Instead of strings there may be
 lists of float of one length, which are embeddings that a text encoder computed before, or lists of these.
+
+    sa1b.Stream("images", masks=0, text="texts")
+
+"texts" means those that stood beside the images in their sources, which `sa1b reshard --images-only` stores.
 """
 
 import os
@@ -35,7 +39,10 @@ from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from sa1b.shards.dataset import Dataset
+
 Key = Literal["image_id", "mask_id"]
+TEXTS = "texts"  # the source that means the texts of the dataset directory
 _LOOKED_UP = 1000  # ids without a single text, after which there is a warning
 
 
@@ -86,7 +93,8 @@ class Text:
     """A table of texts for `Stream(text=...)`.
 
     Attributes:
-        source: path or URL of a table, or a pyarrow table; see sa1b.stream.columns. An id may have several
+        source: path or URL of a table, or a pyarrow table; see sa1b.stream.columns. "texts": the texts that
+            the dataset directory has of its own; `column` is then without effect. An id may have several
             rows; of conversations in LLaVA's form, the texts are the answers.
         column: column of the texts.
         key: column of the ids, "image_id" or "mask_id"; None: mask_id if there is one, else image_id.
@@ -243,19 +251,36 @@ def _key_of(column: Column) -> Key:
     return "image_id" if column.key == "image_id" else "mask_id"
 
 
-def open_text(text: Any, storage_options: Any = None) -> TextColumn | None:
+def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> TextColumn | None:
     """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
-    ColumnError if it is not a table of texts; UsageError if there is no such tokenizer.
+
+    The source TEXTS means the dataset's own texts. ColumnError if it is not a table of texts; UsageError if
+    there is no such tokenizer.
     """
     if text is None or isinstance(text, TextColumn):
         return text
     options = text if isinstance(text, Text) else Text(text)
-    name = options.column
+    own = options.source == TEXTS
+    name = TEXTS if own else options.column
     try:
-        column = open_columns({name: options.source}, storage_options, key=options.key, texts=True)[name]
+        source = _own_texts(dataset) if own else options.source
+        column = open_columns({name: source}, storage_options, key=options.key, texts=True)[name]
     except (ColumnError, MissingError) as error:
         raise ColumnError(str(error).removeprefix(f"join[{name!r}]: ")) from None
     return TextColumn(options, column)
+
+
+def _own_texts(dataset: "Dataset") -> "pa.Table":
+    """The texts that stood beside the images of the dataset directory."""
+    from sa1b.views.index_scan import stored_texts
+
+    found = stored_texts(dataset)
+    if found is None:
+        raise ColumnError(
+            f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
+            "of .txt and .json files beside the images and of columns of Parquet; or pass a table of texts"
+        )
+    return found
 
 
 def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:

@@ -239,7 +239,7 @@ class ContentCheck:
             return
         index = self.index
         try:
-            numbers = index.numbers(row)
+            numbers, texts = index.numbers(row), index.texts(row)
         except MemoryError:
             raise
         except UNREADABLE as error:
@@ -251,6 +251,7 @@ class ContentCheck:
             if int(index.columns[name][row]) != getattr(annotations, name)
         ]
         wrong += [name for name, values in numbers.items() if not _same(values, annotations.column(name))]
+        wrong += ["texts"] * ((texts or []) != (annotations.texts() or []))
         if wrong:
             message = f"differs from the mask record in {', '.join(wrong)}"
             self.find_index("index_numbers", message, offset, annotations.image_id)

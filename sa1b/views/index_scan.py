@@ -6,13 +6,16 @@ of 1024 images and 100,000 masks; for indexes on disk, more threads keep more re
 
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sa1b.console import command
@@ -21,7 +24,7 @@ from sa1b.progress import bar
 from sa1b.shards.annotation import no_origin
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.index import UNREADABLE, index_file
+from sa1b.shards.index import TEXTS, UNREADABLE, index_file
 from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 from sa1b.views.predicate import MASK_FIELDS, ORIGIN_FIELDS, Predicate, mask_values
@@ -70,6 +73,45 @@ def scan(
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def naming_index(reader: Reader, name: str) -> Iterator[None]:
+    """Makes errors of reading an index those of the package.
+
+    Raises:
+        ShardError: the index is missing or damaged; the message says how to rebuild it.
+    """
+    try:
+        yield
+    except (*UNREADABLE, MissingError) as error:
+        raise ShardError(
+            f"{reader.url(name)}: {error}; `{command('verify')}` lists the damage, "
+            f"`{command('index')}` rebuilds the index"
+        ) from None
+
+
+def stored_texts(dataset: Dataset) -> pa.Table | None:
+    """The texts beside the images in their sources: `image_id`, int64, and `texts`, lists of strings.
+
+    Images without a text have no row; None if no image has one. The indexes of all shards are read.
+
+    Raises:
+        ShardError: an index is missing or damaged.
+    """
+    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+        parts = list(pool.map(partial(_texts, dataset.reader), dataset.shards))
+    tables = [part for part in parts if part is not None and len(part)]
+    return pa.concat_tables(tables) if tables else None
+
+
+def _texts(reader: Reader, shard: str) -> pa.Table | None:
+    name = shard_files(shard)[1]
+    with naming_index(reader, name), pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+        if TEXTS not in file.schema_arrow.names:
+            return None
+        table = file.read(["image_id", TEXTS], use_threads=False)
+        return table.filter(pc.greater(pc.list_value_length(table[TEXTS]), 0))
+
+
 def _part(
     reader: Reader, name: str, masks_where: Predicate | None, images_where: Predicate | None
 ) -> ShardPart:
@@ -79,7 +121,7 @@ def _part(
     if "area_fraction" in fields:
         per_image |= {"width", "height"}
     per_mask = {(MASK_FIELDS | ORIGIN_FIELDS)[name][0] for name in fields} - {"width", "height"}
-    try:
+    with naming_index(reader, name):
         with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
             absent = per_mask & ORIGIN_FIELDS.keys() - set(file.schema_arrow.names)
             per_mask = per_mask - absent or {"runs_count"}
@@ -101,11 +143,6 @@ def _part(
             passed = np.concatenate([[0], np.cumsum(masks_where(mask_values(fields, column)))])
             ends = np.cumsum(counts)
             left = passed[ends] - passed[ends - counts]
-    except (*UNREADABLE, MissingError) as error:
-        raise ShardError(
-            f"{reader.url(name)}: {error}; `{command('verify')}` lists the damage, "
-            f"`{command('index')}` rebuilds the index"
-        ) from None
     passes = np.ones(len(counts), np.bool_)
     if images_where is not None:
         passes = images_where({**columns, "masks": left})

@@ -175,6 +175,40 @@ def test_webdataset_reads_images_annotations_and_columns(roots, dataset, tmp_pat
     assert again.skipped == summary.parts
 
 
+def test_joined_columns_of_parquet_and_coco(roots, tmp_path):
+    dataset = Dataset(roots["plain"])
+    ids = [sample.image_id for sample in dataset]
+    some = [int(one) for sample in dataset for one in sample.annotations.mask_id[::2]]
+    tables = {
+        "caption": pa.table({"image_id": ids[:-1], "caption": [f"é {i}" for i in ids[:-1]]}),
+        "weight": pa.table({"image_id": ids, "weight": [[i / 7, 1.0] for i in ids]}),
+        "phrase": pa.table({"mask_id": some, "phrase": [f"mask {i}" for i in some]}),
+    }
+    pa.parquet.write_table(pa.table({"image_id": ids, "width": ids}), tmp_path / "width.parquet")
+    join = []
+    for name, table in tables.items():
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        join.append(f"{name}={tmp_path}/{name}.parquet")
+    for to in ("parquet", "coco"):
+        assert main(str(roots["plain"]), to, tmp_path / to, join=join, json_output=True) == 0
+        assert main(str(roots["plain"]), to, tmp_path / to, join=join, json_output=True) == 0
+        with pytest.raises(UsageError, match="--join width: .*; choose another name"):
+            main(str(roots["plain"]), to, tmp_path / "refused", join=[f"width={tmp_path}/width.parquet"])
+    (file,) = (tmp_path / "parquet").glob("*.parquet")
+    rows = {row["image_id"]: row for row in pa.parquet.read_table(file).to_pylist()}
+    document = json.loads((tmp_path / "coco" / "annotations.json").read_text())
+    entries = {one["id"]: one for one in document["images"]}
+    for sample in dataset:
+        row, entry = rows[sample.image_id], entries[sample.image_id]
+        caption = f"é {sample.image_id}" if sample.image_id != ids[-1] else None
+        assert row["caption"] == entry.get("caption") == caption
+        assert row["weight"] == entry["weight"] == [sample.image_id / 7, 1.0]
+        phrases = [f"mask {i}" if i in some else None for i in sample.annotations.mask_id.tolist()]
+        assert row["phrase"] == (phrases or None)
+        own = [one for one in document["annotations"] if one["image_id"] == sample.image_id]
+        assert [one["phrase"] for one in own] == phrases
+
+
 @pytest.mark.parametrize("name", ["sam2", "webdataset"])
 def test_any_number_of_workers_writes_the_same_files(roots, out, tmp_path, name):
     export(roots["plain"], tmp_path, FORMATS[name], workers=3, quiet=True)

@@ -21,6 +21,8 @@ from sa1b.errors import NoPairError, SourceError, UsageError
 from sa1b.ingest.ingest import ingest
 from sa1b.ingest.policy import Policy
 from sa1b.ingest.verb_reshard import main
+from sa1b.programs.export.verb_export import main as export_main
+from sa1b.programs.query.sql import open_query
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.verify.rebuild import rebuild_root
@@ -44,12 +46,12 @@ def hashed(name: str) -> int:
 
 FILES = {
     "a.jpg": encoded(shade=1),
+    "a.txt": b"a cat",
     "cats/1.JPEG": encoded(shade=2),
     "cats/deep/1.jpeg": encoded(shade=3),
     "sa_5.jpg": encoded(shade=4),
     "sa_5.json": b"{}",
     "png/p.png": encoded("PNG"),
-    "a.txt": b"a cat",
     "._a.jpg": b"a file of another system",
 }
 IDS = {hashed(f"photos/{name}"): name for name in ("a.jpg", "cats/1.JPEG", "cats/deep/1.jpeg", "png/p.png")}
@@ -106,6 +108,133 @@ def test_every_image_is_stored_with_its_bytes_and_an_id_of_its_name(tmp_path: Pa
     converted = simplejpeg.decode_jpeg(found[hashed("photos/png/p.png")].jpeg).astype(int)
     assert abs(converted - np.asarray(Image.open(io.BytesIO(FILES["png/p.png"])))).mean() < 3
     assert not verify(tmp_path / "root", deep=True).findings
+
+
+BESIDE = {
+    "a.caption.txt": "Ein K\u00e4tzchen\n".encode(),
+    "a.jpg": encoded(shade=1),
+    "a.json": json.dumps({"caption": "a cat", "captions": ["a cat", "a kitten", 7], "width": 60}).encode(),
+    "b.jpg": encoded(shade=2),
+    "b.m/c.jpg": encoded(shade=3),
+    "b.txt": b" \n",
+    "d.txt": b"a text of no image",
+    "e.jpg": encoded(shade=4),
+    "e.json": b"{",
+    "e.png": encoded("PNG"),
+    "e.txt": b"a dog",
+    "labels.json": b'{"1": "cat"}',
+}
+TEXTS = {
+    "a.jpg": ["a cat", "a kitten", "Ein K\u00e4tzchen"],
+    "b.jpg": [],
+    "b.m/c.jpg": [],
+    "e.jpg": ["a dog"],
+    "e.png": ["a dog"],
+}
+
+
+def captioned_rows(path: Path) -> Path:
+    images = [{"bytes": BESIDE[name], "path": name} for name in TEXTS]
+    table = {
+        "image": images,
+        "caption": [texts[0] if texts else None for texts in TEXTS.values()],
+        "captions": list(TEXTS.values()),
+        "label": list(range(len(images))),
+    }
+    pq.write_table(pa.table(table), path, row_group_size=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captioned")
+    return reshard(written(folder / "photos", BESIDE), folder / "root", code=3)
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
+def test_the_texts_beside_an_image_are_stored_with_it(captioned: Path, tmp_path: Path, form: str) -> None:
+    make = {
+        "folder": lambda: captioned,
+        "tar": lambda: reshard(tar_of(tmp_path / "photos.tar", BESIDE), tmp_path / "root", code=3),
+        "parquet": lambda: reshard(captioned_rows(tmp_path / "photos.parquet"), tmp_path / "root"),
+    }
+    root = make[form]()
+    dataset = sa1b.open(root)
+    found = [dataset.annotations(row)["provenance"] for row in range(len(dataset))]
+    assert {one["file"]: sorted(one["texts"]) for one in found} == {k: sorted(v) for k, v in TEXTS.items()}
+    assert not verify(root, deep=True).findings
+
+
+def test_texts_that_cannot_be_stored_are_refused_and_kept(captioned: Path) -> None:
+    lines = (captioned / "quarantine/photos/refused.jsonl").read_text().splitlines()
+    refused = {json.loads(line)["reason"]: line for line in lines}
+    assert refused.keys() == {"text_unpaired", "text_unreadable"}
+    assert "d.txt" in refused["text_unpaired"]
+    assert "e.json" in refused["text_unreadable"]
+    kept = {path.read_bytes() for path in (captioned / "quarantine" / "photos").iterdir()}
+    assert {BESIDE["d.txt"], BESIDE["e.json"]} <= kept
+
+
+def test_a_stream_gives_the_stored_texts_by_name(captioned: Path, tmp_path: Path) -> None:
+    def read(**options: Any) -> dict[int, str | None]:
+        stream = sa1b.Stream(captioned, masks=0, global_batch=1, image_size=32, epochs=1, **options)
+        batches = sa1b.Loader(stream, quiet=True)
+        return {int(batch.ids[0]): batch.extra["texts"][0] for batch in batches}
+
+    with pytest.warns(UserWarning, match="has no texts for 2 of 5 images"):
+        found = read(text="texts")
+    for name, texts in TEXTS.items():
+        assert found[hashed(f"photos/{name}")] in (texts or [None])
+    with pytest.warns(UserWarning, match="has no texts for 2"):
+        assert read(text=sa1b.Text("texts", length=3)) == found
+    without = reshard(written(tmp_path / "x", {"a.jpg": BESIDE["a.jpg"]}), tmp_path / "root")
+    with pytest.raises(sa1b.errors.Sa1bError, match=r"no image has a text .*\.txt and \.json"):
+        sa1b.Stream(without, masks=0, global_batch=1, text="texts")
+
+
+def test_queries_and_a_rebuild_of_the_index_keep_the_texts(captioned: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(captioned, tmp_path / "root")
+    asked = "SELECT image_id, texts FROM images WHERE len(texts) > 1"
+    expected = {hashed("photos/a.jpg"): sorted(TEXTS["a.jpg"])}
+
+    def queried() -> dict[int, list[str]]:
+        with open_query(root, asked, quiet=True) as query:
+            return {image_id: sorted(texts) for rows in query.rows() for image_id, texts in rows}
+
+    assert queried() == expected
+    (index,) = root.rglob("*.parquet")
+    index.unlink()
+    rebuild_root(root)
+    assert queried() == expected
+
+
+def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
+    dataset = sa1b.open(captioned)
+    texts = [dataset.annotations(row)["provenance"]["texts"] for row in range(len(dataset))]
+    expected = dict(zip(map(int, dataset.table.image_id), texts, strict=True))
+    for to in ("parquet", "coco", "webdataset"):
+        assert export_main(str(captioned), to, tmp_path / to, join=("texts",), json_output=True) == 0
+    assert {
+        row["image_id"]: row["texts"]
+        for row in pq.read_table(*(tmp_path / "parquet").glob("*.parquet")).to_pylist()
+    } == expected
+    document = json.loads((tmp_path / "coco" / "annotations.json").read_text())
+    assert {one["id"]: one["texts"] for one in document["images"]} == expected
+    again = sa1b.open(reshard(tmp_path / "webdataset", tmp_path / "again"))
+    found = [again.annotations(row)["provenance"]["texts"] for row in range(len(again))]
+    assert dict(zip(map(int, again.table.image_id), found, strict=True)) == expected
+
+
+def test_an_index_with_other_texts_is_damage(captioned: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(captioned, tmp_path / "root")
+    (index,) = root.rglob("*.parquet")
+    table = pq.read_table(index)
+    other = pa.array([["changed"]] * len(table), table.schema.field("texts").type)
+    pq.write_table(
+        table.set_column(table.schema.get_field_index("texts"), table.schema.field("texts"), other), index
+    )
+    found = {finding.kind for finding in verify(root, deep=True).findings}
+    assert "index_numbers" in found
 
 
 def test_a_stream_without_masks_reads_each_image_once(tmp_path: Path) -> None:

@@ -25,10 +25,14 @@ from sa1b.programs.export.export_format import (
     IMAGES_PER_PART,
     Format,
     Ids,
+    JoinedColumn,
     PartFiles,
     Rows,
     blocks,
     by_source,
+    check_joined,
+    joined_identity,
+    joined_value,
 )
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import READING
@@ -41,6 +45,11 @@ _HEAD = '{"annotations": [\n'
 _MIDDLE = '], "images": [\n'
 _CATEGORIES = '], "categories": [\n'
 _TAIL = "]}\n"
+_IMAGE_KEYS = ("id", "file_name", "width", "height")
+_MASK_KEYS = (
+    *("id", "image_id", "category_id", "category", "iscrowd", "bbox", "area", "segmentation"),
+    *("mask_id", "predicted_iou", "stability_score", "point_coords", "crop_box"),
+)
 _OBJECT = {"id": 1, "name": "object", "supercategory": ""}
 
 
@@ -57,6 +66,21 @@ class Coco(Format):
     annotations_only: bool = field(default=False, repr=False)  # the content of a part differs with it
     categories: tuple[str, ...] = ()  # those of the sources as JSON, in every file
     object_id: int = 1  # id of the category `object`
+    columns: tuple[JoinedColumn, ...] = ()  # keys of the images or, by mask_id, of the annotations
+    texts: bool = False  # a key of the images: the texts of the sources
+
+    @property
+    def identity(self) -> str:
+        return f"{replace(self, columns=())!r} {joined_identity(self.columns)}"
+
+    def check(self, dataset: Dataset) -> None:
+        super().check(dataset)
+        check_joined(self.columns, dataset)
+        for column in self.columns:
+            if column.name in (_IMAGE_KEYS if column.key == "image_id" else _MASK_KEYS):
+                raise UsageError(
+                    f"--join {column.name}: COCO's files have a key of this name; choose another name"
+                )
 
     @property
     def kind(self) -> str:
@@ -96,12 +120,18 @@ class Coco(Format):
             for sample in samples:
                 if not self.annotations_only:
                     files.write(_image_path(sample.image_id), sample.jpeg)
-                for one in annotations(sample, first, self.segmentation, self.object_id):
+                values = {one.name: joined_value(one, sample) for one in self.columns}
+                of_masks = [one.name for one in self.columns if one.key == "mask_id"]
+                lists = {name: values.pop(name) for name in of_masks}
+                for index, one in enumerate(annotations(sample, first, self.segmentation, self.object_id)):
+                    one |= {name: given[index] for name, given in lists.items() if given is not None}
                     category = one.pop("category", _OBJECT["name"])
                     _add(categories, {**_OBJECT, "id": one["category_id"], "name": category}, part)
                     file.write(b",\n" * (first > 1) + json.dumps(one).encode())
                     first += 1
-                entries.append(json.dumps(_entry(sample)))
+                values |= {"texts": sample.annotations.texts()} if self.texts else {}
+                further = {name: value for name, value in values.items() if value is not None}
+                entries.append(json.dumps(_entry(sample) | further))
             file.write(b"\n" * (first > 1) + _MIDDLE.encode())
             file.write(",\n".join(entries).encode() + f"\n{_CATEGORIES}".encode())
             file.writelines(line.encode() for line in _separated(_listed(categories)))

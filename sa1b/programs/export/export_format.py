@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +123,54 @@ class PartFiles:
         link.replace(temporary)
         self.linked += 1
         return True
+
+
+class JoinedColumn(Protocol):
+    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers."""
+
+    name: str
+    key: str  # "image_id" or "mask_id"
+    path: Path  # its file, whose name changes with the content
+
+    @property
+    def kind(self) -> Any:
+        """Arrow's type of the values."""
+
+    def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
+        """The values of some ids; None where the table has no row."""
+        ...
+
+    def count(self, ids: npt.NDArray[np.int64]) -> int:
+        """Number of these ids that have a row."""
+        ...
+
+
+def check_joined(columns: Sequence[JoinedColumn], dataset: Dataset) -> None:
+    """Refuse a column that belongs to other images.
+
+    Raises:
+        UsageError: its table has a row for no image.
+    """
+    ids = dataset.table.image_id.astype(np.int64)
+    for column in columns:
+        if column.key == "image_id" and not column.count(ids):
+            raise UsageError(
+                f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
+                f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
+            )
+
+
+def joined_identity(columns: Sequence[JoinedColumn]) -> list[tuple[str, str, str]]:
+    """What differs between exports with other columns."""
+    return [(one.name, one.key, one.path.name) for one in columns]
+
+
+def joined_value(column: JoinedColumn, sample: Sample) -> Any:
+    """The value of an image, or the list of values of its masks; None if there is none."""
+    if column.key == "image_id":
+        return column.lookup(np.array([sample.image_id], np.int64))[0]
+    values = column.lookup(sample.annotations.mask_id)
+    return None if all(value is None for value in values) else values
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sa1b.errors import UsageError
 from sa1b.masks import coco, geometry
 from sa1b.names import member_name
-from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows
+from sa1b.programs.export.export_format import (
+    Format,
+    Ids,
+    JoinedColumn,
+    PartFiles,
+    Rows,
+    check_joined,
+    joined_identity,
+    joined_value,
+)
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 
@@ -46,17 +56,20 @@ _COLUMNS = {
 
 def _feature(kind: pa.DataType) -> Any:
     """The type of a column in the metadata of `datasets`."""
-    if pa.types.is_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return {"feature": _feature(kind.value_type), "_type": "List"}
     if pa.types.is_struct(kind):
         return {field.name: _feature(field.type) for field in kind}
-    return {"dtype": {"double": "float64"}.get(str(kind), str(kind)), "_type": "Value"}
+    return {"dtype": {"double": "float64", "float": "float32"}.get(str(kind), str(kind)), "_type": "Value"}
 
 
-FEATURES = {
-    name: {"_type": "Image"} if name == "image" else _feature(kind) for name, kind in _COLUMNS.items()
-}
-SCHEMA = pa.schema(_COLUMNS, {"huggingface": json.dumps({"info": {"features": FEATURES}})})
+def _schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+    """The schema of files with these columns and the usual ones."""
+    named = {**_COLUMNS, **columns}
+    features = {
+        name: {"_type": "Image"} if name == "image" else _feature(kind) for name, kind in named.items()
+    }
+    return pa.schema(named, {"huggingface": json.dumps({"info": {"features": features}})})
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,21 @@ class Parquet(Format):
     """Parquet files for `datasets`. Memory: a row group, 32 MB of images with their masks."""
 
     images_per_file: int = IMAGES_PER_FILE
+    columns: tuple[JoinedColumn, ...] = ()  # one by mask_id has a list with a value or null for each mask
+    texts: bool = False  # a column: the texts of the sources
+
+    @property
+    def identity(self) -> str:
+        return f"parquet {self.images_per_file} {joined_identity(self.columns)}" + ", texts" * self.texts
+
+    def check(self, dataset: Dataset) -> None:
+        super().check(dataset)
+        check_joined(self.columns, dataset)
+        for column in self.columns:
+            if column.name in _COLUMNS:
+                raise UsageError(
+                    f"--join {column.name}: the files have a column of this name; choose another name"
+                )
 
     @property
     def takes_all_files(self) -> bool:
@@ -84,24 +112,27 @@ class Parquet(Format):
         return [f"{part}.parquet"]
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
+        kinds = {one.name: one.kind if one.key == "image_id" else pa.list_(one.kind) for one in self.columns}
+        schema = _schema(kinds | ({"texts": pa.list_(pa.string())} if self.texts else {}))
         group: list[dict[str, Any]] = []
         size = 0
         with (
             files.open(f"{part}.parquet") as file,
-            pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
+            pq.ParquetWriter(file, schema, compression="zstd") as writer,
         ):
             for sample in samples:
-                group.append(_row(sample))
+                row = _row(sample) | {one.name: joined_value(one, sample) for one in self.columns}
+                group.append(row | ({"texts": sample.annotations.texts() or []} if self.texts else {}))
                 size += len(sample.jpeg)
                 if size >= _GROUP_BYTES:
-                    _write(writer, group)
+                    _write(writer, group, schema)
                     group, size = [], 0
             if group:
-                _write(writer, group)
+                _write(writer, group, schema)
 
 
-def _write(writer: pq.ParquetWriter, group: list[dict[str, Any]]) -> None:
-    writer.write_table(pa.Table.from_pylist(group, SCHEMA), row_group_size=len(group))
+def _write(writer: pq.ParquetWriter, group: list[dict[str, Any]], schema: pa.Schema) -> None:
+    writer.write_table(pa.Table.from_pylist(group, schema), row_group_size=len(group))
 
 
 def _row(sample: Sample) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from sa1b.sources.path_arguments import check_here, checked_quality, takes_endpo
 TOUR = (190, "Repair, export and copy", "write other formats", "sa1b export shards --to folders --out files")
 
 if TYPE_CHECKING:
-    from sa1b.programs.export.export_format import Format
+    from sa1b.programs.export.export_format import Format, JoinedColumn
 
 To = Literal["sa1b", "folders", "images", "sam2", "efficientvit", "webdataset", "coco", "yolo-seg", "parquet"]
 
@@ -43,7 +43,7 @@ _FLAGS: dict[str, tuple[To, ...]] = {
     "--layout": ("folders", "images"),
     "--image-size": ("images",),
     "--quality": ("images",),
-    "--join": ("webdataset",),
+    "--join": ("webdataset", "parquet", "coco"),
     "--link-from": ("folders", "images", "sam2", "efficientvit"),
 }
 
@@ -64,7 +64,7 @@ def main(
     images_per_file: int | None = None,
     segmentation: Literal["rle", "polygons"] | None = None,
     plain: bool = False,
-    join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE")] = (),
+    join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE|texts")] = (),
     link_from: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     overwrite: bool = False,
     workers: int | None = None,
@@ -104,8 +104,9 @@ def main(
         segmentation: For coco: masks as run lengths (rle, the default) or as polygons along the sides of
             pixels, which pycocotools rasterises to the same masks.
         plain: For sa1b: write plain tars instead of gzip.
-        join: For webdataset: add this column of a table, by image id or mask_id, see
-            `sa1b.Stream(join=)`. May be repeated.
+        join: For webdataset, parquet and coco: add this column of a table, by image id or mask_id, see
+            `sa1b.Stream(join=)`, or the `texts` that stood beside the images in their sources. May be
+            repeated.
         link_from: For formats with a file for each image: folder of an earlier export. Files with the same
             path and bytes there become hard links, which take no space.
         overwrite: Replace existing files, also complete ones. For webdataset and parquet, also remove those
@@ -200,31 +201,38 @@ def _format(
         return Sam2()
     if to == "efficientvit":
         return EfficientVit()
+    texts = "texts" in join
     if to == "webdataset":
         from sa1b.programs.export.web_dataset import IMAGES_PER_TAR, WebDataset
-        from sa1b.storage.errors import MissingError
-        from sa1b.stream.columns import ColumnError, open_columns
 
-        joined = list(map(_joined, join))
-        twice = [name for number, (name, _) in enumerate(joined) if name in dict(joined[:number])]
-        if twice:
-            raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
-        try:
-            columns = open_columns(dict(joined))
-        except (ColumnError, MissingError) as error:
-            raise UsageError(str(error).replace("join['", "--join ", 1).replace("']", "", 1)) from None
-        return WebDataset(number or IMAGES_PER_TAR, tuple(columns.values()))
+        return WebDataset(number or IMAGES_PER_TAR, _columns(join), texts)
     if to == "coco":
         from sa1b.programs.export.coco import Coco
 
-        return Coco(number, segmentation or "rle")
+        return Coco(number, segmentation or "rle", columns=_columns(join), texts=texts)
     if to == "yolo-seg":
         return Yolo(number or IMAGES_PER_LIST)
     if to == "parquet":
         from sa1b.programs.export.parquet import IMAGES_PER_FILE, Parquet
 
-        return Parquet(number or IMAGES_PER_FILE)
+        return Parquet(number or IMAGES_PER_FILE, _columns(join), texts)
     return SourceTars(number, plain)
+
+
+def _columns(join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
+    """The open columns of --join."""
+    from sa1b.storage.errors import MissingError
+    from sa1b.stream.columns import ColumnError, open_columns
+
+    joined = [_joined(text) for text in join if text != "texts"]
+    names = [name for name, _ in joined] + ["texts"] * join.count("texts")
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    if twice:
+        raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
+    try:
+        return tuple(open_columns(dict(joined)).values())
+    except (ColumnError, MissingError) as error:
+        raise UsageError(str(error).replace("join['", "--join ", 1).replace("']", "", 1)) from None
 
 
 def _joined(text: str) -> tuple[str, str]:
@@ -232,7 +240,7 @@ def _joined(text: str) -> tuple[str, str]:
     name, equals, source = text.partition("=")
     if not (equals and source and name.isidentifier()) or name in ("jpg", "json"):
         raise UsageError(
-            f"--join {text}: must be NAME=FILE, such as caption=captions.parquet; NAME is a name of letters, "
-            "digits and _ other than jpg and json"
+            f"--join {text}: must be NAME=FILE, such as caption=captions.parquet, or texts; NAME is of "
+            "letters, digits and _, and not jpg or json"
         )
     return name, source

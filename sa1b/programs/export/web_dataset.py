@@ -13,15 +13,23 @@ import json
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sa1b.errors import ShardError, UsageError
+from sa1b.errors import ShardError
 from sa1b.names import image_name
-from sa1b.programs.export.export_format import Format, Ids, PartFiles, Rows, by_source
+from sa1b.programs.export.export_format import (
+    Format,
+    Ids,
+    JoinedColumn,
+    PartFiles,
+    Rows,
+    by_source,
+    check_joined,
+    joined_identity,
+    joined_value,
+)
 from sa1b.programs.export.source_tars import add_member, annotation_text
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
@@ -29,39 +37,18 @@ from sa1b.shards.sample import Sample
 IMAGES_PER_TAR = 1000
 
 
-class JoinedColumn(Protocol):
-    """The part of a sa1b.stream.columns.Column that an export needs; it is pickled to the workers."""
-
-    name: str
-    key: str  # "image_id" or "mask_id"
-    path: Path  # its file, whose name changes with the content
-
-    def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
-        """The values of some ids; None where the table has no row."""
-        ...
-
-    def count(self, ids: npt.NDArray[np.int64]) -> int:
-        """Number of these ids that have a row."""
-        ...
-
-
 @dataclass(frozen=True)
 class WebDataset(Format):
-    """Tars of `images_per_tar` images with joined columns."""
+    """Tars of `images_per_tar` images with joined columns and, with `texts`, the texts of the sources."""
 
     images_per_tar: int = IMAGES_PER_TAR
     columns: tuple[JoinedColumn, ...] = ()
+    texts: bool = False
 
     def check(self, dataset: Dataset) -> None:
         """Refuse scaled images, and a column that belongs to other images."""
         super().check(dataset)
-        ids = dataset.table.image_id.astype(np.int64)
-        for column in self.columns:
-            if column.key == "image_id" and not column.count(ids):
-                raise UsageError(
-                    f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
-                    f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
-                )
+        check_joined(self.columns, dataset)
 
     @property
     def takes_all_files(self) -> bool:
@@ -73,7 +60,7 @@ class WebDataset(Format):
 
     @property
     def identity(self) -> str:
-        return f"webdataset {[(one.name, one.key, one.path.name) for one in self.columns]}"
+        return f"webdataset {joined_identity(self.columns)}" + ", texts" * self.texts
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterator[tuple[str, Rows]]:
         ordered = np.concatenate([own for _, own in by_source(dataset, rows)])
@@ -92,18 +79,13 @@ class WebDataset(Format):
                 key = image_name(sample.image_id)
                 add_member(tar, f"{key}.jpg", sample.jpeg)
                 add_member(tar, f"{key}.json", annotation_text(sample))
+                if self.texts and (texts := sample.annotations.texts()):
+                    add_member(tar, f"{key}.texts.json", json.dumps(texts, ensure_ascii=False).encode())
                 for column in self.columns:
-                    value = _value(column, sample)
+                    value = joined_value(column, sample)
                     if value is not None:
                         ending, data = _encoded(column, sample, value)
                         add_member(tar, f"{key}.{column.name}.{ending}", data)
-
-
-def _value(column: JoinedColumn, sample: Sample) -> Any:
-    if column.key == "image_id":
-        return column.lookup(np.array([sample.image_id], np.int64))[0]
-    values = column.lookup(sample.annotations.mask_id)
-    return None if all(value is None for value in values) else values
 
 
 def _encoded(column: JoinedColumn, sample: Sample, value: Any) -> tuple[str, bytes]:

@@ -277,11 +277,14 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
     )
     yield f"INSERT INTO sa1b_shards VALUES {values}"
     listed = ", ".join(map(_literal, paths))
-    of_coco = any(reading["kind"] == "coco" for reading in dataset.manifest.get(READING, {}).values())
-    union = ", union_by_name = true" * of_coco  # indexes of other sources lack the columns of COCO files
+    readings = dataset.manifest.get(READING, {}).values()
+    of_coco = any(reading["kind"] == "coco" for reading in readings)
+    texts = ", texts" * any(reading.get("images_only") for reading in readings)
+    # Indexes of other sources lack the columns of COCO files, and texts.
+    union = ", union_by_name = true" * (of_coco or bool(texts))
     yield f"CREATE VIEW sa1b_indexes AS SELECT * FROM read_parquet([{listed}], filename = true{union})"
     yield (
-        f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source "
+        f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source{texts} "
         "FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
     )
     # NaN in an index stands for a missing value, which is NULL in SQL.
