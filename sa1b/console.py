@@ -59,10 +59,7 @@ def run(
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Print a text of the program, on stdout by default; see `sa1b.errors.printable`.
-
-    Data of the user, such as the rows of a query, is not changed.
-    """
+    """Print a text of the program, on stdout by default, as `sa1b.errors.printable`; not for users' data."""
     print(printable(text), file=file, flush=True)
 
 
@@ -74,9 +71,7 @@ def parse(
     *,
     forwards: bool = False,
 ) -> tuple["partial[int]", tuple[str, ...]]:
-    """The call of `main` that a command line asks for, and unknown arguments if `forwards`; UsageError names
-    a flag.
-    """
+    """The call of `main` for a command line, unknown arguments if `forwards`; UsageError: a wrong flag."""
     import tyro
 
     def parsed(*values: Any, **named: Any) -> "partial[int]":

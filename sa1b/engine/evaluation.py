@@ -32,8 +32,8 @@ def held_out_feed(
     run: Path,
     training: Stream | None,
 ) -> Feed | None:
-    """The feed of an evaluation: every image of the view once over all ranks; None without a view.
-    UsageError: it shares images with the feed of `training`; None: nothing is trained.
+    """The feed of an evaluation: every image of the view once over all ranks; None without a view. UsageError
+    if it shares images with the feed `training`, which is None if nothing is trained.
     """
     if config.view is None:
         return None

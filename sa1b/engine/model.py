@@ -41,7 +41,7 @@ complete example is an image autoencoder with one layer:
             return 0.0
 
 The settings of a model are a subclass of `sa1b.engine.config.Config` with `image_size` and `build`;
-`tests/engine/ reconstruction.py` is a complete second model, `sa1b.recipes.presets` has the settings of SAM.
+`tests/engine/reconstruction.py` is a complete second model, `sa1b.recipes.presets` has the settings of SAM.
 """
 
 from collections.abc import Mapping
@@ -232,8 +232,8 @@ class Wrapper(nn.Module):
         return {}
 
     def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
-        """Check the numbers of all ranks after a step, one of each by name; an error is raised on all ranks.
-        Its message names the run's folder.
+        """Check the numbers of all ranks after a step: by name, one of each rank. An error is raised on all
+        ranks, with the run's folder in its message.
         """
 
 

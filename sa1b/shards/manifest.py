@@ -252,7 +252,7 @@ def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
 
 
 def parse_document(data: bytes, path: object) -> dict[str, Any]:
-    """The object in dataset.json or a task file, with only its format checked; ManifestError as above."""
+    """The object in dataset.json or a task file; ManifestError: damaged or of another format."""
     try:
         document = json.loads(data)
         found = document["format"]

@@ -315,7 +315,7 @@ class Conditions:
 
     def _check_conditions(self) -> None:
         """Check once that the store obeys conditions of writes, with an object that no other process uses.
-        StorageError: it ignores them. DeniedError: no access to objects.
+        StorageError: it ignores them. DeniedError: objects cannot be read, written or removed.
         """
         if self._has_if_match is not None:
             return

@@ -81,8 +81,8 @@ class Objects:
     async def put(
         self, system: Any, url: str, data: bytes, *, absent: bool = False, match: str | None = None
     ) -> Stat:
-        """Write a small object: only if it does not exist, or has the entity tag `match`, which is not
-        supported here. ConditionError: the condition does not hold.
+        """Write a small object; with `absent` only if it does not exist. `match`, an entity tag that it must
+        have, is not supported here. ConditionError: the condition does not hold.
         """
         if match is not None:
             raise NotImplementedError

@@ -212,10 +212,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel the running coroutines, run `last`, end the thread.
-
-        Does nothing in a process that inherited the loop.
-        """
+        """Cancel the coroutines, run `last`, end the thread; does nothing in a forked process."""
         if _loops.pop(id(self), None) is None:
             last.close()
             return

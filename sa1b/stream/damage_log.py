@@ -26,7 +26,8 @@ class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
     Each line is one write of less than a page to a file opened for appending, so lines of several processes
-    do not mix. The first line creates the file. The first `start` bytes do not count; None: present ones.
+    do not mix. The first line creates the file. Lines before byte `start`, None: before its end, do not
+    count.
 
     If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
     printed to stderr. They are counted in the process that found them, and not in other worker processes.

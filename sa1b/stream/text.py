@@ -233,7 +233,7 @@ class TextColumn:
 
 
 def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
-    """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns others."""
+    """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns none."""
     rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
     rows = [row[:length] for row in rows]
     keys = [-1 if value is None else _key(value.encode()) for value in values]

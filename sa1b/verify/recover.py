@@ -212,8 +212,8 @@ class Changed:
 
 
 def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded) -> list[str]:
-    """Copy shards that have the content of other shards (`misplaced`) to the names of those, unless these are
-    intact; the restored shards.
+    """Copy shards that have the content of other shards to the names of those, unless these are intact.
+    Returns the restored shards. `misplaced`: shard -> the shard whose content it has.
     """
     folder = temporary_path(store.scratch / "shards")
     try:

@@ -32,7 +32,7 @@ _POWERSGD = re.compile(r"powersgd:([1-9]\d*)")
 
 
 def compression_rank(compress: str) -> int | None:
-    """The rank of the low-rank approximation; None for other values of --parallel.compress that are valid."""
+    """The rank of the low-rank approximation; None for other valid values, UsageError for invalid ones."""
     low_rank = _POWERSGD.fullmatch(compress)
     if low_rank is None and compress not in ("none", "fp16", "bf16"):
         raise UsageError(

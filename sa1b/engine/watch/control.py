@@ -37,8 +37,8 @@ class StepFigures:
 
 
 class Control(Requests):
-    """Stop requests and failures of all ranks, exchanged together with the figures of each step. `stop` and
-    `failed`, why the run stops and whether a write has failed, are the same on all ranks.
+    """Stop requests and failures of all ranks, exchanged together with the figures of each step. `stop` is
+    why the run stops, `failed` whether a write has failed; both are the same on all ranks.
     """
 
     _table = False

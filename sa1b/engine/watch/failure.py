@@ -70,8 +70,8 @@ def stdout_is_closed() -> bool:
 
 
 def refused(error: UsageError, rank: int, *, on_all: bool) -> int:
-    """Print why this rank cannot start, and return the exit code. An error that is not `on_all` ranks may be
-    that of one machine, which lacks a file or a GPU, and its ranks must print it.
+    """Print why this rank cannot start, and return the exit code. With `on_all`, all ranks have this error.
+    Else one machine may lack a file or a GPU, and its ranks must print it.
     """
     first = rank == 0 or (not on_all and os.environ.get("LOCAL_RANK") == "0")
     if not first and "TORCHELASTIC_RUN_ID" in os.environ:
