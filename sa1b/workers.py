@@ -222,7 +222,7 @@ class _Pool:
         self.selector = selectors.DefaultSelector()
 
     def start(self) -> None:
-        """Start a process for the next task; it does not import the script of the caller again."""
+        """Start a process for the next task, which imports the script of the caller only if it needs it."""
         task = self.waiting.popleft()
         ours, theirs = _CONTEXT.Pipe()
         work = pickle.dumps((self.function, self.tasks[task]))
@@ -231,7 +231,9 @@ class _Pool:
         # Starting multiprocessing's resource tracker would unblock the signal, so the tracker starts first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        script, sys.modules["__main__"] = sys.modules["__main__"], type(sys)("__main__")
+        script = sys.modules["__main__"]
+        if b"__main__" not in work:  # else the worker needs a class or function of the script
+            sys.modules["__main__"] = type(sys)("__main__")
         try:
             process.start()
         finally:
