@@ -11,13 +11,14 @@ The same command resumes a run that ended or was killed, with any number of rank
 import gc
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from sa1b.console import before_training, broken_pipe
+from sa1b.console import before_training, broken_pipe, command
 
 if __name__ == "__main__":
     before_training()
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from sa1b.engine import config as settings
+from sa1b.engine import vocabulary
+from sa1b.engine.checkpoint.files import folder_name
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.ranks import network
@@ -50,7 +53,7 @@ from sa1b.engine.watch.profiler import StepProfiler
 from sa1b.engine.watch.signals import TABLE_SIGNAL, handle
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.evaluate_only import score, scored_model
-from sa1b.recipes.presets import PRESETS
+from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
 from sa1b.stream.plan import process_rank
@@ -181,6 +184,7 @@ def train_and_close(run: Run) -> int:
     gc.collect()
     gc.freeze()  # what exists now is not searched again, which makes a collection short
     gc.disable()
+    begun = run.step
     try:
         train(run)
     except BaseException as error:
@@ -196,11 +200,27 @@ def train_and_close(run: Run) -> int:
     if rank_info.rank == 0 and run.finished:
         if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
             write_whole(Path(marker), b"")
+        if run.step > begun:
+            print("\n".join(how_it_ended(config, run.step, run.metrics.result)), flush=True)
     elif control.stopping and rank_info.rank == 0:
         print(how_it_stopped(run.step, config.deadline, control), flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)
+
+
+def how_it_ended(config: Config, step: int, result: str) -> list[str]:
+    """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
+    out = config.out.rstrip("/")
+    lines = [f"checkpoint: {out}/checkpoints/{folder_name(step)}", f"result: {result}"]
+    if isinstance(config, SamConfig):
+        annotated = f"{config.folder.name if config.is_remote else out}-annotated"
+        words = [str(config.data.root), "--weights", out, "--out", annotated]
+        words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
+        lines.append(f"next: {command('annotate')} {shlex.join(words)}")
+    elif config.evaluation.view is not None:
+        lines.append(f"next: {vocabulary.program()} {shlex.join(sys.argv[1:])} --evaluate-only")
+    return lines
 
 
 def main(

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from tests.train.command import (
     FLAGS,
     IMAGES,
     STEPS,
+    add_views,
     assert_same_state,
     in_turn,
     lines,
     losses,
+    make_root,
     newest,
     start,
     starts,
@@ -321,3 +324,27 @@ def test_curves_go_on_without_a_gap_or_a_second_point(root: Path, tmp_path: Path
     points = curves.Scalars("loss")
     assert [point.step for point in points] == list(range(1, STEPS + 1))
     assert [point.value for point in points] == pytest.approx(losses(out))
+
+
+def test_a_run_ends_with_its_checkpoint_its_loss_and_a_command_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "a folder").mkdir()
+    root, out = make_root(tmp_path / "a folder", 3), tmp_path / "a folder" / "run"
+    ended = start(root, out, "--optim.steps", "1", "--optim.warmup", "0", "--data.global-batch", "2")
+    assert ended.codes == [0], ended.outputs
+    checkpoint, result, following = ended.outputs[0].splitlines()[-3:]
+    assert Path(checkpoint.removeprefix("checkpoint: ")) == newest(out)
+    assert result == f"result: loss {losses(out)[0]:.4f} in the last step"
+    words = following.removeprefix("next: ")
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("a folder/run-annotated/*.jsonl")) == ["annotate.jsonl"]
+
+
+def test_a_run_that_was_evaluated_ends_with_its_score(root: Path, tmp_path: Path) -> None:
+    views = add_views(shutil.copytree(root, tmp_path / "root"))
+    flags = ("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.masks", "2")
+    first = start(views, tmp_path / "run", *flags, "--optim.steps", "1", "--optim.warmup", "0")
+    assert first.codes == [0], first.outputs
+    lines = first.outputs[0].splitlines()
+    (scored,) = [line for line in lines if line.startswith("step 1: ")]
+    assert lines[-2] == f"result: {scored.removeprefix('step 1: ')}"

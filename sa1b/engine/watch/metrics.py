@@ -123,6 +123,7 @@ class Metrics:
         self._bar: tqdm[Any] | None = None
         self._curves: Curves | None = None
         self._evaluated: set[int] = set()
+        self.result = ""  # score or loss of the last step
         self.path = run / "metrics.jsonl"
         if not self._first:
             return
@@ -147,6 +148,7 @@ class Metrics:
         """Record a completed step, counted from 1."""
         if not self._first:
             return
+        self.result = f"loss {figures['loss']:.4f} in the last step"
         if step % self._config.every == 0:
             self._write({"step": step, **figures})
         if self._bar is not None:
@@ -162,7 +164,8 @@ class Metrics:
             return
         self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
         self._evaluated.add(step)
-        self.say(f"step {step}: {score_line(scores)}")
+        self.result = score_line(scores)
+        self.say(f"step {step}: {self.result}")
 
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
         """Record a summary of the last steps."""
