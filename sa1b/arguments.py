@@ -33,13 +33,19 @@ class BadType(UsageError, TypeError):
 
 # Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.
 _ELSEWHERE = {
-    "batch_size": "pass global_batch, the images of a step on all ranks, or micro_batch, those of one batch",
+    "batch_size": "pass global_batch, the images of a step on all ranks, or micro_batch, those of one batch, "
+    "to Stream",
     "num_workers": "pass Loader(stream, threads=...), or DataLoader(stream, num_workers=...)",
-    "shuffle": "pass order='shuffle' or order='sequential'",
-    "size": "pass image_size, the side of the padded square",
+    "shuffle": "pass order='shuffle' or order='sequential' to Stream",
+    "drop_last": "drop it; every image is used once in each epoch",
+    "pin_memory": "drop it; copies to a GPU are from pinned memory",
+    "device": "pass the device to Loader or load_model",
+    "size": "pass image_size, the side of the padded square, to Stream",
     "point_coords": "pass points",
     "point_labels": "pass labels",
     "box": "pass boxes",
+    "return_logits": "drop it; the result has logits",
+    "checkpoint": "pass source",
     "multimask_output": "pass all_candidates=True for the three masks of a prompt",
     "pred_iou_thresh": "pass min_predicted_iou",
     "stability_score_thresh": "pass min_stability",
@@ -50,6 +56,11 @@ _ELSEWHERE = {
     "crop_overlap_ratio": "pass crop_overlap",
     "crop_n_points_downscale_factor": "pass crop_points_divisor",
 }
+
+
+def own_name(name: str) -> str:
+    """The argument with the meaning of that of another library; "" if there is none of one name."""
+    return _ELSEWHERE.get(name, "").removeprefix("pass ")
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
-from sa1b.arguments import plain_words
+from sa1b.arguments import own_name, plain_words
 from sa1b.errors import Sa1bError, UsageError, printable
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -245,9 +245,9 @@ def _check_flags(main: Callable[..., int], words: Sequence[str], prog: str | Non
             return
         flag = word.partition("=")[0].replace("_", "-")
         if re.match(r"--?[A-Za-z]", flag) and flag not in known:
-            raise UsageError(
-                _unknown(word.partition("=")[0], difflib.get_close_matches(flag, known, 1), prog)
-            )
+            meant = f"--{own_name(flag.lstrip('-').replace('-', '_')).replace('_', '-')}"
+            near = [meant] if meant in known else difflib.get_close_matches(flag, known, 1)
+            raise UsageError(_unknown(word.partition("=")[0], near, prog))
 
 
 def _flags(main: Callable[..., int]) -> Iterator[str]:

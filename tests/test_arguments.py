@@ -12,6 +12,7 @@ from sa1b.cli import main
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.model import Sam
+from tests.cli.verb import called
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
@@ -109,6 +110,13 @@ def test_other_words_are_kept() -> None:
         ("Stream", "size", "pass image_size"),
         ("Loader", "num_workers", "pass Loader(stream, threads=...), or DataLoader("),
         ("Loader", "thread", "did you mean 'threads'?"),
+        ("Loader", "batch_size", "pass global_batch, the images of a step on all ranks, or micro_batch"),
+        ("Stream", "shuffle", "pass order='shuffle' or order='sequential' to Stream"),
+        ("Stream", "device", "pass the device to Loader or load_model"),
+        ("predict", "device", "pass the device to Loader or load_model"),
+        ("load_model", "checkpoint", "pass source"),
+        ("embed_image", "images", "did you mean 'image'?"),
+        ("ground", "phrase", "did you mean 'phrases'?"),
         ("predict", "point_coords", "pass points"),
         ("generate_masks", "pred_iou_thresh", "pass min_predicted_iou"),
         ("generate_masks", "zzz", "choose from points_per_side, "),
@@ -120,3 +128,14 @@ def test_names_of_other_libraries_lead_to_the_own_ones(function: str, name: str,
     message = re.escape(f"{function}({name}=...): no such argument; {way_out}")
     with pytest.raises(TypeError, match=f"^{message}"):
         getattr(sa1b, function)(*arguments.get(function, (model, None)), **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [("--pred-iou-thresh", "--min-predicted-iou"), ("--crop_n_layers", "--crop-layers"), ("--worker", None)],
+)
+def test_flags_of_the_other_mask_generator_lead_to_the_own_ones(given: str, own: str | None) -> None:
+    done = called("annotate")("photos", "--weights", "run", "--out", "labels", given, 1)
+    assert done.returncode == 2
+    hint = f"did you mean {own}? " if own else ""
+    assert done.stderr.startswith(f"error: {given}: no such flag; {hint}see ")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sa1b.arguments import BadValue
+from sa1b.arguments import BadValue, check_arguments
 from sa1b.grounding.alignment import region_features
 from sa1b.grounding.model import Grounding
 from sa1b.masks import geometry
@@ -50,6 +50,7 @@ class Grounded:
         return np.asarray(self.similarity.argmax(axis=1), np.int64)
 
 
+@check_arguments
 @torch.no_grad()
 def ground(
     model: Grounding, image: Any, phrases: Sequence[str] | npt.ArrayLike, *, regions: Runs | None = None

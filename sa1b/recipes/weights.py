@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sa1b.arguments import check_arguments
+from sa1b.console import counted
 from sa1b.engine import weights
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
@@ -26,6 +28,7 @@ def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tu
     return weights.find_weights(source, read_weights, scratch)
 
 
+@check_arguments
 def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     """The model in a run, a checkpoint or a file of weights, ready for `sa1b.predict`.
 
@@ -41,8 +44,7 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     """
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {weights.KINDS}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {str(device)!r}: torch finds no GPU; pass device='cpu'")
+    _check_device(device)
     where, found = find_weights(source)
     if is_grounding(found):
         raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
@@ -55,6 +57,16 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
             f"{where}: not the weights of a SAM ({type(error).__name__}: {first}); pass {weights.KINDS}"
         ) from None
     return model.to(device).eval()
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device {device!r}: must be 'cpu', 'cuda' or 'cuda:N'") from None
+    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+        gpus = f"only {counted(count, 'GPU')}" if count else "no GPU"
+        raise UsageError(f"device {str(device)!r}: torch finds {gpus}; pass device='cpu'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +148,7 @@ def convert(
     )
 
 
+@check_arguments
 def load_grounding(source: str | PathLike[str], device: torch.device | str = "cpu") -> Grounding:
     """The model of a run with `--preset grounding`, ready for `sa1b.ground`.
 
@@ -148,6 +161,7 @@ def load_grounding(source: str | PathLike[str], device: torch.device | str = "cp
         CheckpointError: the checkpoint is damaged, or there is none.
         OSError: the source cannot be read.
     """
+    _check_device(device)
     path = Path(source)
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     try:

@@ -62,6 +62,7 @@ class ImageEmbedding:
     width: int
 
 
+@check_arguments
 @torch.no_grad()
 def embed_image(model: Sam, image: Any) -> ImageEmbedding:
     """Run the image encoder; arguments and errors as for `predict`."""

@@ -254,8 +254,11 @@ def test_load_model_takes_a_path_only(wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"source .*: not a path; pass the folder of"):
         sa1b.load_model(wrong)
     if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match=r"device 'cuda': torch finds no GPU; pass device='cpu'"):
-            sa1b.load_model("run", device="cuda")
+        for load in (sa1b.load_model, sa1b.load_grounding):
+            with pytest.raises(UsageError, match=r"device 'cuda': torch finds no GPU; pass device='cpu'"):
+                load("run", device="cuda")
+    with pytest.raises(UsageError, match=r"device 'gpu': must be 'cpu', 'cuda' or 'cuda:N'"):
+        sa1b.load_model("run", device="gpu")
 
 
 def test_a_file_of_weights_gives_the_same_masks(model: Sam, image: np.ndarray, tmp_path: Path) -> None:
