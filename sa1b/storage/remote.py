@@ -155,7 +155,10 @@ class RemoteOrigin:
         task = asyncio.ensure_future(request(connection))
         try:
             # Unlike asyncio.wait_for, this does not wait for a task that ignores its cancellation.
-            await asyncio.wait({task}, timeout=timeout)
+            silent = state.silent_time(timeout)
+            if not (await asyncio.wait({task}, timeout=silent))[0] and silent < timeout:
+                state.say_waiting()
+                await asyncio.wait({task}, timeout=timeout - silent)
         finally:
             if not task.done():
                 task.cancel()

@@ -246,6 +246,16 @@ class RetryState:
         self._counters.add_wait(seconds)
         return seconds
 
+    def silent_time(self, timeout: float) -> float:
+        """Seconds of an attempt that starts now until `say_waiting`: later for a response of many bytes."""
+        waited = self._policy.clock() - self._read_start
+        usual = self.length / self._policy.min_throughput
+        return min(timeout, (max(_FIRST_WARNING - waited, 0.0) or _FIRST_WARNING) + usual)
+
+    def say_waiting(self) -> None:
+        """Say that an attempt has no response yet: without an answer it does not fail before its timeout."""
+        self._warn(_FIRST_WARNING, self._remaining(), "no response yet")
+
     def _warn(self, wait: float, remaining: float, last_error: str) -> None:
         """Say from time to time that a store does not answer, so that a command does not seem to hang."""
         now = self._policy.clock()

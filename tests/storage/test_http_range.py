@@ -1,5 +1,6 @@
 """What a range request accepts: every response is compared with the request."""
 
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -221,3 +222,46 @@ def test_stored_damage_is_found_past_the_caches(server: Any, reader: Reader) -> 
     with pytest.raises(DamageError, match="in two separate reads"):
         reader.read_range("x", 10, 20, int(google_crc32c.value(BODY[10:30])))
     assert server.requests[-1]["Cache-Control"] == "no-cache"
+
+
+def test_a_store_that_sends_nothing_is_reported_while_the_first_attempt_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = threading.Event()
+    requests = []
+
+    class Silent(BaseHTTPRequestHandler):
+        """Answers after the line was printed; without it, the attempt would end at its timeout."""
+
+        def do_GET(self) -> None:
+            requests.append(said.wait(60))
+            self.send_response(206)
+            self.send_header("Content-Range", "bytes 0-9/100")
+            self.send_header("Content-Length", "10")
+            self.end_headers()
+            self.wfile.write(BODY[:10])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.set()
+
+    monkeypatch.setattr("sa1b.storage.retry._warned", [float("-inf")])
+    monkeypatch.setattr("sa1b.storage.retry._FIRST_WARNING", 0.05)
+    handler = Noting()
+    logging.getLogger("sa1b.storage.retry").addHandler(handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Reader(f"http://127.0.0.1:{server.server_port}", attempt_timeout=60) as reader:
+            assert reader.read_range("a", 0, 10) == BODY[:10]
+            assert reader.counters().attempts == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+        logging.getLogger("sa1b.storage.retry").removeHandler(handler)
+    assert requests == [True]
+    (line,) = caplog.messages
+    assert "/a, bytes 0 to 10: no response yet; retrying for up to " in line

@@ -195,3 +195,16 @@ def test_errors_survive_pickle_and_can_be_made_from_a_message(kind: type[Missing
     assert type(error) is kind
     assert (str(error), error.url, error.start, error.length) == ("what happened", "s3://b/a", 3, 4)
     assert str(kind("only this")) == "only this"
+
+
+def test_an_attempt_without_a_response_is_reported_three_seconds_after_the_read_began() -> None:
+    clock = Clock()
+    state = state_of(clock, CounterSet())
+    times = []
+    for seconds in (0.0, 2.0, 2.0):
+        clock.now += seconds
+        times.append(round(state.silent_time(15), 3))
+    assert times == [3.0, 1.0, 3.0]
+    assert state.silent_time(0.5) == 0.5
+    state.length = 4 << 20
+    assert round(state.silent_time(60)) == 3 + 16
