@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sa1b.masks.geometry import area, intersection
+from sa1b.masks.logits import logit_axis, runs_of_logits
 from sa1b.masks.pixel_kernels import farthest
+from sa1b.masks.raster import rasterize, runs_of
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
@@ -104,7 +107,8 @@ class BoxMasks:
             logits, predicted, _ = prompts.answer(corners, labels, AMBIGUOUS)
             each = torch.arange(len(logits), device=logits.device)
             best = logits[each, predicted.argmax(dim=1)][:, None]
-            parts.append(prompts.answer(corners, labels, SINGLE, best)[2][:, 0])
+            single = prompts.answer(corners, labels, SINGLE, best)[2]
+            parts.append(single.chosen(each * 0))
         return {"masks": torch.cat(parts)}
 
 
@@ -168,8 +172,8 @@ class _Prompts:
         labels: npt.NDArray[np.int64],
         candidates: slice,
         feedback: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [m, K, R, R], predicted IoU [m, K] and masks bool [m, K, height, width] of K candidates."""
+    ) -> "tuple[Tensor, Tensor, _Masks]":
+        """Logits [m, K, R, R], predicted IoU [m, K] and masks [m, K] at source resolution of K candidates."""
         count, device = len(at), self.embedding.device
         logits, predicted = self.model.decode(
             self.embedding,
@@ -180,16 +184,65 @@ class _Prompts:
             counts=[count],
             candidates=candidates,
         )
-        flat = logits.float().flatten(0, 1)
-        masks = at_source(flat, self.source, self.taken, self.model.config.image_size)
-        return logits, predicted.float(), masks.view(*logits.shape[:2], *self.source)
+        size = self.model.config.image_size
+        return logits, predicted.float(), _Masks(logits.float(), self.source, self.taken, size)
+
+
+class _Masks:
+    """K candidates of m masks, logits [m, K, R, R], at source resolution: runs on a CPU, where a dense mask
+    takes 20 times as long, and dense on a GPU."""
+
+    def __init__(
+        self, logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int
+    ) -> None:
+        self.shape, self.source, self.device = logits.shape[:2], source, logits.device
+        flat, self.runs, self.dense = logits.flatten(0, 1), None, None
+        if logits.device.type == "cpu":
+            rows, columns = (
+                logit_axis(*of_axis, image_size, logits.shape[-1])
+                for of_axis in zip(source, taken, strict=True)
+            )
+            self.runs = runs_of_logits(flat.numpy(), np.arange(len(flat)), rows, columns)
+        else:
+            self.dense = at_source(flat, source, taken, image_size)
+
+    def chosen(self, best: Tensor) -> Tensor:
+        """One candidate of each mask: bool [m, height, width]."""
+        index = best + torch.arange(len(best), device=best.device) * self.shape[1]
+        if self.dense is not None:
+            return self.dense[index]
+        assert self.runs is not None
+        return torch.from_numpy(rasterize(self.runs.select(index.numpy()), dtype=np.bool_))
+
+    def counts(self, truth: "_Truth") -> tuple[Tensor, Tensor]:
+        """Pixels of intersection and union with each annotated mask: int64 [m, K]."""
+        if self.runs is None:
+            assert self.dense is not None
+            masks = self.dense.view(*self.shape, *self.source)
+            both = _pixels(masks & truth.dense[:, None])
+            return both, _pixels(masks) + _pixels(truth.dense)[:, None] - both
+        count = self.shape[1]
+        common = np.zeros(self.shape, np.int64)
+        for number in range(len(common)):
+            own = self.runs.select(np.arange(number * count, (number + 1) * count))
+            common[number] = intersection(own, truth.runs.select([number]))[:, 0]
+        either = area(self.runs).reshape(self.shape) + area(truth.runs)[:, None] - common
+        return torch.from_numpy(common), torch.from_numpy(either)
+
+
+class _Truth:
+    """The annotated masks of a part: runs on a CPU, else dense."""
+
+    def __init__(self, masks: Mask, device: torch.device) -> None:
+        self.runs = runs_of(masks if device.type == "cpu" else masks[:0])
+        self.dense = torch.from_numpy(masks if device.type != "cpu" else masks[:0]).to(device)
 
 
 def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, int]) -> dict[str, Tensor]:
-    masks = torch.from_numpy(truth.masks).to(embedding.device)
-    count, source = len(masks), (truth.masks.shape[1], truth.masks.shape[2])
+    masks = _Truth(truth.masks, embedding.device)
+    count, source = len(truth.masks), (truth.masks.shape[1], truth.masks.shape[2])
     prompts = _Prompts(model, embedding, source, taken)
-    each = torch.arange(count, device=masks.device)
+    each = torch.arange(count, device=embedding.device)
     first = np.array([centre(mask)[:2] for mask in truth.masks], np.float64)
     # As in the published code, a prompt without a box gets an empty point.
     at = np.stack([first, np.zeros_like(first)], axis=1)
@@ -203,7 +256,7 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     }
     columns = {"1_click": _overlaps(candidates, masks, best), "1_click_oracle": _overlaps(candidates, masks)}
     for number in range(2, max(CLICKS) + 1):
-        answers = candidates[each, best].cpu().numpy()
+        answers = candidates.chosen(best).cpu().numpy()
         before = [
             points[present].astype(int).tolist()
             for points, present in zip(at, labels != NOTHING, strict=True)
@@ -227,22 +280,18 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     }
 
 
-def _overlaps(masks: Tensor, truth: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _overlaps(masks: _Masks, truth: _Truth, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask."""
     # `chosen`: int64 [m], which candidate; None: the one with the highest IoU.
-    both = _pixels(masks & truth[:, None])
-    either = _pixels(masks) + _pixels(truth)[:, None] - both
+    both, either = masks.counts(truth)
     if chosen is None:
         chosen = (both.double() / either.clamp(min=1)).argmax(dim=1)
-    each = torch.arange(len(masks), device=masks.device)
+    each = torch.arange(len(both), device=both.device)
     return both[each, chosen], either[each, chosen]
 
 
 def _pixels(masks: Tensor) -> Tensor:
     """Pixels of each mask: int64 [...], from bool [..., height, width]."""
-    if masks.device.type == "cpu":  # where torch adds booleans 50 times slower than numpy counts them
-        counts = [np.count_nonzero(mask) for mask in masks.flatten(0, -3).numpy()]
-        return torch.tensor(counts, dtype=torch.int64).view(masks.shape[:-2])
     return masks.flatten(-2).sum(dim=-1)
 
 

@@ -213,7 +213,7 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
     """A copy of an image, RGB uint8 [h, w, 3] at any size, with masks of the source image drawn over it.
 
     Each pixel is tinted in the colour of the smallest mask that covers it, with contours of one pixel inside
-    the masks. Masks are resized to h x w; one dense mask is in memory at a time.
+    the masks, also at the edge of the image. Masks are resized to h x w, one at a time.
     """
     height, width = pixels.shape[:2]
     top = np.zeros((height, width), np.int32)  # number, from 1, of the last mask drawn at each pixel
@@ -224,7 +224,8 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
         inside = found.view(np.bool_)
         top[inside] = number
         # A mask hides the contours of the masks below it.
-        contour[inside] = (found != cv2.erode(found, _CROSS))[inside]
+        edge = cv2.erode(found, _CROSS, borderType=cv2.BORDER_CONSTANT, borderValue=0)
+        contour[inside] = (found != edge)[inside]
     colours = np.array([(0.0, 0.0, 0.0), *map(colour, range(len(runs)))], np.float32)
     share = np.where(contour, 1.0, np.where(top > 0, _OPACITY, 0.0)).astype(np.float32)[:, :, None]
     mixed = pixels * (1 - share) + colours[top] * share

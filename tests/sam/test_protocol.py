@@ -10,7 +10,8 @@ from torch.nn import functional
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, FOREGROUND, NOTHING
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.protocol import PROMPTS, ImageTruth, SamProtocol, centre, next_click
+from sa1b.sam.prediction import at_source
+from sa1b.sam.protocol import PROMPTS, ImageTruth, SamProtocol, _Masks, _Truth, centre, next_click
 from tests.sam import published
 
 SMALL = ModelConfig(image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
@@ -195,3 +196,17 @@ def test_images_without_masks_are_embedded_and_score_nothing() -> None:
             found = SamProtocol([none] * count)(model, images, sizes)
         assert found["intersections"].shape == (0, len(PROMPTS))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("source", [(60, 90), (90, 41)])
+def test_masks_as_runs_have_the_pixels_and_overlaps_of_enlarged_logits(source: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    logits = torch.nn.functional.interpolate(torch.randn(5, 3, 4, 4), (16, 16), mode="bilinear")
+    taken = framed_size(*source, 64)
+    dense = at_source(logits.flatten(0, 1), source, taken, 64).view(5, 3, *source)
+    found, best = _Masks(logits, source, taken, 64), torch.tensor([2, 0, 1, 1, 0])
+    assert torch.equal(found.chosen(best), dense[torch.arange(5), best])
+    truth = torch.randn(5, *source) > 0
+    both, either = found.counts(_Truth(truth.numpy(), torch.device("cpu")))
+    assert torch.equal(both, (dense & truth[:, None]).sum((2, 3)))
+    assert torch.equal(either, (dense | truth[:, None]).sum((2, 3)))

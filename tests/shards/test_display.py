@@ -111,7 +111,7 @@ def test_an_overlay_is_the_smallest_mask_of_each_pixel_with_its_contour(
     for number, mask in enumerate(largest_first(sample.runs)):
         for y, x in np.argwhere(dense[mask]):
             around = [(y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)]
-            edge = any(0 <= v < height and 0 <= u < width and not dense[mask, v, u] for v, u in around)
+            edge = not all(0 <= v < height and 0 <= u < width and dense[mask, v, u] for v, u in around)
             share = 1.0 if edge else 0.4
             expected[y, x] = (1 - share) * pixels[y, x] + share * np.array(colour(number))
     found = overlay(pixels, sample.runs)
@@ -345,3 +345,14 @@ def test_show_without_an_image_viewer_says_what_to_do(
     monkeypatch.setattr(ImageShow, "_viewers", [])
     with pytest.raises(UsageError, match=r"no image viewer .*sample\.overlay\(\)\.save"):
         sample_of((60, 90), 3).show()
+
+
+def test_a_mask_of_the_whole_image_has_a_contour_at_its_edge() -> None:
+    pixels = np.full((20, 30, 3), 90, np.uint8)
+    found = overlay(pixels, raster.runs_of(np.ones((1, 20, 30), np.bool_)))
+    edge = np.ones((20, 30), np.bool_)
+    edge[1:-1, 1:-1] = False
+    assert np.abs(found[edge] - np.array(colour(0))).max() <= 0.51
+    assert (found[~edge] == found[10, 10]).all()
+    assert (found[10, 10] != found[0, 0]).any()
+    assert (found[10, 10] != pixels[10, 10]).any()
