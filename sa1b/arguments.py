@@ -6,15 +6,29 @@ Integers of numpy are accepted as integers; True and 1.0 are not.
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
+from math import inf
 from numbers import Real
 from operator import index
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, ParamSpec, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import urlsplit
 
 from sa1b.errors import UsageError
@@ -118,6 +132,65 @@ def number(
     if not (least <= found <= most and found > above):
         raise _wrong(name, value, what)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a flag accepts, beside its field: `steps: Annotated[int, Range(1)] = 90_000`."""
+
+    least: float = 0
+    most: float | None = None
+    above: float | None = None  # not accepted itself, in place of `least`
+    below: float | None = None  # not accepted itself
+    unit: str = ""  # for the message
+
+    def __str__(self) -> str:
+        first = f"at least {self.least}" if self.above is None else f"more than {self.above}"
+        begin = f"from {self.least} to" if self.above is None else f"{first} and"
+        if self.most is not None:
+            first = f"{begin} {'' if self.above is None else 'at most '}{self.most}"
+        elif self.below is not None:
+            first = f"{first} and finite" if self.below == inf else f"{begin} below {self.below}"
+        return first + self.unit
+
+    def check(self, flag: str, *values: float | None) -> None:
+        """Raise BadValue for a number that is not accepted; None is."""
+        for value in values:
+            if value is None:
+                continue
+            fits = value >= self.least if self.above is None else value > self.above
+            fits &= (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+            if not fits:
+                shown = value if isinstance(value, int) else f"{value:g}"
+                raise BadValue(f"{flag} {shown}: must be {self}")
+
+
+_hints = cache(get_type_hints)
+
+
+def check_fields(settings: Any, group: str) -> None:
+    """Check the fields of a dataclass, whose flags are --<group>.<field>; see `check_values`."""
+    hints = _hints(settings.__class__, include_extras=True)
+    check_values(hints, {name: getattr(settings, name) for name in hints}, f"{group}.")
+
+
+def check_values(hints: Mapping[str, Any], values: Mapping[str, Any], group: str = "") -> None:
+    """Raise BadValue for a number outside its `Range`, or a value that is none of its Literal."""
+    for name, value in values.items():
+        hint, flag = hints[name], f"--{group}{name.replace('_', '-')}"
+        for limit in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+            if isinstance(limit, Range):
+                limit.check(flag, *(value if isinstance(value, tuple) else (value,)))
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise BadValue(f"{flag} {value!r}: must be {' or '.join(map(str, get_args(hint)))}")
+
+
+def check_cache_flags(flag: str, cache: object, limit: int | None) -> None:
+    """Raise UsageError for a cache without a limit, and for a limit without a cache."""
+    if cache is not None and limit is None:
+        raise UsageError(f"{flag} {cache}: needs a limit; also pass {flag}-bytes")
+    if cache is None and limit is not None:
+        raise UsageError(f"{flag}-bytes {limit}: is the limit of a cache; also pass {flag}")
 
 
 def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[str]:

@@ -23,7 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
-from sa1b.arguments import own_name, plain_words
+from sa1b.arguments import check_values, own_name, plain_words
 from sa1b.errors import Sa1bError, UsageError, printable
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -82,20 +82,24 @@ def parse(
     parsed.__annotations__ = get_type_hints(main, include_extras=True)
     vars(parsed)["__signature__"] = signature(main)
     words = plain_words(sys.argv[1:] if arguments is None else arguments)
-    only = (tyro.conf.FlagCreatePairsOff,)
+    read: Callable[..., Any] = partial(
+        tyro.cli,
+        parsed,
+        prog=prog,
+        description=description,
+        args=words,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
     try:
         with usage_errors(prog):
-            if not forwards:
-                return tyro.cli(parsed, prog=prog, description=description, args=words, config=only), ()
-            call, unknown = tyro.cli(
-                parsed, prog=prog, description=description, args=words, config=only, return_unknown_args=True
-            )
-            return call, tuple(unknown)
+            call, unknown = read(return_unknown_args=True) if forwards else (read(), ())
     except UsageError:
         # tyro reports a missing argument first, although the reason may be a misspelled flag.
         if not forwards:
             _check_flags(main, words, prog)
         raise
+    check_values(parsed.__annotations__, signature(main).bind(*call.args, **call.keywords).arguments)
+    return call, tuple(unknown)
 
 
 def _unbroken(docstring: str) -> str:

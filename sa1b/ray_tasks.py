@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from sa1b.arguments import Range
 from sa1b.errors import UsageError
 from sa1b.workers import STALL_RETRIES, Event, Supervise, failure_of
 from sa1b.workers import supervise as supervise_processes
@@ -320,8 +321,7 @@ def engine(name: str, address: str | None, workers: int | None) -> Iterator[tupl
     Without `address`, a Ray cluster on this machine ends with the context. UsageError: `workers` is below 1,
     `address` is for processes, or no Ray cluster can be used.
     """
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
+    Range(1).check("--workers", workers)
     if name != "ray":
         if address is not None:
             raise UsageError(f"--address {address}: is for --engine ray; add it, or omit --address")

@@ -1,13 +1,14 @@
 """Checks of arguments: integers of any library are accepted, other values are refused by name."""
 
 import re
+from math import inf, nan
 from typing import Any
 
 import numpy as np
 import pytest
 
 import sa1b
-from sa1b.arguments import number, path, plain_root, plain_words, whole_number
+from sa1b.arguments import Range, number, path, plain_root, plain_words, whole_number
 from sa1b.cli import main
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
@@ -34,6 +35,25 @@ def test_other_values_are_no_whole_numbers(value: Any) -> None:
 def test_other_values_are_no_numbers(value: Any) -> None:
     with pytest.raises(ValueError, match="^n=.* must be a number above 0, up to 1$"):
         number("n", value, 0, 1, above=0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "inside", "outside", "text"),
+    [
+        (Range(1), (1, 9, None), (0, -1), "at least 1"),
+        (Range(0, 1), (0, 1, 0.5), (-0.1, 1.1, nan), "from 0 to 1"),
+        (Range(above=0, most=1), (1, 0.1), (0, 2), "more than 0 and at most 1"),
+        (Range(above=0, below=inf, unit=" s"), (1e9,), (0, inf), "more than 0 and finite s"),
+        (Range(0, below=1), (0, 0.9), (1, -1), "from 0 to below 1"),
+    ],
+)
+def test_a_range_names_the_flag_the_value_and_what_is_accepted(
+    accepted: Range, inside: tuple[Any, ...], outside: tuple[float, ...], text: str
+) -> None:
+    accepted.check("--x", *inside)
+    for value in outside:
+        with pytest.raises(UsageError, match=f"^--x {value:g}: must be {text}$"):
+            accepted.check("--x", value)
 
 
 @pytest.mark.parametrize("value", [None, 3, "", b"x"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import plain_root, plain_words, was_url
+from sa1b.arguments import Range, plain_root, plain_words, was_url
 from sa1b.console import command, usage_errors
 from sa1b.engine import vocabulary
 from sa1b.engine.checkpoint import files
@@ -248,8 +248,7 @@ def _check(config: Config) -> None:
             raise UsageError(f"--{flag} {value}: must be a finite number")
     if deadline_of(config.deadline)[0] is not None and config.evaluate_only:
         raise UsageError("--deadline: is for training; drop it, or --evaluate-only")
-    if not 0 <= config.seed < 1 << 63:
-        raise UsageError(f"--seed {config.seed}: must be at least 0 and below 2**63")
+    Range(0, below=1 << 63).check("--seed", config.seed)
     for flag in ("timeout", "timeout_first"):
         if config.parallel.mode != "none" and getattr(config.parallel, flag) <= config.data.deadline:
             raise UsageError(

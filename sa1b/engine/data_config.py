@@ -5,8 +5,9 @@ import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from sa1b.arguments import Range, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.errors import UsageError
 from sa1b.stream.sample import Strategy
@@ -71,56 +72,31 @@ class DataConfig:
 
     root: str = ""
     view: str | None = None
-    global_batch: int = 256
-    micro_batch: int | None = None
-    masks: int = 64
+    global_batch: Annotated[int, Range(1)] = 256
+    micro_batch: Annotated[int | None, Range(1)] = None
+    masks: Annotated[int, Range(0)] = 64
     strategy: Strategy = "uniform"
-    flip: float = 0.0
-    min_pixels: int = 0
-    block_size: int = 1
-    target_size: int | None = None
-    threads: int | None = None
-    prefetch: int = 2
+    flip: Annotated[float, Range(0, 1)] = 0.0
+    min_pixels: Annotated[int, Range(0)] = 0
+    block_size: Annotated[int, Range(1)] = 1
+    target_size: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, Range(1)] = None
+    prefetch: Annotated[int, Range(1)] = 2
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     endpoint: str | None = None
-    deadline: float = 300.0
+    deadline: Annotated[float, Range(above=0, unit=" seconds")] = 300.0
     cache: str | None = None
-    cache_bytes: int | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
     text: str | None = None
     text_column: str = "text"
     text_key: Key | None = None
-    text_tokens: int = 64
-    text_width: int = 0
+    text_tokens: Annotated[int, Range(1)] = 64
+    text_width: Annotated[int, Range(0)] = 0
     tokenizer: str = BYTES
 
     def __post_init__(self) -> None:
-        for flag in (
-            "global_batch",
-            "micro_batch",
-            "block_size",
-            "target_size",
-            "threads",
-            "prefetch",
-            "cache_bytes",
-            "text_tokens",
-        ):
-            value = getattr(self, flag)
-            if value is not None and value < 1:
-                raise UsageError(f"--data.{flag.replace('_', '-')} {value}: must be at least 1")
-        for flag in ("masks", "min_pixels", "text_width"):
-            if getattr(self, flag) < 0:
-                name = flag.replace("_", "-")
-                raise UsageError(f"--data.{name} {getattr(self, flag)}: must be at least 0")
-        if not 0 <= self.flip <= 1:
-            raise UsageError(f"--data.flip {self.flip}: must be from 0 to 1")
-        if not self.deadline > 0:
-            raise UsageError(f"--data.deadline {self.deadline}: must be more than 0 seconds")
-        if self.cache is not None and self.cache_bytes is None:
-            raise UsageError(f"--data.cache {self.cache}: needs a limit; also pass --data.cache-bytes")
-        if self.cache is None and self.cache_bytes is not None:
-            raise UsageError(
-                f"--data.cache-bytes {self.cache_bytes}: is the limit of a cache; also pass --data.cache"
-            )
+        check_fields(self, "data")
+        check_cache_flags("--data.cache", self.cache, self.cache_bytes)
         if self.text is None and (self.text_key, self.text_column) != (None, "text"):
             flag = "--data.text-key" if self.text_key is not None else "--data.text-column"
             raise UsageError(f"{flag}: is a column of a table of texts; also pass --data.text")

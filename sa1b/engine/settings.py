@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from sa1b.arguments import Range, check_fields
 from sa1b.console import counted
 from sa1b.engine.ranks.network import Network
 from sa1b.engine.step.precision import Precision
@@ -33,6 +34,8 @@ _FLAGS_OF_MODES = (
     ("shares", None, ("none", "ddp", "zero1", "fsdp")),
     ("sync_batchnorm", False, ("none", "ddp", "zero1", "fsdp")),
 )
+
+_SECONDS = Range(above=0, unit=" seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +92,20 @@ class ParallelConfig:
     precision: Precision = "fp32"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     shard: Literal["full", "grad_op"] = "full"
-    replicas: int = 1
+    replicas: Annotated[int, Range(1)] = 1
     offload: Literal["none", "cpu", "pinned"] = "none"
     wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
     reduce: Literal["fp32", "bf16"] = "fp32"
     schedule: Schedule = "1f1b"
     shares: Annotated[str | None, tyro.conf.arg(metavar="NUMBER,...")] = None
     compress: str = "none"
-    compress_after: int = 1000
-    bucket: int = 25
+    compress_after: Annotated[int, Range(0)] = 1000
+    bucket: Annotated[int, Range(1, unit=" MiB")] = 25
     static_graph: bool = False
     find_unused: bool = False
     broadcast_buffers: bool = False
-    timeout_first: float = 1800.0
-    timeout: float = 600.0
+    timeout_first: Annotated[float, _SECONDS] = 1800.0
+    timeout: Annotated[float, _SECONDS] = 600.0
     sync_batchnorm: bool = False
     network: Network = "auto"
 
@@ -112,6 +115,7 @@ class ParallelConfig:
         Raises:
             UsageError: the message names the flag.
         """
+        check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
             raise UsageError(
                 f"--parallel.mode none: is for one process, this run has {world_size}; "
@@ -127,22 +131,11 @@ class ParallelConfig:
             if getattr(self, one) and getattr(self, other):
                 names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
                 raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
-        if self.compress_after < 0:
-            raise UsageError(f"--parallel.compress-after {self.compress_after}: must not be negative")
         if self.compress_after != 1000 and not self.compress.startswith("powersgd"):
             raise UsageError(
                 f"--parallel.compress-after: is for --parallel.compress powersgd, not {self.compress}; "
                 "drop it"
             )
-        if self.bucket < 1:
-            raise UsageError(f"--parallel.bucket {self.bucket}: must be at least 1 MiB")
-        if self.replicas < 1:
-            raise UsageError(f"--parallel.replicas {self.replicas}: must be at least 1")
-        for flag in ("timeout_first", "timeout"):
-            if not getattr(self, flag) > 0:
-                raise UsageError(
-                    f"--parallel.{flag.replace('_', '-')} {getattr(self, flag)}: must be more than 0 seconds"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,48 +173,29 @@ class OptimConfig:
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
     """
 
-    lr: float = 8e-4
-    reference_batch: int = 256
+    lr: Annotated[float, Range(above=0)] = 8e-4
+    reference_batch: Annotated[int, Range(above=0)] = 256
     batch_scaling: Literal["linear", "sqrt", "none"] = "linear"
     schedule: Literal["step", "cosine", "rsqrt"] = "step"
-    steps: int = 90_000
-    epochs: float | None = None
-    warmup: int = 250
+    steps: Annotated[int, Range(above=0)] = 90_000
+    epochs: Annotated[float | None, Range(above=0)] = None
+    warmup: Annotated[int, Range(0)] = 250
     milestones: tuple[int, ...] = (60_000, 86_666)
-    min_lr_ratio: float = 0.0
-    timescale: int = 1_000
-    cooldown: int = 0
-    layer_decay: float = 0.8
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    grad_clip: float = 1.0
-    ema: float = 0.0
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.0
+    timescale: Annotated[int, Range(above=0)] = 1_000
+    cooldown: Annotated[int, Range(0)] = 0
+    layer_decay: Annotated[float, Range(above=0, most=1)] = 0.8
+    weight_decay: Annotated[float, Range(0)] = 0.1
+    beta1: Annotated[float, Range(0, below=1)] = 0.9
+    beta2: Annotated[float, Range(0, below=1)] = 0.999
+    epsilon: Annotated[float, Range(above=0)] = 1e-8
+    grad_clip: Annotated[float, Range(0)] = 1.0
+    ema: Annotated[float, Range(0, below=1)] = 0.0
     freeze: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
     fitting: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Refuse invalid settings.
-
-        Raises:
-            UsageError: the message names the flag.
-        """
-        for flag in ("lr", "reference_batch", "steps", "timescale", "epsilon"):
-            if not getattr(self, flag) > 0:
-                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must be more than 0")
-        if self.epochs is not None and not self.epochs > 0:
-            raise UsageError(f"--optim.epochs {self.epochs}: must be more than 0")
-        for flag in ("warmup", "cooldown", "weight_decay", "grad_clip"):
-            if not getattr(self, flag) >= 0:
-                raise UsageError(f"--optim.{_dashed(flag)} {getattr(self, flag)}: must not be negative")
-        for flag in ("beta1", "beta2", "ema"):
-            if not 0 <= getattr(self, flag) < 1:
-                raise UsageError(f"--optim.{flag} {getattr(self, flag)}: must be from 0 to below 1")
-        if not 0 < self.layer_decay <= 1:
-            raise UsageError(f"--optim.layer-decay {self.layer_decay}: must be above 0 and at most 1")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise UsageError(f"--optim.min-lr-ratio {self.min_lr_ratio}: must be from 0 to 1")
+        check_fields(self, "optim")
         if self.min_lr_ratio and self.schedule != "cosine":
             raise UsageError(
                 f"--optim.min-lr-ratio: is for --optim.schedule cosine, not {self.schedule}; drop one"
@@ -285,10 +259,6 @@ class OptimConfig:
         return replace(self, **changed), notes
 
 
-def _dashed(flag: str) -> str:
-    return flag.replace("_", "-")
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     """Schedule, data and protocol of evaluations.
@@ -310,20 +280,16 @@ class EvaluationConfig:
     """
 
     view: str | None = None
-    every: int = 0
+    every: Annotated[int, Range(0)] = 0
     protocol: Literal["uniform", "sam"] = "uniform"
-    masks: int = 16
+    masks: Annotated[int, Range(1)] = 16
     coco: Path | None = None
     images: Path | None = None
     detections: Path | None = None
-    show: int = 24
+    show: Annotated[int, Range(0)] = 24
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.masks < 1 or self.show < 0:
-            raise UsageError(
-                f"--evaluation.masks {self.masks}, --evaluation.every {self.every}, --evaluation.show "
-                f"{self.show}: must be at least 1, 0 and 0"
-            )
+        check_fields(self, "evaluation")
         if (self.coco is None) != (self.images is None):
             raise UsageError(
                 "--evaluation.coco, --evaluation.images: one of them is missing; pass both, annotations "
@@ -352,15 +318,11 @@ class CheckpointConfig:
             checkpoint is kept.
     """
 
-    every: int = 1000
-    keep_last: int = 2
-    keep_every: int = 0
+    every: Annotated[int, Range(1)] = 1000
+    keep_last: Annotated[int, Range(1)] = 2
+    keep_every: Annotated[int, Range(0)] = 0
     asynchronous: bool = True
-    tolerate: int = 2
+    tolerate: Annotated[int, Range(0)] = 2
 
     def __post_init__(self) -> None:
-        for flag, least in (("every", 1), ("keep_last", 1), ("keep_every", 0), ("tolerate", 0)):
-            if getattr(self, flag) < least:
-                raise UsageError(
-                    f"--checkpoint.{flag.replace('_', '-')} {getattr(self, flag)}: must be at least {least}"
-                )
+        check_fields(self, "checkpoint")

@@ -8,13 +8,14 @@ Language Supervision", 2021). A pair with the same text as pair i is neither its
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.sam.random_values import random_words
@@ -137,28 +138,16 @@ class GroundingRecipe:
             at the same time; with a smaller micro-batch, the loss is different.
     """
 
-    mask_weight: float = 1.0
-    contrastive_weight: float = 0.1
+    mask_weight: Annotated[float, Range(0)] = 1.0
+    contrastive_weight: Annotated[float, Range(0)] = 0.1
     temperature: float = 0.07
-    least_temperature: float = 0.01
-    features: int = 256
+    least_temperature: Annotated[float, Range(above=0)] = 0.01
+    features: Annotated[int, Range(1)] = 256
     negatives: Literal["step", "micro-batch"] = "step"
 
     def __post_init__(self) -> None:
-        for name in ("mask_weight", "contrastive_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must not be negative")
-        if self.features < 1:
-            raise ValueError(f"{_flag('features')} {self.features}: must be at least 1")
-        if not 0 < self.least_temperature <= self.temperature:
-            raise ValueError(
-                f"{_flag('temperature')} {self.temperature}: must be at least "
-                f"{_flag('least_temperature')} {self.least_temperature}, and that more than 0"
-            )
-
-
-def _flag(name: str) -> str:
-    return f"--recipe.{name.replace('_', '-')}"
+        check_fields(self, "recipe")
+        Range(self.least_temperature).check("--recipe.temperature", self.temperature)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,21 +216,18 @@ class TextConfig:
         vocabulary: Number of different tokens; by default that of --data.tokenizer.
     """
 
-    width: int = 256
-    depth: int = 4
-    heads: int = 4
-    kernel: int = 5
-    vocabulary: int | None = None
+    width: Annotated[int, Range(1)] = 256
+    depth: Annotated[int, Range(1)] = 4
+    heads: Annotated[int, Range(1)] = 4
+    kernel: Annotated[int, Range(1)] = 5
+    vocabulary: Annotated[int | None, Range(1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "kernel", "vocabulary"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--text.{name} {value}: must be at least 1")
+        check_fields(self, "text")
         if self.width % self.heads:
-            raise ValueError(f"--text.width {self.width}: must be a multiple of --text.heads {self.heads}")
+            raise BadValue(f"--text.width {self.width}: must be a multiple of --text.heads {self.heads}")
         if self.kernel % 2 == 0:
-            raise ValueError(f"--text.kernel {self.kernel}: must be odd")
+            raise BadValue(f"--text.kernel {self.kernel}: must be odd")
 
 
 class TextEncoder(nn.Module):

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from sa1b.sources.remote_sources import named_links
 from sa1b.sources.source import Source, SourceFormat
 from sa1b.sources.stored_file import Link
 from sa1b.sources.tar_reader import is_tar_name
-from sa1b.storage.atomic import json_bytes
+from sa1b.storage.atomic import check_free_bytes, json_bytes
 from sa1b.storage.claim import ENDING
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
@@ -305,12 +304,8 @@ def check_space(
     if spill is not None:
         required.append((spill, waits, "--spill", "sources at a time"))
     for disk, need, option, less in required:
-        free = shutil.disk_usage(disk).free
-        if free < need:
-            raise UsageError(
-                f"{disk}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed; name a larger disk "
-                f"with {option}, take fewer {less}, or skip this check with --no-space-check"
-            )
+        skip = "or skip this check with --no-space-check"
+        check_free_bytes(disk, need, f"name a larger disk with {option}, take fewer {less}, {skip}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -37,16 +38,16 @@ def main(
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     index: Annotated[str | None, tyro.conf.arg(metavar="ROOT")] = None,
     search_all: bool = False,
-    images_per_shard: int = 1024,
+    images_per_shard: Annotated[int, Range(1)] = 1024,
     image_size: int | None = None,
     quality: int | None = None,
     keep_json: bool = False,
     no_index_runs: bool = False,
     decode_images: bool = False,
     annotations_only: bool = False,
-    max_pixels: int = MAX_IMAGE_PIXELS,
-    workers: int = 1,
-    connections: int = CONNECTIONS,
+    max_pixels: Annotated[int, Range(1, MAX_STORED_PIXELS)] = MAX_IMAGE_PIXELS,
+    workers: Annotated[int, Range(1)] = 1,
+    connections: Annotated[int, Range(1)] = CONNECTIONS,
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     spill: Path | None = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -105,15 +106,6 @@ def main(
     """
     if not source and links is None:
         raise UsageError(f"--out {out}: no SOURCE to read; add tars, folders or --links, see --help")
-    for flag, number in (
-        ("--images-per-shard", images_per_shard),
-        ("--workers", workers),
-        ("--connections", connections),
-    ):
-        if number < 1:
-            raise UsageError(f"{flag} {number}: must be at least 1")
-    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
-        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
     quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)
     store = store_of(out, scratch, endpoint, source)

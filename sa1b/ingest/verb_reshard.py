@@ -27,7 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import ray_tasks as engines
-from sa1b.arguments import check_names, of_type
+from sa1b.arguments import Range, check_names, check_values, of_type
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
@@ -42,6 +42,8 @@ TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out 
 
 if TYPE_CHECKING:
     from sa1b.sources.source import SourceFormat
+
+TIMEOUTS = Range(above=0, most=LONGEST, unit=" seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def reshard(
     check_names("reshard", options, ["quiet", *known])
     paths = (sources,) if isinstance(sources, str | os.PathLike) else sources
     values = {name: of_type(name, value, hints[name]) for name, value in options.items()}
+    check_values(get_type_hints(_converted, include_extras=True), values)
     found = _converted(tuple(os.fspath(one) for one in paths), os.fspath(out), json_output=quiet, **values)
     if found.exit_code == 130:  # Ctrl-C ends the caller too
         raise KeyboardInterrupt
@@ -109,14 +112,14 @@ def _converted(
     source: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE...", help_behavior_hint="")],
     /,
     out: Annotated[str, tyro.conf.arg(metavar="PATH")],
-    images_per_shard: int = 1024,
+    images_per_shard: Annotated[int, Range(1)] = 1024,
     image_size: int | None = None,
     quality: int | None = None,
     keep_json: bool = False,
     no_index_runs: bool = False,
     decode_images: bool = False,
     annotations_only: bool = False,
-    max_pixels: int = MAX_IMAGE_PIXELS,
+    max_pixels: Annotated[int, Range(1, MAX_STORED_PIXELS)] = MAX_IMAGE_PIXELS,
     workers: int | None = None,
     engine: Engine = "processes",
     address: Address = None,
@@ -124,7 +127,7 @@ def _converted(
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Endpoint = None,
     links: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    connections: int = CONNECTIONS,
+    connections: Annotated[int, Range(1)] = CONNECTIONS,
     max_rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     image_ids: Literal["keep", "hash"] = "keep",
@@ -140,8 +143,8 @@ def _converted(
     drop: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE")] = (),
     task: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
     finish: bool = False,
-    claim_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = TIMEOUT,
-    stall_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 600,
+    claim_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS"), TIMEOUTS] = TIMEOUT,
+    stall_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS"), TIMEOUTS] = 600,
     no_space_check: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> Resharded:
@@ -225,14 +228,6 @@ def _converted(
         return _without_ingest(has_sources, named, store, drop, finish, task)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
-    for flag, number in (("--images-per-shard", images_per_shard), ("--connections", connections)):
-        if number < 1:
-            raise UsageError(f"{flag} {number}: must be at least 1")
-    for flag, seconds in (("--claim-timeout", claim_timeout), ("--stall-timeout", stall_timeout)):
-        if not 0 < seconds <= LONGEST:
-            raise UsageError(f"{flag} {seconds:g}: must be above 0 and at most {LONGEST:,.0f} seconds")
-    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
-        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
     _check_images(images, image_ids, images_only, paths_of((*source, *map(str, _renamed(rename)))))
     quality = checked_quality(image_size, quality, annotations_only=annotations_only)
     check_rate("--max-rate", max_rate)

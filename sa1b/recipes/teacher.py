@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from sa1b.arguments import Range, check_cache_flags, check_fields
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.model import is_grounding
 from sa1b.recipes.weights import find_weights
@@ -40,7 +41,7 @@ class TeacherConfig:
 
     teacher: str = ""
     cache: str | None = None
-    cache_bytes: int | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
     digest: Annotated[str, tyro.conf.Suppress] = ""
 
     def check(self) -> None:
@@ -49,15 +50,8 @@ class TeacherConfig:
             raise UsageError(
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
             )
-        if self.cache is not None and self.cache_bytes is None:
-            raise UsageError(f"--distill.cache {self.cache}: needs a limit; also pass --distill.cache-bytes")
-        if self.cache_bytes is not None and self.cache is None:
-            raise UsageError(
-                f"--distill.cache-bytes {self.cache_bytes}: is the limit of a cache; also pass "
-                "--distill.cache"
-            )
-        if self.cache_bytes is not None and self.cache_bytes < 1:
-            raise UsageError(f"--distill.cache-bytes {self.cache_bytes}: must be at least 1")
+        check_cache_flags("--distill.cache", self.cache, self.cache_bytes)
+        check_fields(self, "distill")
         if protocol_of(self.cache or ""):
             raise UsageError(f"--distill.cache {self.cache}: must be a folder on a local disk, not a URL")
 

@@ -13,11 +13,13 @@ published checkpoints of vit_b, vit_l and vit_h unchanged.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.image_encoder import ImageEncoder
 from sa1b.sam.mask_decoder import ALL, MaskDecoder
@@ -53,49 +55,43 @@ class ModelConfig:
             losses.
     """
 
-    image_size: int = 1024
-    patch_size: int = 16
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
+    image_size: Annotated[int, Range(1)] = 1024
+    patch_size: Annotated[int, Range(1)] = 16
+    width: Annotated[int, Range(1)] = 768
+    depth: Annotated[int, Range(1)] = 12
+    heads: Annotated[int, Range(1)] = 12
     global_blocks: tuple[int, ...] = (2, 5, 8, 11)
-    window: int = 14
-    channels: int = 256
-    pixel_features: int = 0
-    drop_path: float = 0.0
+    window: Annotated[int, Range(1)] = 14
+    channels: Annotated[int, Range(1)] = 256
+    pixel_features: Annotated[int, Range(0)] = 0
+    drop_path: Annotated[float, Range(0, below=1)] = 0.0
     checkpoint_blocks: str = "none"
     compile_blocks: bool = False
     compile_decoder: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "patch_size", "width", "depth", "heads", "window", "channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must be at least 1")
+        check_fields(self, "model")
         for whole, part in (("image_size", "patch_size"), ("width", "heads")):
             if getattr(self, whole) % getattr(self, part):
-                raise ValueError(
+                raise BadValue(
                     f"{_flag(whole)} {getattr(self, whole)}: must be a multiple of {_flag(part)} "
                     f"{getattr(self, part)}"
                 )
         if self.channels % CHANNELS_MULTIPLE:
-            raise ValueError(f"--model.channels {self.channels}: must be a multiple of {CHANNELS_MULTIPLE}")
-        if self.pixel_features < 0:
-            raise ValueError(f"--model.pixel-features {self.pixel_features}: must not be negative")
+            raise BadValue(f"--model.channels {self.channels}: must be a multiple of {CHANNELS_MULTIPLE}")
         if self.pixel_features and self.patch_size % 4:
-            raise ValueError(
+            raise BadValue(
                 f"--model.pixel-features {self.pixel_features}: --model.patch-size {self.patch_size} must be "
                 "a multiple of 4, the pixels of the masks for each token"
             )
         if not all(0 <= block < self.depth for block in self.global_blocks):
             blocks = " ".join(map(str, self.global_blocks))
-            raise ValueError(
+            raise BadValue(
                 f"--model.global-blocks {blocks}: must be from 0 to {self.depth - 1} "
                 f"(--model.depth {self.depth})"
             )
-        if not 0 <= self.drop_path < 1:
-            raise ValueError(f"--model.drop-path {self.drop_path}: must be from 0 to below 1")
         if not _RECOMPUTED.fullmatch(self.checkpoint_blocks):
-            raise ValueError(
+            raise BadValue(
                 f"--model.checkpoint-blocks {self.checkpoint_blocks}: must be none, all or every:2 "
                 "(3, 4, ...)"
             )

@@ -5,10 +5,11 @@ Operations are computed from the sizes of the model, 2 per multiply-add.
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 
+from sa1b.arguments import Range, check_fields
 from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.similarity import CONTEXT, HIDDEN
@@ -53,46 +54,26 @@ class Recipe:
             because activations are recomputed in the backward pass.
     """
 
-    box_probability: float = 0.5
-    box_noise: float = 0.1
+    box_probability: Annotated[float, Range(0, 1)] = 0.5
+    box_noise: Annotated[float, Range(0)] = 0.1
     box_noise_kind: Literal["normal", "uniform"] = "normal"
     box_masks: Literal["three", "one"] = "three"
-    box_noise_limit: float = 20.0
-    clicks: int = 8
-    unprompted: int = 2
-    focal_weight: float = 20.0
-    dice_weight: float = 1.0
-    iou_weight: float = 1.0
+    box_noise_limit: Annotated[float, Range(0)] = 20.0
+    clicks: Annotated[int, Range(0)] = 8
+    unprompted: Annotated[int, Range(0)] = 2
+    focal_weight: Annotated[float, Range(0)] = 20.0
+    dice_weight: Annotated[float, Range(0)] = 1.0
+    iou_weight: Annotated[float, Range(0)] = 1.0
     iou_loss: Literal["squared", "absolute"] = "squared"
-    focal_alpha: float = 0.25
-    focal_gamma: float = 2.0
+    focal_alpha: Annotated[float, Range(0, 1)] = 0.25
+    focal_gamma: Annotated[float, Range(0)] = 2.0
     iou_masks: Literal["best", "all"] = "best"
-    all_masks_share: float = 0.0
+    all_masks_share: Annotated[float, Range(0, 1)] = 0.0
     iteration_loss: Literal["mean", "sum"] = "mean"
     feedback_gradient: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("box_probability", "focal_alpha", "all_masks_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must be from 0 to 1")
-        amounts = ("box_noise", "box_noise_limit", "clicks", "unprompted", "focal_gamma")
-        for name in (*amounts, "focal_weight", "dice_weight", "iou_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: must not be negative")
-        if self.iou_loss not in ("squared", "absolute"):
-            raise ValueError(f"--recipe.iou-loss {self.iou_loss!r}: must be squared or absolute")
-        if self.iou_masks not in ("best", "all"):
-            raise ValueError(f"--recipe.iou-masks {self.iou_masks!r}: must be best or all")
-        if self.iteration_loss not in ("mean", "sum"):
-            raise ValueError(f"--recipe.iteration-loss {self.iteration_loss!r}: must be mean or sum")
-        if self.box_noise_kind not in ("normal", "uniform"):
-            raise ValueError(f"--recipe.box-noise-kind {self.box_noise_kind!r}: must be normal or uniform")
-        if self.box_masks not in ("three", "one"):
-            raise ValueError(f"--recipe.box-masks {self.box_masks!r}: must be three or one")
-
-
-def _flag(name: str) -> str:
-    return f"--recipe.{name.replace('_', '-')}"
+        check_fields(self, "recipe")
 
 
 _OWN_TOKENS = 1 + MASKS  # one token of the IoU and four of the masks

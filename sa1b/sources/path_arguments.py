@@ -1,18 +1,18 @@
 """Checks of paths and URLs on the command line."""
 
-import math
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, signature
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from sa1b.arguments import is_url, was_url
+from sa1b.arguments import Range, is_url, was_url
 from sa1b.console import command, counted, show
 from sa1b.errors import UsageError
 from sa1b.report import first_names
@@ -95,15 +95,13 @@ def checked_quality(
         raise UsageError(f"--quality {quality}: must be from 1 to 100, and needs --image-size")
     if image_size is None:
         return None
-    if not 16 <= image_size <= 65500:
-        raise UsageError(f"--image-size {image_size}: must be from 16 to 65500 pixels")
+    Range(16, 65500, unit=" pixels").check("--image-size", image_size)
     return quality or 95
 
 
 def check_rate(flag: str, megabytes: float | None) -> None:
     """Refuse a rate in MB per second that is not above 0."""
-    if megabytes is not None and not 0 < megabytes < math.inf:
-        raise UsageError(f"{flag} {megabytes:g}: must be above 0")
+    Range(above=0, below=inf).check(flag, megabytes)
 
 
 def paths_of(source: tuple[str, ...]) -> tuple[Path, ...]:

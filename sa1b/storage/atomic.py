@@ -12,11 +12,12 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sa1b.errors import LockedError
+from sa1b.errors import LockedError, UsageError
 
 
 def flush(path: Path) -> None:
@@ -181,3 +182,13 @@ def is_of_dead_process(process: str) -> bool:
     except OSError:
         return True
     return state in ("Z", "X")
+
+
+def check_free_bytes(folder: Path, need: int, way_out: str, what: str = "") -> None:
+    """Raise UsageError if the disk of a folder, which may not exist yet, has fewer free bytes than `need`."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need:
+        raise UsageError(
+            f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed{what}; {way_out}"
+        )

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.console import counted
-from sa1b.errors import UsageError
-from sa1b.storage.atomic import process_of, temporary_path
+from sa1b.storage.atomic import check_free_bytes, process_of, temporary_path
 from sa1b.storage.bucket_requests import CLOCK, PROBE, BucketRequests, Conditions, is_removed
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
 from sa1b.storage.objects import S3Objects, Stat, Upload
@@ -86,13 +85,10 @@ class BucketStore(Store):
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
         count = max(1, workers)
         need = sum(sorted(sizes, reverse=True)[:count])
-        free = shutil.disk_usage(self._scratch()).free
-        if free < need:
-            raise UsageError(
-                f"{self.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed for "
-                f"{counted(count, 'shard')} at a time; name a larger disk with --scratch, or use fewer "
-                "--workers"
-            )
+        what = f" for {counted(count, 'shard')} at a time"
+        check_free_bytes(
+            self._scratch(), need, "name a larger disk with --scratch, or use fewer --workers", what
+        )
 
     def size(self, name: str) -> int | None:
         found = self._requests.stat(name)

@@ -37,7 +37,7 @@ TIMEOUT = 120.0  # seconds without a heartbeat
 _BEATS = 6  # heartbeats in a timeout
 _CLOCKS = 1.0  # seconds by which two readings of a file server's clock may differ
 _POLL, _QUIET = 0.2, 5.0  # seconds between two checks, and before a wait is reported
-LONGEST = 1e6  # seconds; a longer timeout is a mistake
+LONGEST = 1_000_000  # seconds; a longer timeout is a mistake
 _LOG = logging.getLogger(__name__)
 
 

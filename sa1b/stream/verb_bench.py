@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range, check_cache_flags
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -28,17 +29,17 @@ TOUR = (110, "See and select", "measure images per second", "sa1b bench shards")
 def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     /,
-    image_size: int = 1024,
-    masks: int = 64,
-    dense: int | None = None,
-    batch: int = 8,
+    image_size: Annotated[int, Range(1)] = 1024,
+    masks: Annotated[int, Range(0)] = 64,
+    dense: Annotated[int | None, Range(1)] = None,
+    batch: Annotated[int, Range(1)] = 8,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
-    threads: int | None = None,
+    threads: Annotated[int | None, Range(1)] = None,
     device: str = "cpu",
     decode: Literal["auto", "cpu", "gpu"] = "auto",
-    seconds: float = 15.0,
+    seconds: Annotated[float, Range(1, 3600)] = 15.0,
     cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    cache_bytes: int | None = None,
+    cache_bytes: Annotated[int | None, Range(1)] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Measure how many images per second this machine reads from a dataset directory, and the limiting stage.
@@ -59,27 +60,11 @@ def main(
         cache_bytes: Limit of the cache, in bytes; required with --cache.
         json_output: Print the result as JSON, without progress.
     """
-    counts = {
-        "--image-size": image_size,
-        "--batch": batch,
-        "--dense": dense,
-        "--threads": threads,
-        "--cache-bytes": cache_bytes,
-    }
-    for flag, value in counts.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: must be at least 1")
-    if (cache is None) != (cache_bytes is None):
-        given, other = ("--cache", "--cache-bytes") if cache_bytes is None else ("--cache-bytes", "--cache")
-        raise UsageError(f"{given}: needs {other} as well; pass both or none")
-    if masks < 0:
-        raise UsageError(f"--masks {masks}: must be at least 0")
+    check_cache_flags("--cache", cache, cache_bytes)
     if device != "cpu" and not device.startswith("cuda"):
         raise UsageError(f"--device {device}: must be cpu or cuda")
     if decode == "gpu" and device == "cpu":
         raise UsageError("--decode gpu: needs a GPU for the batches; also pass --device cuda")
-    if not 1 <= seconds <= 3600:
-        raise UsageError(f"--seconds {seconds:g}: must be from 1 to 3600")
     with loading():
         from sa1b.stream.dataset import Stream
         from sa1b.stream.throughput import measure

@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from sa1b.arguments import is_url
+from sa1b.arguments import Range, is_url
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.sources.path_arguments import check_scratch_flag, check_writable, takes_endpoint
@@ -29,7 +29,7 @@ TOUR = (180, "Repair, export and copy", "rebuild indexes and tables", "sa1b inde
 def main(
     path: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="ROOT|SHARD.tar...")],
     /,
-    workers: int = 1,
+    workers: Annotated[int, Range(1)] = 1,
     tables: bool = False,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -62,8 +62,6 @@ def main(
         if not is_url(one) and not Path(one).exists():
             raise UsageError(f"{one}: no such file; check the path")
     check_scratch_flag(scratch, *path)
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     for one in path:
         check_writable("the command writes there", one)
     with loading():

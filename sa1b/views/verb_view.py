@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -35,7 +36,7 @@ def main(
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
     overwrite: bool = False,
-    workers: int = 1,
+    workers: Annotated[int, Range(1)] = 1,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Select images and masks of a dataset directory by conditions: a view to train on.
@@ -68,8 +69,6 @@ def main(
         workers: Threads that read index files.
         json_output: Print the result as JSON, without progress.
     """
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     if missing != "refuse" and ids is None:
         raise UsageError(f"--missing {missing}: needs --ids; add --ids or omit --missing")
     if not any((masks_where, images_where, subset, held_out, ids, name, out)):

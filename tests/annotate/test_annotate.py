@@ -21,6 +21,7 @@ from PIL import Image
 from torch.distributed import TCPStore
 
 import sa1b
+from sa1b.console import parse
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
 from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
@@ -367,8 +368,11 @@ def test_other_settings_and_other_folders_are_refused(
     ],
 )
 def test_a_wrong_flag_is_named(weights: Path, photos: Path, tmp_path: Path, flags: Any, message: str) -> None:
+    given = {"weights": weights, "out": tmp_path / "labels", **flags}
     with pytest.raises(Sa1bError, match=message):
-        main((str(photos),), **{"weights": str(weights), "out": tmp_path / "labels", **flags})
+        parse(main, [str(photos), *(f"--{name.replace('_', '-')}={given[name]}" for name in given)], None)[
+            0
+        ]()
     assert not (tmp_path / "labels").exists()
 
 

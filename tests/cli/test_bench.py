@@ -53,8 +53,8 @@ def test_rates_and_what_limits_as_json_and_as_a_table(root):
         (["--device", "tpu"], "--device tpu: must be cpu or cuda"),
         (["--decode", "gpu"], "--decode gpu: needs a GPU for the batches; also pass --device cuda"),
         (["--view", "nothing"], "no view 'nothing'"),
-        (["--cache", "x"], "--cache: needs --cache-bytes as well"),
-        (["--cache-bytes", 9], "--cache-bytes: needs --cache as well"),
+        (["--cache", "x"], "--cache x: needs a limit; also pass --cache-bytes"),
+        (["--cache-bytes", 9], "--cache-bytes 9: is the limit of a cache; also pass --cache"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):

@@ -142,7 +142,7 @@ def test_wrong_arguments(tmp_path: Path, downloads: Path) -> None:
     for arguments, words in (
         ((), "SOURCE or --links: missing"),
         ((downloads, "--workers", 0), "--workers 0: must be at least 1"),
-        ((downloads, "--rate", "nan"), "--rate nan: must be above 0"),
+        ((downloads, "--rate", "nan"), "--rate nan: must be more than 0"),
         ((downloads, "--image-size", 3), "--image-size 3: must be from 16"),
         (("--links", tmp_path / "empty.txt"), "lists no tar of SA-1B"),
         ((tmp_path / "none",), "no such file or folder"),

@@ -95,7 +95,6 @@ def test_other_gpus_are_described_by_figures(capsys: pytest.CaptureFixture[str])
         ((), {}, "--gpu: missing; pass the type of GPU, such as H100, or --tflops and --gpu-memory"),
         ((), {"tflops": 100.0}, "--gpu: missing"),
         ((), {"gpu": "H10"}, "--gpu H10: unknown; did you mean 'H100'"),
-        ((), {"gpu": "H100", "nodes": 0}, "--nodes 0: must be at least 1"),
         (
             ("--parallel.mode", "none"),
             {"gpu": "H100"},

@@ -176,7 +176,6 @@ def test_a_result_is_a_view_that_streams(root: Path, query: Query, tmp_path: Pat
         ("SELECT count(*) FROM 'x.parquet'", {}, "No files found"),
         ("SELECT 1", {"csv_output": True, "as_view": "x"}, "--csv and --as-view: exclude each other; choose one form"),
         ("SELECT 1", {"masks_where": "area > 1"}, "only with --as-view"),
-        ("SELECT 1", {"limit": 0}, "--limit 0: must be at least 1"),
         ("SELECT 1", {"memory": "much"}, "--memory much: .*write a size such as 2GB"),
         ("SELECT avg(area_fraction) FROM masks", {"memory": "1KB"}, "--memory: too small .*Out of Memory Error.*raise it"),
         ("SELECT mask_id FROM masks", {"as_view": "x"}, "no column image_id; its columns: mask_id"),

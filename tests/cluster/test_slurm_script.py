@@ -365,9 +365,9 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
             ["reshard", "--nodes", "2", "d", "--out", "x"],
             "--nodes: is for doctor and train, not reshard; omit it",
         ),
-        (["reshard", "--accept", "0", "d", "--out", "x"], "--accept 0: must be at least 1"),
+        (["reshard", "--accept", "0", "d", "--out", "x"], "--accept 0: must be from 1 to 255"),
         (["doctor", "--memory", "7G", "d"], "pass at least 8G, or start fewer"),
-        (["train", "--grace", "70000", *DDP], "--grace 70000: must be at most 65535"),
+        (["train", "--grace", "70000", *DDP], "--grace 70000: must be from 1 to 65535"),
         (["doctor", "--requeue", "2", "d"], "--requeue: is for reshard and train, not doctor"),
         (["train", "--data.rot", "x"], "--data.rot"),
         (

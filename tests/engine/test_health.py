@@ -9,7 +9,6 @@ import torch
 
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.health import Health, HealthConfig, HealthError
-from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
 IDS = [torch.tensor([7, 8]), torch.tensor([], dtype=torch.int64), torch.tensor([9])]
@@ -60,8 +59,3 @@ def test_what_was_trained_is_in_doubt_until_a_loss_is_finite_again(tmp_path: Pat
     health.is_good(3, 1.0, math.inf, 1.0, IDS)  # a gradient overflow does not mean that the weights are bad
     assert (health.lost, health.skipped) == (0, 3)
     health.end(3)
-
-
-def test_patience_below_zero_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"must not be negative"):
-        HealthConfig(-1)

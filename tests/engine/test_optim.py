@@ -259,7 +259,7 @@ def test_what_makes_no_sense_is_refused_and_the_flag_named(options: dict[str, ob
 
 
 def test_a_negative_step_and_an_empty_batch_have_no_rate() -> None:
-    with pytest.raises(UsageError, match="negative"):
+    with pytest.raises(UsageError, match="step -1: must be at least 0"):
         lr_at(PUBLISHED, 256, -1)
     with pytest.raises(UsageError, match="batch"):
         peak_lr(PUBLISHED, 0)

@@ -383,7 +383,7 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
         (
             ParallelConfig(mode="ddp", compress_after=-1),
             2,
-            "--parallel.compress-after -1: must not be negative",
+            "--parallel.compress-after -1: must be at least 0",
         ),
         (
             ParallelConfig(mode="ddp", shares="2,1,1"),

@@ -187,8 +187,3 @@ def test_hybrid_sharding_is_answered_with_the_numbers_that_fit(
     for words in (["--parallel.shard", "hybrid"], ["--parallel.shard=hybrid"]):
         with pytest.raises(UsageError, match=re.escape(message)):
             settings.parse(["--data.root", "x", "--out", "y", *words], None, PRESETS)
-
-
-def test_epochs_must_be_positive() -> None:
-    with pytest.raises(UsageError, match=r"--optim.epochs 0.0: must be more than 0"):
-        settings.parse(["--data.root", "shards", "--optim.epochs", "0"], None, PRESETS)

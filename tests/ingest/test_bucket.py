@@ -398,7 +398,7 @@ def test_scratch_that_is_too_small_is_named_at_the_start(
     tars: Path, store: BucketStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 20_000})
-    monkeypatch.setattr("sa1b.ingest.start_checks.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(UsageError, match=r"scratch: 0 MB free, about 0\.1 MB needed; .*--scratch.*--workers"):
         convert([tars], store)
     assert not store.exists(".options.json")
@@ -409,7 +409,7 @@ def test_scratch_is_needed_for_the_sources_in_work_only(
 ) -> None:
     size = max(path.stat().st_size for path in tars.iterdir())
     usage = type("Usage", (), {"free": int(2 * size * 1.45)})
-    monkeypatch.setattr("sa1b.ingest.start_checks.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert convert([tars], store, workers=2).exit_code() == 0
     with pytest.raises(UsageError, match="--scratch"):
         convert([tars], store, workers=3, redo=("sa_000000", "sa_000001", "sa_000002"))

@@ -253,7 +253,7 @@ def test_wrong_arguments(tmp_path: Path, downloads: Path) -> None:
         ((downloads, "--ids", tmp_path / "no.txt"), "no such file"),
         ((downloads,), "--ids FILE[:COLUMN]: missing"),
         ((downloads, "--ids", ids, "--workers", 0), "--workers 0: must be at least 1"),
-        ((downloads, "--ids", ids, "--max-rate", 0), "--max-rate 0: must be above 0"),
+        ((downloads, "--ids", ids, "--max-rate", 0), "--max-rate 0: must be more than 0"),
         ((downloads, "--ids", ids, "--quality", 5), "needs --image-size"),
         ((downloads, "--ids", ids, "--index", downloads), "no dataset there"),
         ((downloads / "none.tar", "--ids", ids), "no such file or folder"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.ingest import start_checks
 from sa1b.ingest.finish import drop_source
 from sa1b.ingest.start_checks import check_space
 from sa1b.shards import commit
@@ -102,7 +101,7 @@ def source(path: Path, size: int) -> Source:
 
 
 def test_what_smaller_images_need_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_checks.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 8 * 10**9})())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 8 * 10**9})())
     one = source(tmp_path / "sa_000001.tar", 10**10)
     with pytest.raises(UsageError, match=r"8,000 MB free, about 14,000.0 MB needed.*--no-space-check"):
         check_space([one], tmp_path, Options(), tmp_path, workers=1)

@@ -180,7 +180,7 @@ def test_a_url_where_a_path_belongs(tmp_path: Path, downloads: Path, monkeypatch
 
 def test_wrong_flags(tmp_path: Path, downloads: Path) -> None:
     for flags, words in (
-        (("--max-rate", "0"), "--max-rate 0: must be above 0"),
+        (("--max-rate", "0"), "--max-rate 0: must be more than 0"),
         (("--connections", "0"), "--connections 0: must be at least 1"),
         (("--links", tmp_path / "none.txt"), "none.txt: no such file"),
         (("--endpoint", "http://x"), "--endpoint http://x: only if --out or SOURCE is a URL"),

@@ -170,10 +170,10 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
         (["--task", "a/b"], "must have the form I/N"),
         (["--drop", "sa_000001"], "cannot be combined"),
         (["--rename", "nonsense"], "must have the form PATH=NAME"),
-        (["--claim-timeout", "0"], "--claim-timeout 0: must be above 0"),
-        (["--claim-timeout", "nan"], "--claim-timeout nan: must be above 0"),
-        (["--stall-timeout", "nan"], "--stall-timeout nan: must be above 0"),
-        (["--stall-timeout", "inf"], "--stall-timeout inf: must be above 0"),
+        (["--claim-timeout", "0"], "--claim-timeout 0: must be more than 0"),
+        (["--claim-timeout", "nan"], "--claim-timeout nan: must be more than 0"),
+        (["--stall-timeout", "nan"], "--stall-timeout nan: must be more than 0"),
+        (["--stall-timeout", "inf"], "--stall-timeout inf: must be more than 0"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(tars: Path, tmp_path: Path, flags: list[str], said: str) -> None:

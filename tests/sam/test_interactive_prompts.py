@@ -170,7 +170,7 @@ def test_the_recipe_is_the_published_one_by_default():
     ("changed", "message"),
     [
         ({"box_probability": 1.5}, "--recipe.box-probability 1.5: must be from 0 to 1"),
-        ({"clicks": -1}, "--recipe.clicks -1: must not be negative"),
+        ({"clicks": -1}, "--recipe.clicks -1: must be at least 0"),
         ({"iteration_loss": "median"}, "--recipe.iteration-loss 'median': must be mean or sum"),
         ({"iou_loss": "cubed"}, "--recipe.iou-loss 'cubed': must be squared or absolute"),
         ({"iou_masks": "none"}, "--recipe.iou-masks 'none': must be best or all"),

@@ -381,7 +381,7 @@ def test_images_of_another_size_or_type_are_refused() -> None:
             {"checkpoint_blocks": "every:0"},
             r"--model.checkpoint-blocks every:0: must be none, all or every:2",
         ),
-        ({"drop_path": 1.0}, "--model.drop-path 1.0: must be from 0"),
+        ({"drop_path": 1.0}, "--model.drop-path 1: must be from 0"),
         ({"window": 0}, "--model.window 0: must be at least 1"),
     ],
 )

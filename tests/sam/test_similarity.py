@@ -159,7 +159,7 @@ def test_the_parameters_of_the_published_model_do_not_depend_on_the_addition() -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pixel_features": -1}, "--model.pixel-features -1: must not be negative"),
+        ({"pixel_features": -1}, "--model.pixel-features -1: must be at least 0"),
         ({"patch_size": 2}, "--model.patch-size 2 must be a multiple of 4"),
     ],
 )

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from sa1b.arguments import Range
 from sa1b.console import counted
 from sa1b.engine.model import LimitedModel, declared
 from sa1b.engine.settings import OptimConfig
@@ -113,8 +114,7 @@ def of_rank(optimizer: Optimizer) -> Optimizer:
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
     """Learning rate of the last layer after warm-up, for a global batch of `batch` images, at least 1."""
-    if batch < 1:
-        raise UsageError(f"global batch {batch}: must be at least 1 image")
+    Range(1, unit=" image").check("global batch", batch)
     ratio = batch / config.reference_batch
     return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
 
@@ -135,8 +135,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak. After the end of the
     schedule, the learning rate is constant.
     """
-    if step < 0:
-        raise UsageError(f"step {step}: must not be negative")
+    Range(0).check("step", step)
     peak = peak_lr(config, batch)
     if step < config.warmup:
         return peak * ((step + 1) / config.warmup)  # at most the peak, in floating point too

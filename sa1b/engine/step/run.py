@@ -115,11 +115,11 @@ class Run:
         )
         phases.reading = self.reading
         module = build(config, initial_weights(config))
+        self.train_step = step = TrainStep(module, config, rank_info)
         if remote is None:
             check_shared_folder(config.folder, rank_info, config.data.deadline)
         elif rank_info.rank == 0:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
-        self.train_step = step = TrainStep(module, config, rank_info)
         self.module, self.model = step.module, step.model
         self.optimizer, self.scaler = step.optimizer, step.scaler
         self.wrapper = self.module if isinstance(self.module, Wrapper) else None

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from sa1b.arguments import Range
 from sa1b.engine.model import Model
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.precision import Precision
@@ -112,10 +113,8 @@ class Cluster:
     price: float | None  # dollars for a GPU hour
 
     def __post_init__(self) -> None:
-        """UsageError names the flag of `sa1b plan train` with an impossible number."""
         for flag, number in (("nodes", self.nodes), ("gpus", self.gpus), ("cpus", self.cpus)):
-            if number < 1:
-                raise UsageError(f"--{flag} {number}: must be at least 1")
+            Range(1).check(f"--{flag}", number)
         for flag, value, unit in (
             ("tflops", self.flops, 1e12),
             ("link-rate", self.link, 1e9),
@@ -124,20 +123,13 @@ class Cluster:
             ("decode-rate", self.decode_rate, 1),
             ("storage-rate", self.storage, 1e9),
         ):
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"--{flag} {value / unit:g}: must be more than 0 and finite")
-        if not 0 < self.mfu <= 1:
-            raise UsageError(f"--mfu {self.mfu:g}: must be above 0 and at most 1")
-        for flag, value, most in (
-            ("exposed", self.exposed, 1.0),
-            ("fragmentation", self.fragmentation, 1.0),
-            ("reserved", self.reserved / 1e9, self.gpu_memory / 1e9),
-        ):
-            if not 0 <= value <= most:
-                what = ", the --gpu-memory" if flag == "reserved" else ""
-                raise UsageError(f"--{flag} {value:g}: must be from 0 to {most:g}{what}")
-        if self.price is not None and not 0 <= self.price < math.inf:
-            raise UsageError(f"--price {self.price:g}: must be at least 0 and finite")
+            Range(above=0, below=math.inf).check(f"--{flag}", None if value is None else value / unit)
+        Range(above=0, most=1).check("--mfu", self.mfu)
+        Range(0, 1).check("--exposed", self.exposed)
+        Range(0, 1).check("--fragmentation", self.fragmentation)
+        most = self.gpu_memory / 1e9
+        Range(0, most, unit=", the --gpu-memory").check("--reserved", self.reserved / 1e9)
+        Range(0, below=math.inf).check("--price", self.price)
 
     @property
     def world_size(self) -> int:

@@ -4,12 +4,14 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from torch import Tensor
 
+from sa1b.arguments import Range, check_fields
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import append_line
 
 
@@ -32,14 +34,11 @@ class HealthConfig:
             step. 0: no report.
     """
 
-    patience: int = 20
-    stall: float | None = None
+    patience: Annotated[int, Range(0)] = 20
+    stall: Annotated[float | None, Range(0, unit=" seconds")] = None
 
     def __post_init__(self) -> None:
-        if self.patience < 0:
-            raise UsageError(f"--health.patience {self.patience}: must not be negative")
-        if self.stall is not None and self.stall < 0:
-            raise UsageError(f"--health.stall {self.stall}: must be at least 0 seconds")
+        check_fields(self, "health")
 
 
 class Health:

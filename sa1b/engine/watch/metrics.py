@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tqdm import tqdm
 
+from sa1b.arguments import Range, check_fields
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
@@ -70,16 +71,13 @@ class LoggingConfig:
             RUN/operations-<rank>.txt.
     """
 
-    every: int = 1
-    window: int = 50
+    every: Annotated[int, Range(1)] = 1
+    window: Annotated[int, Range(1)] = 50
     tensorboard: bool | None = None
     profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(f"--logging.every {self.every}: must be at least 1")
-        if self.window < 1:
-            raise UsageError(f"--logging.window {self.window}: must be at least 1")
+        check_fields(self, "logging")
         if self.profile is not None and not 0 <= self.profile[0] <= self.profile[1]:
             given = " ".join(map(str, self.profile))
             raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")

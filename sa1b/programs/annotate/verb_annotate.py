@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -52,8 +53,8 @@ def main(
     crop_points_divisor: int = 1,
     crop_max_box_iou: float = 0.7,
     image_ids: Annotated[str, tyro.conf.arg(metavar="content|name|N")] = "content",
-    quality: int | None = None,
-    max_pixels: int = MAX_IMAGE_PIXELS,
+    quality: Annotated[int | None, Range(1, 100)] = None,
+    max_pixels: Annotated[int, Range(1, MAX_STORED_PIXELS)] = MAX_IMAGE_PIXELS,
     device: str | None = None,
     precision: Literal["fp32", "tf32", "bf16"] = "fp32",
     part: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None,
@@ -103,10 +104,6 @@ def main(
         raise UsageError(
             f"--out {out}: no IMAGES to annotate; name image files, or folders that contain them"
         )
-    if not 1 <= max_pixels <= MAX_STORED_PIXELS:
-        raise UsageError(f"--max-pixels {max_pixels}: must be from 1 to {MAX_STORED_PIXELS}")
-    if quality is not None and not 1 <= quality <= 100:
-        raise UsageError(f"--quality {quality}: must be from 1 to 100")
     with loading():
         from sa1b.programs.annotate.annotate import annotate
         from sa1b.recipes.weights import load_model

@@ -21,6 +21,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import verbs
+from sa1b.arguments import Range
 from sa1b.console import command, loading, parse
 from sa1b.errors import UsageError
 from sa1b.programs.cluster.slurm import MAX_ARRAY, Site, doctor_script, reshard_script, train_script
@@ -49,14 +50,14 @@ def main(
     partition: str | None = None,
     account: str | None = None,
     time: Annotated[str | None, tyro.conf.arg(metavar="[D-]HH:MM:SS")] = None,
-    tasks: int = 32,
-    max_array: int = MAX_ARRAY,
-    accept: Annotated[UseAppendAction[tuple[int, ...]], tyro.conf.arg(metavar="CODE")] = (),
-    nodes: int = 1,
-    gpus: int = 8,
-    grace: Annotated[int, tyro.conf.arg(metavar="SECONDS")] = 120,
-    requeue: Annotated[int, tyro.conf.arg(metavar="TIMES")] = 0,
-    cpus: int | None = None,
+    tasks: Annotated[int, Range(1)] = 32,
+    max_array: Annotated[int, Range(1)] = MAX_ARRAY,
+    accept: Annotated[UseAppendAction[tuple[int, ...]], tyro.conf.arg(metavar="CODE"), Range(1, 255)] = (),
+    nodes: Annotated[int, Range(1)] = 1,
+    gpus: Annotated[int, Range(0)] = 8,
+    grace: Annotated[int, tyro.conf.arg(metavar="SECONDS"), Range(1, 65535)] = 120,
+    requeue: Annotated[int, tyro.conf.arg(metavar="TIMES"), Range(0)] = 0,
+    cpus: Annotated[int | None, Range(1)] = None,
     memory: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None,
     name: str | None = None,
     logs: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = ".",
@@ -97,19 +98,6 @@ def main(
     for name_, (default, only) in _OF_VERBS.items():
         if verb not in only and values[name_] != default:
             raise UsageError(f"--{name_.replace('_', '-')}: is for {only}, not {verb}; omit it")
-    for flag, number, least, most in (
-        ("--tasks", tasks, 1, tasks),
-        ("--max-array", max_array, 1, max_array),
-        ("--nodes", nodes, 1, nodes),
-        ("--gpus", gpus, 0, gpus),
-        ("--grace", grace, 1, 65535),
-        ("--requeue", requeue, 0, requeue),
-        ("--cpus", 1 if cpus is None else cpus, 1, cpus or 1),
-        *[("--accept", code, 1, 255) for code in accept],
-    ):
-        if not least <= number <= most:
-            limit = f"at least {least}" if number < least else f"at most {most}"
-            raise UsageError(f"{flag} {number}: must be {limit}")
     if tasks > max_array:
         raise UsageError(
             f"--tasks {tasks}: must be at most {max_array}, the largest array of most sites; a task converts "

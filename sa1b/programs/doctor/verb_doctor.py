@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -31,10 +32,10 @@ def main(
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     only: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
     skip: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
-    seconds: float = 5.0,
-    timeout: float = 60.0,
-    rate: float | None = None,
-    largest_message: int = 256,
+    seconds: Annotated[float, Range(0.1, 600)] = 5.0,
+    timeout: Annotated[float, Range(1, 3600)] = 60.0,
+    rate: Annotated[float | None, Range(above=0, below=1_000_000)] = None,
+    largest_message: Annotated[int, Range(1, 65536, unit=" MiB")] = 256,
     ring: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> NoReturn:
@@ -112,14 +113,6 @@ def check(
     """UsageError names the flag of a wrong argument of `main`."""
     if root == "":
         raise UsageError(f"ROOT {root!r}: must be a dataset directory; omit it to skip the checks of storage")
-    if not 0.1 <= seconds <= 600:
-        raise UsageError(f"--seconds {seconds:g}: must be from 0.1 to 600")
-    if not 1 <= timeout <= 3600:
-        raise UsageError(f"--timeout {timeout:g}: must be from 1 to 3600")
-    if rate is not None and not 0 < rate < 1e6:
-        raise UsageError(f"--rate {rate:g}: must be more than 0 and less than 1,000,000")
-    if not 1 <= largest_message <= 65536:
-        raise UsageError(f"--largest-message {largest_message}: must be from 1 to 65,536 MiB")
     with loading():
         from sa1b.programs.doctor.all_checks import names
     for flag, given in (("--only", only), ("--skip", skip)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import was_url
+from sa1b.arguments import Range, was_url
 from sa1b.console import counted
 from sa1b.errors import ShardError, UsageError
 from sa1b.programs.export.export_format import Format, Ids, Rows, remove_temporary
@@ -131,8 +131,7 @@ def export(
         OSError: the disk is full or fails; complete parts are kept.
     """
     began = time.monotonic()
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
+    Range(1).check("--workers", workers)
     dataset = open_dataset(root)
     table = dataset.table
     if annotations_only(dataset):

@@ -20,6 +20,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import ray_tasks as engines
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
@@ -60,8 +61,8 @@ def main(
     layout: Literal["by-source", "flat"] | None = None,
     image_size: int | None = None,
     quality: int | None = None,
-    images_per_tar: int | None = None,
-    images_per_file: int | None = None,
+    images_per_tar: Annotated[int | None, Range(1)] = None,
+    images_per_file: Annotated[int | None, Range(1)] = None,
     segmentation: Literal["rle", "polygons"] | None = None,
     plain: bool = False,
     join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE|texts")] = (),
@@ -115,9 +116,6 @@ def main(
             with Ray one for each CPU of the cluster.
         json_output: Print the summary as JSON, without progress.
     """
-    for flag, number in (("--images-per-tar", images_per_tar), ("--images-per-file", images_per_file)):
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} {number}: must be at least 1")
     quality = checked_quality(image_size, quality)
     given = {
         "--images-per-tar": images_per_tar,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sa1b.arguments import Range
 from sa1b.console import counted
 from sa1b.errors import BadSample, SourceError, UsageError
 from sa1b.names import image_name
@@ -128,12 +129,10 @@ def check_options(choice: Choice, sort: str, max_side: int) -> None:
     """Raise UsageError for an option out of range, before any input is read."""
     if sort not in SORTS:
         raise UsageError(f"--sort {sort}: must be one of {', '.join(SORTS)}")
-    if not 1 <= choice.count <= MAX_COUNT:
-        raise UsageError(f"--count {choice.count}: must be from 1 to {MAX_COUNT}")
+    Range(1, MAX_COUNT).check("--count", choice.count)
     if len(choice.ids) > MAX_COUNT:
         raise UsageError(f"--id ({len(choice.ids)} ids): there must be at most {MAX_COUNT} ids")
-    if not 64 <= max_side <= MAX_SIDE:
-        raise UsageError(f"--max-side {max_side}: must be from 64 to {MAX_SIDE} pixels")
+    Range(64, MAX_SIDE, unit=" pixels").check("--max-side", max_side)
 
 
 def _prepare(

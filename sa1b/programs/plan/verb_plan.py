@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -35,7 +36,7 @@ def main(
     out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None,
     image_size: int | None = None,
     annotations_only: bool = False,
-    workers: int = 1,
+    workers: Annotated[int, Range(1)] = 1,
     rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     endpoint: Endpoint = None,
@@ -68,8 +69,6 @@ def main(
     """
     if not source and links is None:
         raise UsageError("SOURCE or --links: missing; add tars, folders or a list of links")
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     check_rate("--rate", rate)
     checked_quality(image_size, None, annotations_only=annotations_only)
     store = None if out is None else store_of(out, scratch, endpoint, source)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
 from sa1b.report import aligned, present
@@ -38,7 +39,7 @@ def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     sql: Annotated[Positional[str], tyro.conf.arg(metavar="SELECT")],
     /,
-    limit: int = 100,
+    limit: Annotated[int, Range(1)] = 100,
     csv_output: Annotated[bool, tyro.conf.arg(name="csv")] = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
     parquet: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -46,7 +47,7 @@ def main(
     masks_where: Annotated[str | None, tyro.conf.arg(metavar="CONDITION")] = None,
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
     overwrite: bool = False,
-    workers: int = 4,
+    workers: Annotated[int, Range(1)] = 4,
     memory: str = "2GB",
 ) -> int:
     """Answer a question about images and masks in SQL, from the indexes of a dataset directory.
@@ -90,9 +91,6 @@ def main(
     for flag, value in (("--masks-where", masks_where), ("--out", out)):
         if value is not None and as_view is None:
             raise UsageError(f"{flag} {value}: only with --as-view; omit it")
-    for flag, number in (("--limit", limit), ("--workers", workers)):
-        if number < 1:
-            raise UsageError(f"{flag} {number}: must be at least 1")
     check_here("--out", out)
     check_here("--parquet", parquet)
     if parquet is not None and parquet.exists() and not overwrite:

@@ -16,6 +16,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.sources.path_arguments import takes_endpoint
@@ -34,14 +35,14 @@ def main(
     ranks: Annotated[str | None, tyro.conf.arg(metavar="N,N,...")] = None,
     modes: Annotated[str | None, tyro.conf.arg(metavar="MODE,...")] = None,
     precisions: Annotated[str, tyro.conf.arg(metavar="FORMAT,...")] = "fp32,bf16",
-    micro_batch: int = 2,
-    global_batch: int | None = None,
-    masks: int | None = None,
-    threads: int | None = None,
+    micro_batch: Annotated[int, Range(1)] = 2,
+    global_batch: Annotated[int | None, Range(1)] = None,
+    masks: Annotated[int | None, Range(1)] = None,
+    threads: Annotated[int | None, Range(1)] = None,
     device: Literal["auto", "cuda", "cpu"] = "auto",
-    steps: int = 5,
-    rounds: int = 3,
-    timeout: float = 600.0,
+    steps: Annotated[int, Range(1)] = 5,
+    rounds: Annotated[int, Range(1)] = 3,
+    timeout: Annotated[float, Range(10, 36000)] = 600.0,
     report: Annotated[Path | None, tyro.conf.arg(metavar="FILE.html")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -69,18 +70,6 @@ def main(
         report: Write a page with charts.
         json_output: Print the result as JSON, without progress.
     """
-    for flag, value in (
-        ("--micro-batch", micro_batch),
-        ("--global-batch", global_batch),
-        ("--masks", masks),
-        ("--threads", threads),
-        ("--steps", steps),
-        ("--rounds", rounds),
-    ):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: must be at least 1")
-    if not 10 <= timeout <= 36000:
-        raise UsageError(f"--timeout {timeout:g}: must be from 10 to 36000")
     if report is not None and report.is_dir():
         raise UsageError(f"--report {report}: is a folder; name a file, such as {report / 'scaling.html'}")
     if report is not None and not report.absolute().parent.is_dir():

@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -22,15 +23,15 @@ TOUR = (10, "Make shards", "make synthetic source tars", "sa1b synthesize downlo
 def main(
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
     /,
-    tars: int = 2,
+    tars: Annotated[int, Range(1)] = 2,
     images_per_tar: int = 100,
-    long_side: int | None = None,
+    long_side: Annotated[int | None, Range(32, unit=" pixels")] = None,
     first_tar: int = 0,
     seed: int = 0,
     simple: bool = False,
     plain: bool = False,
     phrases: bool = False,
-    workers: int | None = None,
+    workers: Annotated[int | None, Range(1)] = None,
     overwrite: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -62,14 +63,8 @@ def main(
         from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, write_tars
         from sa1b.progress import bar
         from sa1b.workers import available_cpus
-    if tars < 1:
-        raise UsageError(f"--tars {tars}: must be at least 1")
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     if not 0 < images_per_tar <= IDS_PER_TAR:
         raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
-    if long_side is not None and long_side < 32:
-        raise UsageError(f"--long-side {long_side}: must be at least 32 pixels")
     if (out / "dataset.json").exists():
         raise UsageError(f"{out}: a dataset directory; name another folder for source tars")
     with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:

@@ -47,7 +47,7 @@ from sa1b.shards.manifest import (
 )
 from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
 from sa1b.shards.stored import check_outside, check_own
-from sa1b.storage.atomic import naming_path
+from sa1b.storage.atomic import check_free_bytes, naming_path
 from sa1b.storage.cache import digest, fetch
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
@@ -364,11 +364,4 @@ def _check_space(target: Store, plan: CopyPlan, workers: int) -> None:
     sizes = {shard.name: shard.bytes for shard in shards}
     sizes |= {shard_files(shard.name)[1]: shard.index_bytes for shard in shards}
     need = sum(size for name, size in sizes.items() if stored.get(name) != size)
-    folder = target.scratch.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < need:
-        raise UsageError(
-            f"{target.scratch}: {free / 1e6:,.0f} MB free, {need / 1e6:,.1f} MB needed; name a larger disk "
-            "as DEST, or copy fewer shards with --shards"
-        )
+    check_free_bytes(target.scratch, need, "name a larger disk as DEST, or copy fewer shards with --shards")

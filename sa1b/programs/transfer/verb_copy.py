@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
+from sa1b.arguments import Range
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -30,7 +31,7 @@ def main(
     /,
     shards: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="PATTERN")] = (),
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
-    workers: int = 1,
+    workers: Annotated[int, Range(1)] = 1,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -51,8 +52,6 @@ def main(
             system's folder for temporary files.
         json_output: Print the summary as JSON, without progress.
     """
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     if view is not None and shards:
         raise UsageError("--shards: cannot be combined with --view, which selects shards itself; omit one")
     check_scratch_flag(scratch, root, dest)
