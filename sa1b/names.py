@@ -11,6 +11,16 @@ import re
 from collections.abc import Container
 from typing import NamedTuple
 
+MASK_KEYS = (  # of an annotation in SA-1B, in their order
+    "bbox",
+    "area",
+    "segmentation",
+    "predicted_iou",
+    "point_coords",
+    "crop_box",
+    "id",
+    "stability_score",
+)
 SHARD_PREFIX = "sa1b-"
 _ID_END = 2**63
 _IMAGE_PREFIX = "sa_"

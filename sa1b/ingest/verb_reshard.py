@@ -152,9 +152,10 @@ def _converted(
 
     Args:
         source: Tars (gzip or plain, detected by content), folders of extracted pairs (flat, or with the
-            subfolders images/ and annotations/), folders that contain any of these at any depth, or URLs of
-            tars and of folders of tars (https://, s3://, ...), which are read without storing them. Or files
-            of your own masks in COCO's format (x.json), with --images.
+            subfolders images/ and annotations/), Parquet files with the bytes of images and their
+            annotations, folders that contain any of these at any depth, or URLs of tars and of folders of
+            tars (https://, s3://, ...), which are read without storing them. Or files of your own masks in
+            COCO's format (x.json), with --images.
         out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER. To add
             sources later, run the command again with them.
         images_per_shard: Images in a shard; 1024 images take about 1 GB.
@@ -191,7 +192,7 @@ def _converted(
         images_only: Take images alone: of a folder and all its subfolders, of tars such as those of
             webdataset, and of Parquet files with a column of image bytes. sa_<id>.jpg keeps its id; other
             ids are hashes of source and name. JPEGs keep their bytes; other formats become JPEGs of quality
-            95. Annotations and texts beside them are left out.
+            95. Texts beside an image are stored with it; annotations are left out.
         md5: File with expected digests, one `<md5>  <file name>` per line. Sources with other digests fail.
         on_error: For a pair that cannot be used: quarantine it with the reason, or stop the run.
         accept: A reason that may be frequent. By default, a reason for more than 1 % of a source's pairs (and
@@ -324,9 +325,8 @@ def _without_ingest(
     from sa1b.ingest.finish import finish as finish_dataset
     from sa1b.shards.staging import remove_leftovers
 
-    dropped = dict.fromkeys(
-        stored_source(store, name) for name in drop
-    )  # all are checked before the first goes
+    # All are checked before the first goes.
+    dropped = dict.fromkeys(stored_source(store, name) for name in drop)
     remove_leftovers(store)
     for name in dropped:
         finished = drop_source(store, name)
@@ -354,10 +354,11 @@ def _formats(
     from sa1b.sources.coco import CocoFormat
     from sa1b.sources.discovery import formats_with
     from sa1b.sources.images import ImageFolder, ImageRows, ImageTar
+    from sa1b.sources.mirror import PairRows
 
     coco = CocoFormat(images, image_ids, max_pixels)
     if not images_only:
-        return formats_with(coco)
+        return PairRows(max_pixels), *formats_with(coco)
     return ImageRows(max_pixels), *formats_with(coco, ImageFolder(max_pixels), ImageTar(max_pixels))
 
 
@@ -367,11 +368,9 @@ def _check_images(images: Path | None, image_ids: str, images_only: bool, paths:
         raise UsageError(f"--images-only: {coco} has annotations; pass the folder of its images instead")
     if images is None and image_ids == "keep":
         return
-    if not any(path.suffix.lower() == ".json" for path in paths):
+    if coco is None:
         flag = f"--image-ids {image_ids}" if images is None else f"--images {images}"
-        raise UsageError(
-            f"{flag}: only with a file in COCO's format as SOURCE, such as my_masks.json; omit it"
-        )
+        raise UsageError(f"{flag}: only with a file in COCO's format as SOURCE, such as my.json; omit it")
     if images is not None and not images.is_dir():
         raise UsageError(f"--images {images}: no such folder; name the folder of the images")
 

@@ -20,12 +20,11 @@ import numpy.typing as npt
 from sa1b.errors import BadSample
 from sa1b.masks import coco, geometry
 from sa1b.masks.runs import MaskError, Runs
-from sa1b.names import member_name
+from sa1b.names import MASK_KEYS, member_name
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.shards.annotation_columns import (
     BBOX_IS_INT,
     CROP_BOX_IS_INT,
-    MASK_KEYS,
     ImageWarnings,
     decode_usual,
     name_of,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.errors import BadSample
-from sa1b.names import member_name
+from sa1b.names import MASK_KEYS, member_name
 
 MAX_LISTED_MASKS = 1000  # for an image and a reason; real images have 100 masks, files can have 90,000
 
@@ -49,18 +49,6 @@ class ImageWarnings(dict[str, ImageWarning]):
             found.mask_count += 1
             if len(found.masks) < MAX_LISTED_MASKS:
                 found.masks.append(mask)
-
-
-MASK_KEYS = (
-    "bbox",
-    "area",
-    "segmentation",
-    "predicted_iou",
-    "point_coords",
-    "crop_box",
-    "id",
-    "stability_score",
-)
 
 
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2

@@ -14,7 +14,7 @@ names the fields. Other files of a source are left out.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,28 +152,35 @@ class ImageTar(TarFormat):
         return {"images_only": True}
 
 
-class _RowsPass(SourceReading):
-    """One pass over the images of a Parquet file."""
+class RowsPass(SourceReading):
+    """One pass over a Parquet file: the image of each row and the further columns beside it as a JSON file.
 
-    def __init__(self, path: Path, *, progress: Progress | None) -> None:
+    The order is that of the rows; a row without an image is refused.
+    """
+
+    def __init__(self, path: Path, further: Sequence[str], *, progress: Progress | None) -> None:
         self.categories = []
-        self._path, self._progress = path, progress
+        self._path, self._further, self._progress = path, further, progress
         self._state = fingerprint(path, stat_of(path))
 
     def items(self) -> Iterator[Member]:
-        """The images in the order of the rows; a row without one is refused."""
+        for image, row in self.rows():
+            yield image
+            if not image.reason:
+                stem = image.name.rpartition(".")[0]
+                yield Member(f"{stem}.json", "file", 0, json.dumps(row, default=str).encode())
+
+    def rows(self) -> Iterator[tuple[Member, dict[str, Any]]]:
+        """The image of each row, and the further columns that the file has."""
         try:
             with pq.ParquetFile(self._path) as file:
-                column = _image_column(self._path, file.schema_arrow)
-                texts = [name for name in TEXT_FIELDS if name in file.schema_arrow.names and name != column]
-                batches = file.iter_batches(_ROWS, columns=[column, *texts])
+                names = file.schema_arrow.names
+                column = image_column(self._path, file.schema_arrow)
+                further = [name for name in self._further if name in names and name != column]
+                batches = file.iter_batches(_ROWS, columns=[column, *further])
                 rows = (row for batch in batches for row in batch.to_pylist())
                 for number, row in enumerate(rows):
-                    image = self._member(number, row.pop(column))
-                    yield image
-                    if not image.reason:
-                        stem = image.name.rpartition(".")[0]
-                        yield Member(f"{stem}.json", "file", 0, json.dumps(row, default=str).encode())
+                    yield self._member(number, row.pop(column)), row
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
             raise SourceError(f"{self._path}: cannot be read as Parquet: {why}; download it again") from None
@@ -233,7 +240,7 @@ def _texts(file: Member) -> list[str]:
     return [text.strip() for text in found if isinstance(text, str) and text.strip()]
 
 
-def _image_column(path: Path, schema: pa.Schema) -> str:
+def image_column(path: Path, schema: pa.Schema) -> str:
     """The column with the bytes of the images: binary, or a struct of bytes and path as of `datasets`."""
     named = {field.name: field.type for field in schema}
     found = [name for name, type in named.items() if _holds_images(name, type)]
@@ -272,7 +279,9 @@ class ImageRows(SourceFormat):
         return found.st_size, found.st_mtime_ns
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
-        return _ImagesPass(_RowsPass(source.path, progress=progress), source.name, self.max_pixels)
+        return _ImagesPass(
+            RowsPass(source.path, TEXT_FIELDS, progress=progress), source.name, self.max_pixels
+        )
 
     def reading(self, source: Source) -> dict[str, Any]:
         return {"images_only": True}

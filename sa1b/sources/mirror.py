@@ -1,0 +1,148 @@
+"""Mirrors of SA-1B in Parquet: each row has the bytes of an image and the annotations of its JSON file.
+
+    image: {bytes, path}, annotations: [{bbox, area, segmentation: {size, counts}, ...}]    of `datasets`
+    jpg: {bytes, path}, json: {image, annotations}, __key__: "sa_1"       a webdataset that the Hub converted
+    image: {bytes, path}, image_id, width, height, masks: [{counts, bbox, ...}]  `sa1b export --to parquet`
+
+The image id is that of a column image_id, of the object `image` or of a name sa_<id>. A JPEG keeps its bytes;
+whether the mirror encoded it again cannot be seen. An image of another format becomes a JPEG, which the
+provenance says.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.errors import BadSample, SourceError
+from sa1b.names import MASK_KEYS, member_name, parse_member_path
+from sa1b.sources.coco import as_jpeg
+from sa1b.sources.images import ImageRows, RowsPass, image_column
+from sa1b.sources.source import Progress, Source, SourceReading
+from sa1b.sources.tar_stream import Member
+
+_ANNOTATED = ("json", "annotations", "masks", "annotation")  # columns, searched in this order
+_OF_IMAGE = ("image_id", "file_name", "width", "height", "__key__")
+
+
+class PairRows(ImageRows):
+    """Parquet files with the bytes of images and their annotations."""
+
+    def takes(self, path: Path) -> bool:
+        """Whether the file has images and annotations; another Parquet file is no source without a flag."""
+        try:
+            schema = pq.read_schema(path) if super().takes(path) else pa.schema([])
+            return not {*schema.names}.isdisjoint(_ANNOTATED) and bool(image_column(path, schema))
+        except (pa.ArrowException, OSError, SourceError):
+            return False
+
+    def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
+        return _PairsPass(source.path, (*_ANNOTATED, *_OF_IMAGE), self.max_pixels, progress=progress)
+
+    def reading(self, source: Source) -> dict[str, Any]:
+        return {}
+
+
+class _PairsPass(RowsPass):
+    """One pass over the pairs of a Parquet file."""
+
+    def __init__(
+        self, path: Path, columns: tuple[str, ...], max_pixels: int, *, progress: Progress | None
+    ) -> None:
+        super().__init__(path, columns, progress=progress)
+        self._max_pixels = max_pixels
+
+    def items(self) -> Iterator[Member]:
+        for image, row in self.rows():
+            if image.reason:
+                yield image
+                continue
+            try:
+                yield from self._pair(image, row)
+            except BadSample as error:
+                yield replace(image, detail=str(error), reason=error.reason)
+
+    def _pair(self, image: Member, row: dict[str, Any]) -> Iterator[Member]:
+        given = next((row[name] for name in _ANNOTATED if row.get(name) is not None), None)
+        entry, masks = _parsed(given)
+        size = {key: entry.get(key, row.get(key)) for key in ("width", "height")}
+        annotated = (size["height"], size["width"])
+        data, height, width, encoding = as_jpeg(image.data, image.name, annotated, self._max_pixels)
+        if annotated == (None, None):
+            size = {"width": width, "height": height}
+        image_id = _image_id(entry, row, image.name)
+        name = member_name(image_id, "jpg")
+        yield replace(image, name=name, data=data)
+        document: dict[str, Any] = {
+            "image": {"image_id": image_id, **size, "file_name": name} | _given(entry),
+            "annotations": [_annotation(one, size) for one in masks],
+        }
+        if encoding:
+            document["provenance"] = {"format": "parquet", "file": image.name, **encoding}
+        text = given if isinstance(given, str) and entry and not encoding else json.dumps(document)
+        yield replace(image, name=member_name(image_id, "json"), data=text.encode())
+
+
+def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The object `image`, empty if there is none, and the annotations."""
+    if isinstance(given, str | bytes):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise BadSample("unreadable_json", f"the annotations are no JSON: {error}") from None
+    entry: dict[str, Any] = {}
+    if isinstance(given, dict) and isinstance(given.get("image"), dict):
+        entry, given = given["image"], given.get("annotations")
+    if isinstance(given, dict):  # a list of objects as `datasets` before version 4 stores it
+        lists = {key: value for key, value in given.items() if isinstance(value, list)}
+        given = [dict(zip(lists, values, strict=False)) for values in zip(*lists.values(), strict=False)]
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise BadSample("unreadable_json", "the row has no list of annotations")
+    return entry, given
+
+
+def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
+    """The first id of an object, a row and a name: a number, or in a name such as images/sa_7.jpg."""
+    values = [place.get(key) for key in ("image_id", "file_name") for place in (entry, row)]
+    for value in (*values, row.get("__key__"), name):
+        if type(value) is int and value >= 0:
+            return value
+        if isinstance(value, str):
+            stem = value.rpartition("/")[2].partition(".")[0]
+            named = parse_member_path(f"{stem}.jpg")
+            if named is not None or stem.isdecimal():
+                return int(stem) if named is None else named.image_id
+    raise BadSample("unexpected_name", f"no column image_id, and {name!r} is not of the form sa_<id>.jpg")
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys with a value: columns of objects have null where an object lacks a key."""
+    return {key: value for key, value in values.items() if not _is_missing(value)}
+
+
+def _annotation(given: dict[str, Any], size: dict[str, Any]) -> dict[str, Any]:
+    """An annotation in SA-1B's form; values that the row lacks are left out."""
+    found = _given(given)
+    if "counts" in found:  # of sa1b export: COCO's boxes, and points without a list around them
+        found["segmentation"] = {"size": [size["height"], size["width"]], "counts": found.pop("counts")}
+        if len(box := found.get("bbox", ())) == 4:
+            found["bbox"] = [*box[:2], *(max(0.0, side - 1) for side in box[2:])]
+        if "point_coords" in found:
+            found["point_coords"] = [found["point_coords"]]
+    mask = found.get("segmentation")
+    if isinstance(mask, dict) and mask.keys() == {"size", "counts"}:
+        counts = mask["counts"]
+        text = counts.decode("ascii", "replace") if isinstance(counts, bytes) else counts
+        found["segmentation"] = {"size": mask["size"], "counts": text}
+    usual = {key: found[key] for key in MASK_KEYS if key in found}
+    return usual | {key: value for key, value in found.items() if key not in usual}
+
+
+def _is_missing(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(one is None or (isinstance(one, float) and math.isnan(one)) for one in values)

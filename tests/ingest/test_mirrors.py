@@ -1,0 +1,162 @@
+"""Mirrors of SA-1B in Parquet give the images, masks and values of the tars that they were made from."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import sa1b
+from sa1b.ingest.verb_reshard import main
+from sa1b.programs.export.verb_export import main as export_main
+from sa1b.verify.rebuild import rebuild_root
+from sa1b.verify.verify import verify
+from tests.shards import tiny_source
+
+SEGMENTATION = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
+ANNOTATION = pa.struct(
+    [
+        ("area", pa.int64()),
+        ("bbox", pa.list_(pa.float64())),
+        ("crop_box", pa.list_(pa.float64())),
+        ("id", pa.int64()),
+        ("point_coords", pa.list_(pa.list_(pa.float64()))),
+        ("predicted_iou", pa.float64()),
+        ("segmentation", SEGMENTATION),
+        ("stability_score", pa.float64()),
+    ]
+)
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mirrors")
+    source = tiny_source.write_source(folder / "sa_000001.tar", tiny_source.pairs(range(100, 109)))
+    return reshard(source, folder / "root")
+
+
+def reshard(source: Path, out: Path, code: int = 0, **options: Any) -> Path:
+    assert main((str(source),), out=str(out), json_output=True, **options) == code
+    return out
+
+
+def pairs(root: Path) -> list[tuple[int, bytes, Any]]:
+    dataset = sa1b.open(root)
+    return [(one.image_id, one.jpeg, dataset.annotations(row)) for row, one in enumerate(dataset)]
+
+
+def objects(root: Path) -> pa.Table:
+    """The form of `datasets` and of google/space: annotations are a list of objects."""
+    rows = [
+        {"image": {"bytes": jpeg, "path": f"sa_{image_id}.jpg"}, "annotations": document["annotations"]}
+        for image_id, jpeg, document in pairs(root)
+    ]
+    return pa.Table.from_pylist(rows, pa.schema([("image", IMAGE), ("annotations", pa.list_(ANNOTATION))]))
+
+
+def lists(root: Path) -> pa.Table:
+    """The form of Sequence({...}) in `datasets` before version 4: an object of lists."""
+    fields = [pa.field(one.name, pa.list_(one.type)) for one in ANNOTATION]
+    rows = [
+        {
+            "image_id": image_id,
+            "image": {"bytes": jpeg, "path": None},
+            "width": document["image"]["width"],
+            "height": document["image"]["height"],
+            "annotations": {one.name: [mask[one.name] for mask in document["annotations"]] for one in fields},
+        }
+        for image_id, jpeg, document in pairs(root)
+    ]
+    kinds = [("image_id", pa.int64()), ("image", IMAGE), ("width", pa.int64()), ("height", pa.int64())]
+    return pa.Table.from_pylist(rows, pa.schema([*kinds, ("annotations", pa.struct(fields))]))
+
+
+def converted(root: Path) -> pa.Table:
+    """The form of a webdataset that the Hub has converted."""
+    rows = [
+        {
+            "jpg": {"bytes": jpeg, "path": None},
+            "json": document,
+            "__key__": f"./sa_{image_id}",
+            "__url__": "x.tar",
+        }
+        for image_id, jpeg, document in pairs(root)
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def texts(root: Path) -> pa.Table:
+    """JSON files as texts."""
+    rows = [{"jpg": jpeg, "json": json.dumps(document)} for _, jpeg, document in pairs(root)]
+    return pa.Table.from_pylist(rows)
+
+
+def values(root: Path) -> dict[int, tuple[Any, ...]]:
+    columns = ("mask_id", "area", "bbox", "predicted_iou", "stability_score", "point_coords", "crop_box")
+    return {
+        one.image_id: (
+            one.jpeg,
+            one.masks().tobytes(),
+            *(np.nan_to_num(one.annotations.column(name), nan=-1).tolist() for name in columns),
+        )
+        for one in sa1b.open(root)
+    }
+
+
+@pytest.mark.parametrize("form", [objects, lists, converted, texts])
+def test_a_mirror_gives_what_its_tars_gave(root: Path, tmp_path: Path, form: Any) -> None:
+    (tmp_path / "data").mkdir()
+    pq.write_table(form(root), tmp_path / "data" / "train-00000-of-00001.parquet", row_group_size=5)
+    found = reshard(tmp_path / "data", tmp_path / "mirror")
+    assert values(found) == values(root)
+    assert not verify(found, deep=True).findings
+    for path in (found / "tasks").iterdir():
+        path.unlink()
+    rebuild_root(found)
+    assert values(found) == values(root)
+
+
+def test_an_export_to_parquet_is_read_again(root: Path, tmp_path: Path) -> None:
+    assert export_main(str(root), "parquet", tmp_path / "hub", json_output=True) == 0
+    assert values(reshard(tmp_path / "hub", tmp_path / "again")) == values(root)
+
+
+def test_rows_that_cannot_be_used_are_refused_and_kept(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = objects(root).to_pylist()
+    png = io.BytesIO()
+    Image.open(io.BytesIO(rows[0]["image"]["bytes"])).save(png, "PNG")
+    rows[0]["image"]["bytes"] = png.getvalue()
+    rows[1]["image"]["path"] = "street.jpg"
+    rows[2]["image"] = None
+    rows[3]["annotations"] = None
+    pq.write_table(pa.Table.from_pylist(rows, objects(root).schema), tmp_path / "a.parquet")
+    capsys.readouterr()
+    found = reshard(tmp_path / "a.parquet", tmp_path / "mirror", code=3)
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert refused == {"image_missing": 1, "unexpected_name": 1, "unreadable_json": 1}
+    kept = {path.read_bytes() for path in (found / "quarantine" / "a").iterdir()}
+    assert {rows[1]["image"]["bytes"], rows[3]["image"]["bytes"]} <= kept
+    dataset = sa1b.open(found)
+    assert len(dataset) == len(rows) - 3
+    first = dataset.annotations(dataset.row(int(rows[0]["image"]["path"][3:-4])))
+    assert first["provenance"]["encoded"]["from"] == "PNG"
+
+
+def test_files_without_annotations_or_images_are_no_sources(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = objects(root)
+    for name, column in (("images", "annotations"), ("texts", "image")):
+        pq.write_table(table.drop_columns([column]), tmp_path / f"{name}.parquet")
+        capsys.readouterr()
+        reshard(tmp_path / f"{name}.parquet", tmp_path / "mirror", code=1)
+        out = capsys.readouterr().out
+        assert "pass --images-only" in out, out
