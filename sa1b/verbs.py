@@ -1,7 +1,6 @@
 """The verbs of `sa1b`, found by their files: `verb_<name>.py` in a room or a program; `_` is a space.
 
-A verb's module has the function `main`, whose typed arguments are the flags, and `TOUR`: its place in the
-list of `sa1b --help`, the group, what it does, and an example. The docstring is the first part of its help.
+A module has `main`, whose typed arguments are the flags, `TOUR` (see `entry`) and a docstring for its help.
 """
 
 import ast
@@ -31,14 +30,14 @@ def module_of(verb: str) -> ModuleType:
 
 def in_order() -> list[str]:
     """All verbs in the order of use."""
-    return sorted(paths(), key=lambda verb: _entry(verb)[0])
+    return sorted(paths(), key=lambda verb: entry(verb)[0])
 
 
 def tour() -> str:
     """The groups with their verbs, what each does, and an example of each."""
     text, last = "", None
     for verb in in_order():
-        _, group, summary, example = _entry(verb)
+        _, group, summary, example = entry(verb)
         if group != last:
             text, last = f"{text}{chr(10) if text else ''}{group}\n", group
         if " " in verb or not example:
@@ -49,7 +48,8 @@ def tour() -> str:
 
 
 @cache
-def _entry(verb: str) -> tuple[int, str, str, str]:
+def entry(verb: str) -> tuple[int, str, str, str]:
+    """The `TOUR` of a verb: place in the list, group, what it does, and an example, which may be empty."""
     found = _TOUR.search(paths()[verb].read_text(encoding="utf-8"))
     assert found is not None, f"{paths()[verb]}: TOUR is missing"
     place, group, summary, example = ast.literal_eval(found[1])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sa1b import verbs
 from sa1b.recipes.presets import SAM_PRESETS, SamConfig
 from sa1b.sam.model import Sam
 
@@ -139,13 +140,30 @@ def buffers() -> str:
     )
 
 
-MADE: dict[str, Callable[[], str]] = {
-    "models": models,
-    "training": training,
-    "threads": threads,
-    "orders": orders,
-    "buffers": buffers,
-}
+def commands() -> str:
+    """Each command with what it does and an example."""
+    entries = ((verb, verbs.entry(verb)) for verb in verbs.in_order())
+    rows = [[f"`{verb}`", what, f"`{line.partition(chr(10))[0]}`"] for verb, (_, _, what, line) in entries]
+    return _table(["command", "what it does", "example"], rows)
+
+
+def exit_codes() -> str:
+    """The exit codes of each command with their meaning, from the first part of its help."""
+    rows = []
+    for verb in verbs.in_order():
+        codes = codes_of_help(verb)
+        rows.append([f"`{verb}`", *(codes.get(code, "") for code in "0123")])
+    return _table(["command", "0", "1", "2", "3"], rows)
+
+
+def codes_of_help(verb: str) -> dict[str, str]:
+    """Code -> meaning, from the first part of a command's help."""
+    (text,) = re.findall(r"Exit code (.*?)\.(?: |$)", " ".join((verbs.module_of(verb).__doc__ or "").split()))
+    return dict(part.split(": ", 1) for part in text.split("; "))
+
+
+_TABLES = (models, training, threads, orders, buffers, commands, exit_codes)
+MADE: dict[str, Callable[[], str]] = {table.__name__: table for table in _TABLES}
 
 
 def rewritten(text: str) -> str:

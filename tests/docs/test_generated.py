@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import sa1b.train
 from sa1b.engine.watch.control import StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.metrics import figures_of
@@ -65,15 +64,6 @@ def test_the_api_lists_what_pages_and_examples_import() -> None:
         for name in named
         if id(pydoc.locate(name)) not in own and name.rpartition(".")[0] not in listed and name not in modules
     } == set()
-
-
-def test_the_exit_codes_of_training_are_those_of_its_help() -> None:
-    text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
-    table = text[text.index("## Exit codes") :].split("\n\n")[1]
-    on_page = re.findall(r"^\| (\d+) \|", table, re.MULTILINE)
-    assert sa1b.train.__doc__ is not None
-    in_help = re.findall(r"(\d+): ", sa1b.train.__doc__.partition("Exit code")[2])
-    assert in_help == on_page
 
 
 def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:

@@ -23,7 +23,7 @@ from sa1b.console import command, counted, loading, rounded, show
 from sa1b.errors import UsageError
 from sa1b.report import duration_text, size_text
 
-TOUR = (30, "Make shards", "of a training run", "sa1b plan train --gpu H100 --nodes 2")
+TOUR = (30, "Make shards", "costs of a training run", "sa1b plan train --gpu H100 --nodes 2")
 
 if TYPE_CHECKING:
     from sa1b.engine.planner import RunPlan
