@@ -68,7 +68,7 @@ def test_the_api_lists_what_pages_and_examples_import() -> None:
 
 def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
-    table = text[text.index("| field | unit") :].split("\n\n")[0]
+    table = text[text.index("| field | meaning") :].split("\n\n")[0]
     on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     means = dict.fromkeys(Interactive.figures, 0.0)
     numbers = ("data_wait", *WORK, "peak_memory", *GPU, *CPU)
