@@ -7,6 +7,8 @@ import shlex
 import tyro
 
 from sa1b import console
+from sa1b.engine.config import parse
+from sa1b.recipes.presets import PRESETS
 from sa1b.verbs import in_order, module_of
 
 SUBVERBS = [verb for verb in in_order() if " " in verb]
@@ -56,18 +58,12 @@ def _check_verb(verb: str, arguments: list[str]) -> None:
     if verb.startswith("-"):
         return
     if verb == "train":
-        from sa1b.engine.config import parse
-        from sa1b.recipes.presets import PRESETS
-
         parse(arguments, None, PRESETS)
         return
     if (both := " ".join([verb, *arguments[:1]])) in SUBVERBS:
         verb, arguments = both, arguments[1:]
     main = module_of(verb).main
     if verb == "plan train":
-        from sa1b.engine.config import parse
-        from sa1b.recipes.presets import PRESETS
-
         parse(console.parse(main, arguments, "sa1b plan train", forwards=True)[1], None, PRESETS, root="all")
         return
 

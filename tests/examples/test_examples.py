@@ -360,10 +360,11 @@ def outputs_of(cell: Any) -> list[tuple[str, dict[str, str]]]:
     return [(output.output_type, dict(output.get("data", {}))) for output in cell.outputs]
 
 
-def test_the_notebook_is_stored_without_outputs() -> None:
-    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+def test_the_notebook_is_stored_as_executed_from_top_to_bottom() -> None:
+    cells = json.loads(text := (EXAMPLES / "explore.ipynb").read_text())["cells"]
+    executed = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"]]
+    assert executed == list(range(1, len(executed) + 1))
+    assert (len(executed) > 8, len(text) < 300_000, text.count("image/jpeg") > 3) == (True, True, True)
 
 
 def test_examples_are_short_and_listed() -> None:
