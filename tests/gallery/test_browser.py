@@ -26,16 +26,39 @@ from tests.shards.tiny import ingest_tar
 PROBE = """<pre id="probe"></pre><script>addEventListener("load", () => {
 const overlap = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 const boxes = (chart) => [...chart.querySelectorAll("text")].map((each) => [each.textContent, each.getBoundingClientRect()]);
-const width = document.documentElement.clientWidth;
+const width = document.documentElement.clientWidth, charts = document.querySelector(".charts");
+const bounds = (each) => each.getBoundingClientRect();
+const visible = (names) => [...document.querySelectorAll(names)].filter((each) => bounds(each).width);
+const dashed = () => visible(".filtered").length;
+const too_wide = () => visible(".picture, .stage, .phrases button, .chart, .chart svg")
+  .filter((each) => bounds(each).right > width || bounds(each).left < 0).length;
+const all = {
+  charts: charts.open,
+  stages: pictures.map((each) => bounds(each.querySelector(".stage"))).map(({top, bottom}) => [top, bottom]),
+  dashed: [dashed(), (toggle(document.querySelector("[data-layer=unscored]")), dashed())],
+  lists: visible(".phrases").length,
+};
+charts.open = true;
 document.querySelector("#probe").textContent = JSON.stringify({
+  ...all,
   drawn: pictures.map((each) => each.querySelectorAll(".stage .mask").length),
   phrases: document.querySelectorAll(".phrases button").length,
   without_image: [...document.querySelectorAll(".stage img")].filter((each) => !each.src).length,
   width: document.documentElement.scrollWidth - width,
-  too_wide: [...document.querySelectorAll(".picture, .stage, .phrases button, .chart, .chart svg")]
-    .filter((each) => each.getBoundingClientRect().right > width || each.getBoundingClientRect().left < 0).length,
+  too_wide: too_wide(),
   overlapping: [...document.querySelectorAll(".chart")].flatMap((chart) => boxes(chart).flatMap(([text, box], at) =>
     boxes(chart).slice(0, at).filter(([, other]) => overlap(box, other)).map(([other]) => [other, text]))),
+  opened: pictures.map((each) => {
+    location.hash = each.id;
+    follow();
+    const parts = [...each.querySelectorAll(".stage, .phrases, .numbers")].map(bounds);
+    return {
+      shown: visible(".picture").map(({id}) => id), listed: each.querySelectorAll(".phrases button").length,
+      top: parts[0].top, too_wide: too_wide(), empty: parts.filter(({width, height}) => !width || !height).length,
+      overlapping: parts.filter((part, at) => parts.slice(0, at).some((other) => overlap(part, other))).length,
+    };
+  }),
+  back: (location.hash = "", follow(), visible(".picture").length),
 });
 });</script>"""
 # An iframe, because windows are never narrower than 500 pixels.
@@ -91,6 +114,18 @@ def test_all_is_drawn_before_the_first_frame_and_fits(page: Path, width: int, tm
     assert found["width"] <= 0
     assert found["too_wide"] == 0
     assert found["overlapping"] == []
+    # All images, above the fold of a telephone, with the charts only where there is space, and few lines on them.
+    assert found["charts"] == (width > 900)
+    assert found["stages"][0][1] < 844
+    assert found["lists"] == 0
+    assert found["dashed"][0] == 0 < found["dashed"][1]
+    # One image, with the list of its masks and their numbers.
+    assert sorted(opened.pop("shown") for opened in found["opened"]) == [["sa_100"], ["sa_101"]]
+    for opened in found["opened"]:
+        assert opened.pop("listed") > 0
+        assert opened.pop("top") < 200
+        assert opened == {"too_wide": 0, "empty": 0, "overlapping": 0}
+    assert found["back"] == 2
 
 
 @pytest.mark.parametrize(

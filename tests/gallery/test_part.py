@@ -123,7 +123,6 @@ def test_images_kept_with_warnings_are_shown_with_the_reasons(
     kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = write_gallery(root, tmp_path / "page.html", Choice(), warnings=True, quiet=True)
     assert sorted(summary.shown) == sorted({line["image_id"] for line in lines})
-    assert 104 in summary.shown
     assert summary.images == len(summary.shown)
     found = page()
     for line in lines:

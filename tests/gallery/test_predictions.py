@@ -33,13 +33,9 @@ def drawn(root: Path, image_id: int, mask_ids: list[int] | None = None) -> Predi
     """The mirrored true masks as predictions."""
     annotations = Dataset(root).by_id(image_id).annotations
     chosen = np.flatnonzero(np.isin(annotations.mask_id, mask_ids or annotations.mask_id))[::-1]
-    return Predicted(
-        mask_id=annotations.mask_id[chosen],
-        points=np.stack((chosen + 0.25, chosen + 1.5), axis=1),
-        iou=chosen / 100,
-        predicted_iou=chosen / 50,
-        runs=geometry.flip_horizontal(annotations.runs(chosen)),
-    )
+    points = np.stack((chosen + 0.25, chosen + 1.5), axis=1)
+    runs = geometry.flip_horizontal(annotations.runs(chosen))
+    return Predicted(annotations.mask_id[chosen], points, chosen / 100, chosen / 50, runs)
 
 
 def test_a_file_gives_back_what_was_written(root: Path, tmp_path: Path) -> None:
@@ -49,9 +45,8 @@ def test_a_file_gives_back_what_was_written(root: Path, tmp_path: Path) -> None:
     assert list(found) == [103, 101]
     for image_id, one in found.items():
         other = drawn(root, image_id)
-        assert one.mask_id.tolist() == other.mask_id.tolist()
-        assert one.points.tolist() == other.points.tolist()
-        assert one.iou.tolist() == other.iou.tolist()
+        for name in ("mask_id", "points", "iou"):
+            assert getattr(one, name).tolist() == getattr(other, name).tolist()
         assert coco.encode(one.runs) == coco.encode(other.runs)
 
 
@@ -93,7 +88,7 @@ def test_phrases_are_listed_with_what_was_found_for_them(root: Path, tmp_path: P
     buttons = [attributes for name, attributes in page.tags if "data-number" in attributes]
     assert [one["class"] for one in buttons] == ["found" if iou == 1 else "other" for iou in data["iou"]]
     text = " ".join(page.texts)
-    assert "True masks and their phrases, then the regions that the model found; mean IoU" in text
+    assert "True masks and their phrases, then the regions that the model found. Every mask" in text
     assert f"{phrases[0]}" in text
     file.write_text(found.line(103).replace('"phrase": "<b>phrase', '"other": "', 1))
     with pytest.raises(UsageError, match="line 1 is no prediction"):
@@ -110,9 +105,10 @@ def test_masks_without_a_prediction_are_counted_and_drawn_apart(root: Path, tmp_
     page = Page((tmp_path / "page.html").read_text())
     rest = np.sort(np.delete(areas, asked))
     text = " ".join(page.texts)
-    assert f"3 of {len(true)} masks, " in text
-    outlines = f"Filtered, shown as dashed outlines: {len(rest)} masks of {rest[0]:,} to {rest[-1]:,} px"
-    assert f"{outlines} without a prediction." in text
+    assert f"mean IoU {asked.mean() / 100:.3f}, 3 of {len(true)} masks" in text
+    outlines = f"Filtered: {len(rest)} masks of {rest[0]:,} to {rest[-1]:,} px without a prediction;"
+    assert f"{outlines} the button Masks without a prediction shows them." in text
+    assert [one["aria-pressed"] for _, one in page.tags if one.get("data-layer") == "unscored"] == ["false"]
     assert "Every mask of the image has a prediction." in text
     data = page.pictures[101]
     others = coco.decode(data["filtered"], data["height"], data["width"])
@@ -126,6 +122,7 @@ def test_masks_without_a_prediction_are_counted_and_drawn_apart(root: Path, tmp_
 def test_without_predictions_nothing_is_drawn_beside(root: Path, tmp_path: Path) -> None:
     write_gallery(root, tmp_path / "page.html", Choice(), quiet=True)
     page = Page((tmp_path / "page.html").read_text())
+    assert not any(attributes.get("data-layer") == "unscored" for _, attributes in page.tags)
     assert all("predicted" not in data for data in page.pictures.values())
     assert not any("twin" in str(attributes.get("class")) for _, attributes in page.tags)
 

@@ -3,11 +3,8 @@
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from sa1b.programs.scaling.page import judge, page
 from sa1b.programs.scaling.result import CaseResult, Scaling
-from tests.gallery.browser import BROWSER, dump_dom
 from tests.scaling.measured import case, result, scaling
 
 
@@ -62,11 +59,3 @@ def test_points_are_at_their_speed_up_and_the_ideal_is_a_line() -> None:
 def test_a_measurement_that_failed_has_a_page_too() -> None:
     found = scaling({case(1): CaseResult((), "lost"), case(2): CaseResult((), "lost")})
     assert "All cases failed." in page(found, judge(found))
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-def test_a_browser_shows_the_page(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    found = both()
-    (tmp_path / "page.html").write_text(page(found, judge(found)))
-    shown = dump_dom(tmp_path / "page.html", tmp_path / "profile")
-    assert shown.count("<svg") == 2

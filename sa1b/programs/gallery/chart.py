@@ -1,7 +1,6 @@
 """Charts of distributions as inline SVG: bars, labelled axes, and a caption with statistics.
 
-Values are counted in one pass over an input, in fine bins of fixed width, so that memory does not grow with
-the input. A chart merges adjacent bins into at most 40 bars.
+Values are counted in fine bins, so that memory does not grow with the input. A chart has at most 40 bars.
 """
 
 import math
@@ -72,6 +71,12 @@ class Distribution:
         return edges, padded[first : last + 1]
 
 
+def _empty(
+    title: str, axis: str, unit: str, low: float, step: float, bins: int, *, log: bool = False
+) -> Distribution:
+    return Distribution(title, axis, unit, low, step, np.zeros(bins, np.int64), log)
+
+
 @dataclass(slots=True, eq=False)
 class Survey:
     """Counts and distributions of an input."""
@@ -81,35 +86,16 @@ class Survey:
     runs: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height) of annotated images
     masks_per_image: Distribution = field(
-        default_factory=lambda: Distribution(
-            "Masks per image",
-            "masks in an image",
-            "images",
-            low=-0.5,
-            step=1,
-            counts=np.zeros(_MOST_MASKS, np.int64),
-        )
+        default_factory=lambda: _empty("Masks per image", "masks in an image", "images", -0.5, 1, _MOST_MASKS)
     )
     area: Distribution = field(
-        default_factory=lambda: Distribution(
-            "Area of masks",
-            "part of the image",
-            "masks",
-            low=-9,
-            step=0.05,
-            counts=np.zeros(190, np.int64),
-            log=True,
-        )
+        default_factory=lambda: _empty("Area of masks", "part of the image", "masks", -9, 0.05, 190, log=True)
     )
     predicted_iou: Distribution = field(
-        default_factory=lambda: Distribution(
-            "Predicted IoU", "predicted_iou", "masks", low=0, step=0.001, counts=np.zeros(1500, np.int64)
-        )
+        default_factory=lambda: _empty("Predicted IoU", "predicted_iou", "masks", 0, 0.001, 1500)
     )
     stability_score: Distribution = field(
-        default_factory=lambda: Distribution(
-            "Stability score", "stability_score", "masks", low=0, step=0.001, counts=np.zeros(1500, np.int64)
-        )
+        default_factory=lambda: _empty("Stability score", "stability_score", "masks", 0, 0.001, 1500)
     )
 
     @property
@@ -275,6 +261,6 @@ def _short(value: float) -> str:
 
 def _percent(fraction: float) -> str:
     percent = fraction * 100
-    if 1e-4 <= percent < 99.5:
-        return f"{float(f'{percent:.2g}'):.10f}".rstrip("0").rstrip(".") + " %"
-    return f"{percent:.0f} %" if percent >= 99.5 else f"{percent:.2g} %"
+    if percent >= 99.5:
+        return f"{percent:.0f} %"
+    return f"{float(f'{percent:.2g}'):.12f}".rstrip("0").rstrip(".") + " %"

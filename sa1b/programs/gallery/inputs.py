@@ -132,8 +132,8 @@ def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) 
     gathered.facts.append(("Sources", f"{len(made_from):,} ({first_names(made_from, 6)})"))
     if options["image_size"] is not None:
         gathered.facts.append(("Stored images", f"longer side at most {options['image_size']:,} px"))
-    kept = totals["doubtful"]
-    gathered.facts.append(("Quarantined; kept with warnings", f"{totals['refused']:,}; {kept:,}"))
+    gathered.facts.append(("Quarantined", f"{totals['refused']:,}"))
+    gathered.facts.append(("Kept with warnings", f"{totals['doubtful']:,}"))
     return gathered
 
 

@@ -36,6 +36,10 @@ MAX_COUNT = 100
 _STEPS = ((1.0, 88), (1.0, 80), (1.0, 70), (0.8, 70), (0.64, 66), (0.5, 60), (0.4, 50))
 _LISTED = 200  # shards; a dataset of thousands would fill the page with their names
 _SIZES_LISTED = 3
+_FACTS_SHOWN = 3  # the others are in a collapsed element
+_UNSCORED = (
+    '<button data-layer="unscored" aria-pressed="false">Masks without a prediction <kbd>U</kbd></button>'
+)
 
 
 def write_gallery(
@@ -170,16 +174,8 @@ def _fit(
         if room < 0:
             break
         shown.append(picture)
-    page = _page(
-        gathered,
-        shown,
-        figures,
-        sort,
-        side=side,
-        quality=quality,
-        mark=mark,
-        left_out=len(pictures) - len(shown),
-    )
+    left_out = len(pictures) - len(shown)
+    page = _page(gathered, shown, figures, sort, side=side, quality=quality, mark=mark, left_out=left_out)
     return side, quality, _sorted(shown, sort), page
 
 
@@ -208,16 +204,19 @@ def _page(
         f'<option value="{name}"{" selected" if name == sort else ""}>{escape(meaning)}</option>'
         for name, (_, _, meaning) in SORTS.items()
     )
+    facts = _described(gathered, shown)
     descending = " ".join(name for name, (_, largest_first, _) in SORTS.items() if largest_first)
     fields = {
         "ORIGIN": mark,
         "TITLE": escape(gathered.name),
         "KIND": escape(gathered.kind),
-        "FACTS": _facts(gathered, shown),
+        "FACTS": _facts(facts[:_FACTS_SHOWN]),
+        "MORE": _facts(facts[_FACTS_SHOWN:]),
         "PARTS": _parts(gathered),
         "SKIPPED": _skipped(gathered),
         "SURVEY": _surveyed(gathered),
         "CHARTS": charts(gathered.survey),
+        "UNSCORED": _UNSCORED if any(picture.unscored for picture in pictures) else "",
         "SORTS": options,
         "DESCENDING": descending,
         "PICTURES": "\n".join(figures[picture.image_id] for picture in _sorted(pictures, sort)),
@@ -228,7 +227,7 @@ def _page(
     return page.encode("utf-8", "backslashreplace")
 
 
-def _facts(gathered: Gathered, shown: str) -> str:
+def _described(gathered: Gathered, shown: str) -> list[tuple[str, str]]:
     survey = gathered.survey
     masks = "" if gathered.masks is None else f"{gathered.masks:,}"
     if survey.images:
@@ -240,9 +239,10 @@ def _facts(gathered: Gathered, shown: str) -> str:
     if len(survey.sizes) > _SIZES_LISTED:
         listed += f" and {counted(len(survey.sizes) - _SIZES_LISTED, 'other size')}"
     stored = sum(part[3] for part in gathered.parts)
-    facts = [
+    return [
         ("Images", f"{gathered.images:,}"),
         ("Masks", masks or "0"),
+        ("Shown here", shown),
         ("Runs", per_mask),
         ("Image sizes", listed or "none"),
         (
@@ -251,8 +251,10 @@ def _facts(gathered: Gathered, shown: str) -> str:
             + (f" in {counted(len(gathered.parts), gathered.part_noun)}" if len(gathered.parts) > 1 else ""),
         ),
         *gathered.facts,
-        ("Shown here", shown),
     ]
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(text)}</dd></div>" for label, text in facts)
 
 

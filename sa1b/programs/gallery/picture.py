@@ -50,8 +50,13 @@ class Picture:
     runs: Runs  # at source resolution, in the order of `order`
     order: npt.NDArray[np.int64]  # [N], mask indices by area, largest first: small masks are drawn on top
     predicted: Predicted | None = None  # the masks that a model predicted for `runs`, in the same order
-    filtered: Runs | None = None  # masks without a prediction, at source resolution, drawn dashed
+    filtered: Runs | None = None  # masks without a prediction, at source resolution, drawn dashed on demand
     warnings: tuple[tuple[str, str], ...] = ()  # reasons and messages of the warnings from ingest
+
+    @property
+    def unscored(self) -> int:
+        """Number of masks without a prediction, beside masks that have one."""
+        return len(self.filtered) if self.filtered is not None and len(self.order) else 0
 
     @property
     def image_id(self) -> int:
@@ -157,16 +162,17 @@ def figure(picture: Picture, longer_side: int, quality: int) -> str:
             f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>'
         )
         mean = f"{picture.predicted.iou.mean():.3f}" if count else "none"
-        words = f"<p>{true}, then {of_model}; mean IoU {mean}. {_filtered(picture.filtered)}</p>"
+        masks = f"mean IoU {mean}, {masks}"
+        words = f"<p>{true}, then {of_model}. {_filtered(picture)}</p>"
     return (
         f'<figure class="picture" id="{title}" {keys} style="--ratio:{width / height:.6f}">'
         f'<div class="stage" tabindex="0" role="group" '
         f'aria-label="Image {annotations.image_id} with {count:,} masks; arrow keys go through them">'
         f'<img alt="" width="{width}" height="{height}" src="data:image/jpeg;base64,{image}">'
         f'<svg viewBox="0 0 {width} {height}" aria-hidden="true"></svg></div>{twin}'
-        f'<figcaption><h2><a href="#{title}">{title}</a></h2>'
-        f"<p>{annotations.width:,} × {annotations.height:,} px, "
-        f"{masks}, {escape(picture.place)}</p>{words}{_phrases(picture.predicted)}{noted}"
+        f'<figcaption><h2><a href="#{title}">{title}</a><small>{masks}</small></h2>'
+        f"<p>{annotations.width:,} × {annotations.height:,} px, {escape(picture.place)}</p>{words}"
+        f"{_phrases(picture.predicted)}{noted}"
         f'<dl class="numbers" aria-live="polite"></dl></figcaption>'
         f'<script type="application/json">{_script_json(_masks(picture, longer_side))}</script></figure>'
     )
@@ -183,16 +189,20 @@ def _phrases(predicted: Predicted | None) -> str:
         f"<small>{'found' if iou == 1 else f'IoU {iou:.2f}'}</small></button></li>"
         for number, (phrase, iou) in enumerate(zip(predicted.phrases, predicted.iou.tolist(), strict=True))
     )
-    return f'<ol class="phrases">{items}</ol>'
+    return f'<ol class="phrases worded">{items}</ol>'
 
 
-def _filtered(runs: Runs | None) -> str:
+def _filtered(picture: Picture) -> str:
     """Text about the masks without a prediction."""
+    runs = picture.filtered
     if runs is None or not len(runs):
         return "Every mask of the image has a prediction."
     areas = geometry.area(runs)
     size = f"{areas.min():,} px" if areas.min() == areas.max() else f"{areas.min():,} to {areas.max():,} px"
-    return f"Filtered, shown as dashed outlines: {counted(len(runs), 'mask')} of {size} without a prediction."
+    where = (
+        "the button Masks without a prediction shows them" if picture.unscored else "shown as dashed outlines"
+    )
+    return f"Filtered: {counted(len(runs), 'mask')} of {size} without a prediction; {where}."
 
 
 def sort_key(picture: Picture, sort: str) -> tuple[bool, float, int]:
