@@ -128,7 +128,6 @@ def trace(
             starts[borders, 0], starts[borders, 1] = row, column
             x, y, dx, dy = column, row, 1, 0
             last_dx, last_dy = 0, 0
-            first = count
             while True:
                 if dx == 1:
                     if pixels[y, x] == 2:  # back at the start
@@ -152,9 +151,6 @@ def trace(
                     dx, dy = -dy, dx
                 elif left != 0:
                     dx, dy = dy, -dx
-            if last_dx == 1 and count - first > 1:  # the walk began inside a straight line
-                points[first, 0], points[first, 1] = points[count - 1, 0], points[count - 1, 1]
-                count -= 1
             ends[borders] = count
             borders += 1
     return borders

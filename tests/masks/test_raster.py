@@ -167,10 +167,11 @@ def test_torch_fills_masks_of_images_of_different_sizes_at_once(batch, image_siz
     offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
     heights = torch.tensor([image.height for image in images for _ in range(len(image))], dtype=torch.int64)
     widths = torch.tensor([image.width for image in images for _ in range(len(image))], dtype=torch.int32)
-    np.testing.assert_array_equal(
-        raster_torch.rasterize_frame(runs, offsets, heights, widths, image_size, size),
-        np.concatenate([raster.rasterize_frame(image, image_size, size) for image in images]),
-    )
+    framed = np.concatenate([raster.rasterize_frame(image, image_size, size) for image in images])
+    found = raster_torch.rasterize_frame(runs, offsets, heights, widths, image_size, size)
+    np.testing.assert_array_equal(found, framed)
+    empty = raster_torch.empty_frames(runs, offsets, heights, widths.long(), image_size, size)
+    np.testing.assert_array_equal(empty, ~framed.any(axis=(1, 2)))
     np.testing.assert_array_equal(
         raster_torch.rasterize(runs, offsets, heights, widths, image_size, size),
         np.concatenate([raster.rasterize(image, image_size, size) for image in images]),

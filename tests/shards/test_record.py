@@ -126,6 +126,8 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
     with pytest.raises(record.RecordError, match="does not state its content size"):
         record.decode(unsized)
+    with pytest.raises(record.RecordError, match="damaged mask record"):
+        record.decode(zstandard.compress(b""))
 
 
 def test_another_format_is_named() -> None:
