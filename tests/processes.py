@@ -192,12 +192,12 @@ class Process:
 
     def __exit__(self, error: object, *_: object) -> None:
         """Wait for its end. After an error of the test kill it first: it may wait for the test."""
+        if error is not None:
+            self.kill()  # before the files are closed: a thread may hold one until the command has ended
         for file in (self.stdin, self.stdout, self.stderr):
             if file is not None:
                 with suppress(BrokenPipeError):
                     file.close()
-        if error is not None:
-            self.kill()
         self.wait()
 
 
