@@ -2,7 +2,10 @@
 
     {"image": "sam/images/sa_1.jpg", "conversations": [{"from": "human", ...}, {"from": "gpt", ...}]}
 
-The last is the form of LLaVA's lists, which also name images of other datasets.
+The last is the form of LLaVA's lists, which also name images of other datasets. An object by image, such as
+that of SACap-1M and SA-Z, has keys sa_1 and may have texts of the masks:
+
+    {"sa_1": {"image_id": "sa_1", "prompt": "...", "mask_annotation": [{"id": 7, "caption": "..."}]}}
 """
 
 from collections.abc import Collection
@@ -23,6 +26,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 ENDINGS = (*PARQUET, *LINES, *JSON, *DELIMITERS)
 _NAMED = r"^(?:.*/)?sa_0*(?P<id>[0-9]{1,19})(?:\.[A-Za-z0-9]+)?$"
 _NUMBER = r"^0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
+_MASKS = "mask_annotation"  # of SACap-1M and SA-Z
 _ANSWERS = ("gpt", "assistant")  # who gives the answers of a conversation
 
 
@@ -43,26 +47,60 @@ def read_table(path: str, names: Collection[str], needed: str | None = None) -> 
     if path.endswith(LINES):
         return pyarrow.json.read_json(path)
     if path.endswith(JSON):
-        return _read_json(path, list(names))
+        return _read_json(path, list(names), needed)
     options = pyarrow.csv.ParseOptions(delimiter=DELIMITERS[Path(path).suffix], newlines_in_values=True)
     return pyarrow.csv.read_csv(path, parse_options=options)
 
 
-def _read_json(path: str, names: list[str]) -> pa.Table:
-    """The columns of a list of objects, or of the list `images` of an object."""
-    fields = [(f"field_{number}", Any, None) for number in range(len(names))]
-    renamed = {field: name for (field, *_), name in zip(fields, names, strict=True)}
-    rows_type = GenericAlias(list, (msgspec.defstruct("Row", fields, rename=renamed, gc=False),))
+def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
+    """The columns of a list of objects, of the list `images` of an object, or of an object by image.
+
+    A needed column that only the masks of SACap's form have comes with their ids instead.
+    """
+    fields, renamed = _fields(names)
+    row: Any = msgspec.defstruct("Row", fields, rename=renamed, gc=False)
     data = Path(path).read_bytes()
-    if data.lstrip()[:1] == b"[":
-        rows = msgspec.json.decode(data, type=rows_type)
-    else:
-        document: Any = msgspec.defstruct("Document", [("images", rows_type)])
-        rows = msgspec.json.decode(data, type=document).images
+    keys, rows = _json_rows(data, row)
     columns = {name: [getattr(one, field) for one in rows] for field, name in renamed.items()}
-    return pa.table(
-        {name: values for name, values in columns.items() if any(one is not None for one in values)}
-    )
+    given = {name: values for name, values in columns.items() if any(one is not None for one in values)}
+    if needed is not None and needed not in given:
+        inner, of_masks = _fields(["id", needed])
+        mask: Any = msgspec.defstruct("Mask", inner, rename=of_masks, gc=False)
+        masks_type = GenericAlias(list, (mask,))
+        with_masks: Any = msgspec.defstruct(
+            "Row", [(_MASKS, masks_type, msgspec.field(default_factory=list))]
+        )
+        masks = [one for found in _json_rows(data, with_masks)[1] for one in getattr(found, _MASKS)]
+        id_field, value_field = of_masks
+        if any(getattr(one, value_field) is not None for one in masks):
+            return pa.table(
+                {
+                    "mask_id": [getattr(one, id_field) for one in masks],
+                    needed: [getattr(one, value_field) for one in masks],
+                }
+            )
+    if keys is not None and given.keys().isdisjoint(IMAGE_COLUMNS):
+        given = {"image_id": keys} | given
+    return pa.table(given)
+
+
+def _fields(names: list[str]) -> tuple[list[Any], dict[str, str]]:
+    """Fields of a struct for keys with any name, and field -> key."""
+    fields = [(f"field_{number}", Any, None) for number in range(len(names))]
+    return fields, {field: name for (field, *_), name in zip(fields, names, strict=True)}
+
+
+def _json_rows(data: bytes, row: Any) -> tuple[list[str] | None, list[Any]]:
+    """The objects of a document, and their keys if it is an object by image."""
+    rows = GenericAlias(list, (row,))
+    if data.lstrip()[:1] == b"[":
+        return None, msgspec.json.decode(data, type=rows)
+    document: Any = msgspec.defstruct("Document", [("images", rows)])
+    try:
+        return None, msgspec.json.decode(data, type=document).images
+    except msgspec.ValidationError:
+        by_image = msgspec.json.decode(data, type=GenericAlias(dict, (str, row)))
+        return list(by_image), list(by_image.values())
 
 
 def ids_of_names(values: pa.ChunkedArray, *, numbers: bool) -> pa.ChunkedArray:

@@ -223,3 +223,37 @@ def test_embeddings_of_different_lengths_and_bad_tokens_name_the_cause(root: Pat
     for bad in ({"key": "id"}, {"length": 0}, {"tokenizer": words}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             sa1b.Text("captions.parquet", **bad)
+
+
+def test_an_object_by_image_gives_prompts_of_images_and_captions_of_masks(root: Path, tmp_path: Path) -> None:
+    """In the form of SA-Z.json, which SACap-1M's authors publish."""
+    dataset = sa1b.open(root)
+    document = {
+        f"sa_{sample.image_id}": {
+            "image_id": f"sa_{sample.image_id}",
+            "folder_name": "sa_000000",
+            "image_path": f"images/sa_000000/sa_{sample.image_id}.jpg",
+            "prompt": f"image {sample.image_id}",
+            "mask_annotation": [
+                {"id": mask_id, "bbox": [0, 0, 1, 1], "caption": f"mask {mask_id}"}
+                for mask_id in sample.annotations.mask_id.tolist()
+            ],
+            "pred_order": [[0, 1], [0, 0]],
+        }
+        for sample in dataset
+    }
+    path = tmp_path / "SA-Z.json"
+    path.write_text(json.dumps(document))
+    only = {name: {"prompt": entry["prompt"]} for name, entry in document.items()}
+    (tmp_path / "prompts.json").write_text(json.dumps(only))
+    for source in (path, tmp_path / "prompts.json"):
+        stream = sa1b.Stream(root, global_batch=4, image_size=32, epochs=1, join={"prompt": source})
+        for batch in sa1b.Loader(stream, quiet=True):
+            assert batch.extra["prompt"] == [f"image {one}" for one in batch.ids]
+    text = sa1b.Text(path, column="caption")
+    stream = sa1b.Stream(root, global_batch=4, image_size=32, epochs=1, masks=2, text=text)
+    for batch in sa1b.Loader(stream, quiet=True):
+        assert batch.texts.key == "mask_id"
+        assert batch.extra["caption"] == [f"mask {one}" for one in batch.mask_ids.tolist()]
+    with pytest.raises(sa1b.errors.Sa1bError, match="no column 'summary'; choose from"):
+        sa1b.Stream(root, global_batch=4, join={"summary": path})
