@@ -3,7 +3,7 @@
 Example: sa1b gallery shards --count 12 --sort area
 
 The page needs no other file and no network. It has at most 20 MB: if necessary, it has smaller images, then
-fewer images. Point at a mask to see its numbers, or use the keyboard (the page lists the keys).
+fewer images. A click opens an image; point at a mask to see its numbers, or use the keys that the page lists.
 Exit code 0: written; 2: not written; 130: interrupted.
 """
 
