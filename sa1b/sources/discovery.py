@@ -30,6 +30,7 @@ from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
 FORMATS: tuple[SourceFormat, ...] = (FOLDER, CocoFormat(), TAR)  # the last one takes every file
+_UNREAD_IMAGES = (".heic", ".heif", ".avif", ".gif", ".jxl", ".jp2", ".svg")
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
 # Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
 _SYSTEM = (
@@ -272,6 +273,8 @@ def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str 
         return None
     if found.st_size == 0:
         return "an empty file"
+    if name.endswith(_UNREAD_IMAGES):
+        return "an image of a format that is not read; convert it to JPEG, PNG or WebP"
     with path.open("rb") as file:
         head = file.read(6)
     what = next((what for magic, what in _MAGIC.items() if head.startswith(magic)), None)

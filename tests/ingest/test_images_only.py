@@ -251,12 +251,14 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
         "bad.jpg": FILES["a.jpg"][:-100],
         "x.png": b"no image",
         "notes.md": b"",
+        "phone.HEIC": b"an image",
         "z/sa_5.jpg": FILES["a.jpg"],
     }
     reshard(written(tmp_path / "photos", FILES | bad), tmp_path / "root", code=3)
     summary = json.loads(capsys.readouterr().out)
     assert summary["refused"] == {"duplicate": 2, "image_unreadable": 1, "jpeg_truncated": 1}
     assert "notes.md" in json.dumps(summary["not_taken"])
+    assert "convert it to JPEG, PNG or WebP" in json.dumps(summary["not_taken"])
     kept = {path.read_bytes() for path in (tmp_path / "root" / "quarantine" / "photos").iterdir()}
     assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
 

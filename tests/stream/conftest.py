@@ -1,10 +1,21 @@
 """Fixtures of the tests in this folder."""
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from sa1b.stream.loader import _note
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The lines that loaders log in the test, each once: `said.messages`."""
+    _note.cache_clear()
+    caplog.set_level(logging.INFO, "sa1b")
+    return caplog
 
 
 @pytest.fixture

@@ -513,10 +513,10 @@ def test_auto_keeps_the_decoder_of_the_stream(root: Path, gpu: list[Made]) -> No
 
 
 def test_the_memory_line_names_the_decoder(
-    root: Path, gpu: list[Made], capsys: pytest.CaptureFixture[str]
+    root: Path, gpu: list[Made], said: pytest.LogCaptureFixture
 ) -> None:
     sa1b.Loader(stream(root), threads=2, device="cuda", decode="gpu")
-    line = capsys.readouterr().err
+    line = said.messages[-1]
     assert "on the device, decoded there by torchcodec" in line
     assert "pinned" not in line
 

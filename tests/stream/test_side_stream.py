@@ -179,10 +179,10 @@ def test_a_pinned_buffer_waits_for_its_own_copies_only() -> None:
 
 
 def test_the_memory_line_names_pinned_memory_and_the_device(
-    root: Path, late: list[LateStream], capsys: pytest.CaptureFixture[str]
+    root: Path, late: list[LateStream], said: pytest.LogCaptureFixture
 ) -> None:
     sa1b.Loader(stream(root), threads=2, prefetch=2, device="cuda")
-    line = capsys.readouterr().err
+    line = said.messages[-1]
     assert "4 batches of up to 3 images" in line
     assert "on the device" in line
     assert "of pinned memory" in line
