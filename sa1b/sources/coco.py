@@ -80,7 +80,7 @@ class CocoPass(SourceReading):
         """Every file is closed once it has been read."""
 
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
-        annotations = [file.annotation(number) for number in image.annotations]
+        annotations = file.annotations(image)
         own = image_name(image.image_id)
         try:
             path, data = self._content(file, image)
@@ -90,6 +90,8 @@ class CocoPass(SourceReading):
             yield _refused(own, error.reason, str(error), {"image": image.entry, "annotations": annotations})
             return
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
+        if image.phrases is not None:
+            provenance["texts"] = list(dict.fromkeys(image.phrases))
         pair = coco_pair(image.image_id, height, width, annotations, file.categories, provenance)
         yield Member(member_name(image.image_id, "jpg"), "file", 0, jpeg)
         yield Member(member_name(image.image_id, "json"), "file", 0, pair.text)

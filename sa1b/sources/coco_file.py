@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from sa1b.console import command
 from sa1b.errors import SourceError
+from sa1b.names import parse_member_path
 from sa1b.storage.atomic import naming_path
 
 Ids = Literal["keep", "hash"]
@@ -31,6 +32,7 @@ _ID_END = 2**63
 _HASH_BITS = 53  # integers of this size are exact in JSON for every reader
 _SHOWN = 3
 _LISTS = ("images", "annotations", "categories")
+_PHRASE = "text_input"  # key of an image and, in shards, of a mask
 _NEAR = 30  # bytes before an error that are shown
 
 
@@ -70,6 +72,9 @@ class CocoImage:
     entry: dict[str, Any]  # the object in the list `images`
     name: str  # of its file, relative to the folder of images
     annotations: list[int]  # numbers in the list `annotations`, in their order
+    # of a file with phrases, as SA-Co: those of the image, also without a mask, and that of each annotation
+    phrases: list[str] | None = None
+    phrase_of: dict[int, str] = field(default_factory=dict)
 
 
 class CocoFile:
@@ -102,15 +107,43 @@ class CocoFile:
             if isinstance(key := entry.get("id"), int | str):
                 rows.setdefault(key, row)  # pairing refuses a second image of this id
         groups, self.unlisted = self._groups(rows)
+        if any(isinstance(entry.get(_PHRASE), str) for entry in self._file.images):
+            self.images = self._with_phrases(source, groups)
+            return
         self.images = []
         for row, entry in enumerate(self._file.images):
             name = self._name(entry)
             image_id = _image_id(path, source, entry, name, options.ids)
             self.images.append(CocoImage(image_id, entry, name, groups[row]))
 
+    def _with_phrases(self, source: str, groups: list[list[int]]) -> list[CocoImage]:
+        """The images of a file whose list `images` has one entry for each image and phrase.
+
+        The ids of the file are those of entries. An image has that of its name sa_<id>.jpg, or a hash.
+        """
+        found: dict[str, CocoImage] = {}
+        for row, entry in enumerate(self._file.images):
+            name = self._name(entry)
+            named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
+            image_id = hashed_id(source, name) if named is None else named.image_id
+            image = found.setdefault(name, CocoImage(image_id, entry, name, [], []))
+            image.annotations.extend(groups[row])
+            if isinstance(phrase := entry.get(_PHRASE), str) and image.phrases is not None:
+                image.phrases.append(phrase)
+                image.phrase_of.update(dict.fromkeys(groups[row], phrase))
+        return list(found.values())
+
     def annotation(self, number: int) -> Any:
         """Annotation `number` of the file as parsed JSON."""
         return self._file.annotation(number)
+
+    def annotations(self, image: CocoImage) -> list[Any]:
+        """The annotations of an image, with their phrases as `text_input`."""
+        found = [self.annotation(number) for number in image.annotations]
+        for number, one in zip(image.annotations, found, strict=True):
+            if isinstance(one, dict) and number in image.phrase_of:
+                one.setdefault(_PHRASE, image.phrase_of[number])
+        return found
 
     def file_of(self, image: CocoImage) -> Path | None:
         """The path of the image's file; None if the folder has no file of this name."""

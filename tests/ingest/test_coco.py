@@ -619,3 +619,50 @@ def test_an_image_becomes_the_same_jpeg_in_ingest_and_before_annotation(coco):
     source = (coco / "photos" / "two.png").read_bytes()
     (stored,) = (one.jpeg for one in sa1b.open(coco / "root") if one.image_id == 9)
     assert read_image(InputImage("two.png", lambda: source), 1 << 24, 95).jpeg == stored
+
+
+def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path: Path) -> None:
+    """In the form of SA-Co/Gold: an entry of `images` for each image and phrase, with a string as its id."""
+    entries = [
+        ("pair_0", "sa_7.jpg", "a cat", [rle(10), rle(100)]),
+        ("pair_1", "sa_7.jpg", "a dog", []),  # a phrase without a mask
+        ("pair_2", "b/two.jpg", "a cat", [rle(200)]),
+        ("pair_3", "sa_7.jpg", "a red ball", [rle(300)]),
+    ]
+    document = {
+        "info": {"version": "1.0"},
+        "images": [
+            {"id": key, "file_name": name, "text_input": phrase, "height": HEIGHT, "width": WIDTH,
+             "queried_category": str(row), "is_instance_exhaustive": 1}
+            for row, (key, name, phrase, _) in enumerate(entries)
+        ],
+        "annotations": [
+            {"id": 10 * row + number, "image_id": key, "category_id": 1, "iscrowd": 0, "area": 0.1,
+             "bbox": [0.1, 0.1, 0.2, 0.2], "segmentation": mask, "source": "manual"}
+            for row, (key, _, _, masks) in enumerate(entries)
+            for number, mask in enumerate(masks)
+        ],
+        "categories": [{"id": 1, "name": "object"}],
+    }  # fmt: skip
+    (tmp_path / "gold.json").write_text(json.dumps(document))
+    for name in ("sa_7.jpg", "b/two.jpg"):
+        saved(tmp_path / "images" / name, photo())
+    root = tmp_path / "root"
+    assert reshard((str(tmp_path / "gold.json"),), out=str(root), images=tmp_path / "images") == 0
+    dataset = sa1b.open(root)
+    assert len(dataset) == 2
+    found = dataset.by_id(7).annotations
+    assert found.texts() == ["a cat", "a dog", "a red ball"]
+    fields = [json.loads(one) for one in found.origin()["fields"].tolist()]
+    assert [(one["text_input"], one["source"]) for one in fields] == [
+        ("a cat", "manual"), ("a cat", "manual"), ("a red ball", "manual"),
+    ]  # fmt: skip
+    stream = sa1b.Stream(root, global_batch=2, image_size=32, epochs=1, text="texts")
+    (batch,) = sa1b.Loader(stream, quiet=True)
+    texts = dict(zip(map(int, batch.ids), batch.extra["texts"], strict=True))
+    assert texts.pop(7) in found.texts()
+    assert list(texts.values()) == ["a cat"]
+    assert not verify(root, deep=True).findings
+    assert export_command(str(root), "coco", tmp_path / "again", json_output=True) == 0
+    again = json.loads((tmp_path / "again" / "annotations.json").read_text())
+    assert sorted(one["text_input"] for one in again["annotations"]) == ["a cat"] * 3 + ["a red ball"]
