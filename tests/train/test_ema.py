@@ -93,4 +93,4 @@ def test_a_run_without_it_may_go_on_with_it_and_says_so(root: Path, tmp_path: Pa
 def test_a_decay_of_one_is_refused(root: Path, tmp_path: Path) -> None:
     ended = start(root, tmp_path / "run", "--optim.ema", "1", model="reconstruction")
     assert ended.codes == [2]
-    assert "--optim.ema 1.0: must be from 0 to below 1" in ended.outputs[0]
+    assert "--optim.ema 1: must be from 0 to below 1" in ended.outputs[0]
