@@ -87,7 +87,7 @@ def _failed(words: list[str], environment: dict[str, str], log: Path) -> set[str
     """The tests that fail in a run of pytest."""
     with log.open("wb") as file:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-rfE", *words],
+            [sys.executable, "-m", "pytest", "-v", "-rfE", *words],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
