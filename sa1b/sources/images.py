@@ -229,15 +229,18 @@ def _texts(file: Member) -> list[str]:
         )
     try:
         if file.name.lower().endswith(".txt"):
-            found: list[Any] = [file.data.decode()]
-        else:
-            document = json.loads(file.data)
-            fields = document if isinstance(document, dict) else {"texts": document}
-            given = [fields.get(name) for name in TEXT_FIELDS]
-            found = [text for one in given for text in (one if isinstance(one, list) else [one])]
+            return texts_of({"txt": file.data.decode()})
+        document = json.loads(file.data)
+        return texts_of(document if isinstance(document, dict) else {"texts": document})
     except (ValueError, RecursionError) as error:
         raise BadSample("text_unreadable", f"cannot be read: {error}") from None
-    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
+
+
+def texts_of(fields: dict[str, Any]) -> list[str]:
+    """The texts of the known fields of an object, which are strings or lists of strings; each once."""
+    given = [fields.get(name) for name in TEXT_FIELDS]
+    found = [text for one in given for text in (one if isinstance(one, list) else [one])]
+    return list(dict.fromkeys(text.strip() for text in found if isinstance(text, str) and text.strip()))
 
 
 def image_column(path: Path, schema: pa.Schema) -> str:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from sa1b.errors import BadSample, SourceError
 from sa1b.names import MASK_KEYS, member_name, parse_member_path
 from sa1b.sources.coco import as_jpeg
-from sa1b.sources.images import ImageRows, RowsPass, image_column
+from sa1b.sources.images import TEXT_FIELDS, ImageRows, RowsPass, image_column, texts_of
 from sa1b.sources.source import Progress, Source, SourceReading
 from sa1b.sources.tar_stream import Member
 
@@ -42,7 +42,9 @@ class PairRows(ImageRows):
             return False
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
-        return _PairsPass(source.path, (*_ANNOTATED, *_OF_IMAGE), self.max_pixels, progress=progress)
+        return _PairsPass(
+            source.path, (*_ANNOTATED, *_OF_IMAGE, *TEXT_FIELDS), self.max_pixels, progress=progress
+        )
 
     def reading(self, source: Source) -> dict[str, Any]:
         return {}
@@ -82,9 +84,10 @@ class _PairsPass(RowsPass):
             "image": {"image_id": image_id, **size, "file_name": name} | _given(entry),
             "annotations": [_annotation(one, size) for one in masks],
         }
-        if encoding:
-            document["provenance"] = {"format": "parquet", "file": image.name, **encoding}
-        text = given if isinstance(given, str) and entry and not encoding else json.dumps(document)
+        further = encoding | ({} if row.keys().isdisjoint(TEXT_FIELDS) else {"texts": texts_of(row)})
+        if further:
+            document["provenance"] = {"format": "parquet", "file": image.name, **further}
+        text = given if isinstance(given, str) and entry and not further else json.dumps(document)
         yield replace(image, name=member_name(image_id, "json"), data=text.encode())
 
 

@@ -433,7 +433,7 @@ def test_a_view_chooses_masks_too(roots, tmp_path):
         ({"to": "sa1b", "join": ("a=b.parquet",)}, "--join: is for --to webdataset"),
         ({"to": "webdataset", "join": ("captions.parquet",)}, "--join captions.parquet: must be NAME=FILE"),
         ({"to": "webdataset", "join": ("json=a.parquet",)}, "--join json=a.parquet: must be NAME=FILE"),
-        ({"to": "webdataset", "link_from": "x"}, "--link-from: is for --to folders and"),
+        ({"to": "webdataset", "link_from": "x"}, "--link-from: is for --to folders, images, sam2 and"),
     ],
 )
 def test_flags_of_other_formats_are_refused(tmp_path, flags, message):

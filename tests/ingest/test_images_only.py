@@ -220,9 +220,12 @@ def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
     } == expected
     document = json.loads((tmp_path / "coco" / "annotations.json").read_text())
     assert {one["id"]: one["texts"] for one in document["images"]} == expected
-    again = sa1b.open(reshard(tmp_path / "webdataset", tmp_path / "again"))
-    found = [again.annotations(row)["provenance"]["texts"] for row in range(len(again))]
-    assert dict(zip(map(int, again.table.image_id), found, strict=True)) == expected
+    for to, only in (("webdataset", True), ("parquet", False)):
+        out = tmp_path / f"{to} again"
+        assert main((str(tmp_path / to),), out=str(out), images_only=only, json_output=True) == 0
+        again = sa1b.open(out)
+        found = [again.annotations(row)["provenance"]["texts"] for row in range(len(again))]
+        assert dict(zip(map(int, again.table.image_id), found, strict=True)) == expected
 
 
 def test_an_index_with_other_texts_is_damage(captioned: Path, tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def _check_flags(to: str, given: Sequence[str]) -> None:
     for flag in given:
         formats = _FLAGS[flag]
         if to not in formats:
-            raise UsageError(f"{flag}: is for --to {' and '.join(formats)}, not for {to}; omit it")
+            which = " and ".join(filter(None, [", ".join(formats[:-1]), formats[-1]]))
+            raise UsageError(f"{flag}: is for --to {which}, not for {to}; omit it")
 
 
 def _format(
