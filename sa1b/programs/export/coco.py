@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from sa1b.errors import UsageError
 from sa1b.masks import geometry, polygons
-from sa1b.names import member_name
+from sa1b.names import MASK_KEYS, member_name
 from sa1b.programs.export.export_format import (
     IMAGES_PER_PART,
     Format,
@@ -46,10 +46,7 @@ _MIDDLE = '], "images": [\n'
 _CATEGORIES = '], "categories": [\n'
 _TAIL = "]}\n"
 _IMAGE_KEYS = ("id", "file_name", "width", "height")
-_MASK_KEYS = (
-    *("id", "image_id", "category_id", "category", "iscrowd", "bbox", "area", "segmentation"),
-    *("mask_id", "predicted_iou", "stability_score", "point_coords", "crop_box"),
-)
+_TAKEN_KEYS = (*MASK_KEYS, "image_id", "category_id", "category", "iscrowd", "mask_id")  # of annotations
 _OBJECT = {"id": 1, "name": "object", "supercategory": ""}
 
 
@@ -75,12 +72,7 @@ class Coco(Format):
 
     def check(self, dataset: Dataset) -> None:
         super().check(dataset)
-        check_joined(self.columns, dataset)
-        for column in self.columns:
-            if column.name in (_IMAGE_KEYS if column.key == "image_id" else _MASK_KEYS):
-                raise UsageError(
-                    f"--join {column.name}: COCO's files have a key of this name; choose another name"
-                )
+        check_joined(self.columns, dataset, {"image_id": _IMAGE_KEYS, "mask_id": _TAKEN_KEYS})
 
     @property
     def kind(self) -> str:

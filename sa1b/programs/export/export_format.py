@@ -26,7 +26,7 @@ with the format's own reader and compares every mask.
 import filecmp
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,11 +145,13 @@ class JoinedColumn(Protocol):
         ...
 
 
-def check_joined(columns: Sequence[JoinedColumn], dataset: Dataset) -> None:
-    """Refuse a column that belongs to other images.
+def check_joined(
+    columns: Sequence[JoinedColumn], dataset: Dataset, taken: Mapping[str, Collection[str]] | None = None
+) -> None:
+    """Refuse a column that belongs to other images, or whose name the format has; `taken`: names by key.
 
     Raises:
-        UsageError: its table has a row for no image.
+        UsageError: the reason and the way out.
     """
     ids = dataset.table.image_id.astype(np.int64)
     for column in columns:
@@ -157,6 +159,10 @@ def check_joined(columns: Sequence[JoinedColumn], dataset: Dataset) -> None:
             raise UsageError(
                 f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
                 f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
+            )
+        if taken is not None and column.name in taken[column.key]:
+            raise UsageError(
+                f"--join {column.name}: the files have a field of this name; choose another name"
             )
 
 

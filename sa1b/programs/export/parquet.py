@@ -15,7 +15,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sa1b.errors import UsageError
 from sa1b.masks import coco, geometry
 from sa1b.names import member_name
 from sa1b.programs.export.export_format import (
@@ -86,12 +85,7 @@ class Parquet(Format):
 
     def check(self, dataset: Dataset) -> None:
         super().check(dataset)
-        check_joined(self.columns, dataset)
-        for column in self.columns:
-            if column.name in _COLUMNS:
-                raise UsageError(
-                    f"--join {column.name}: the files have a column of this name; choose another name"
-                )
+        check_joined(self.columns, dataset, dict.fromkeys(("image_id", "mask_id"), _COLUMNS))
 
     @property
     def takes_all_files(self) -> bool:
