@@ -12,13 +12,16 @@ Labels of points, which are prompts of any kind:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sa1b.sam.image_encoder import ChannelNorm
+from sa1b.sam.image_encoder import EPSILON, ChannelNorm
+from sa1b.sam.transformer import layer_norm
 
 LABELS = 4  # background, foreground, two corners
 MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
@@ -85,10 +88,11 @@ class PromptEncoder(nn.Module):
             # Replace missing masks by zeros: a NaN would reach the gradient in spite of a weight of zero.
             low_res = torch.where(has[..., None], low_res, 0)
         weight, bias = last.get_parameter("weight"), last.get_parameter("bias").float()
-        x = low_res.to(weight.dtype)
+        x = low_res.permute(0, 2, 3, 1)
         for convolution, norm in (layers[:2], layers[3:5]):
-            x = norm(convolution(x), gelu=True)
-        features, basis = x.flatten(2).float(), weight.flatten(1).T.float()
+            gain, offset = norm.get_parameter("weight"), norm.get_parameter("bias")
+            x = layer_norm(downscaled(x, convolution), gain, offset, EPSILON, gelu=True)
+        features, basis = x.flatten(1, 2).transpose(1, 2).float(), weight.flatten(1).T.float()
         if has is None:
             return DenseEmbedding(bias + 0 * nothing, features, basis)
         present = has.to(features.dtype).expand(-1, -1, features.shape[2])
@@ -102,6 +106,49 @@ class PromptEncoder(nn.Module):
         with torch.autocast(centres.device.type, enabled=False):
             position: Tensor = self.pe_layer(torch.stack([columns, rows], dim=-1))
         return position.permute(2, 0, 1)[None]
+
+
+def downscaled(x: Tensor, convolution: nn.Module) -> Tensor:
+    """A convolution with a kernel of 2 x 2 and stride 2: [M, H, W, C] -> [M, H / 2, W / 2, D]."""
+    if x.is_cuda:
+        return product_of_patches(x, convolution)
+    # A CPU takes longer to gather the patches than for the convolution.
+    out: Tensor = convolution(x.permute(0, 3, 1, 2).to(convolution.get_parameter("weight").dtype))
+    return out.permute(0, 2, 3, 1)
+
+
+def product_of_patches(x: Tensor, convolution: nn.Module) -> Tensor:
+    """See `downscaled`; a matrix product, since the patches of 2 x 2 pixels do not overlap."""
+    masks, height, width, channels = x.shape
+    weight = convolution.get_parameter("weight").permute(0, 2, 3, 1).flatten(1)  # (D, 4 C)
+    squares = x.reshape(masks, height // 2, 2, width // 2, 2 * channels).transpose(2, 3)
+    patches = squares.to(weight.dtype, memory_format=torch.contiguous_format)
+    patches = patches.reshape(masks, height * width // 4, 4 * channels)
+    out = _of_patches(patches, weight, convolution.get_parameter("bias"))
+    return out.view(masks, height // 2, width // 2, len(weight))
+
+
+class _OfPatches(torch.autograd.Function):
+    """F.linear of [M, N, I] whose gradient of the weight is computed for each mask, then added."""
+
+    # As one product it has 16 x 16 results or fewer, each a sum over millions of rows: few processors work.
+
+    @staticmethod
+    def forward(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(patches, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        patches, weight = ctx.saved_tensors
+        of_patches = gradient @ weight if ctx.needs_input_grad[0] else None
+        return of_patches, (gradient.transpose(1, 2) @ patches).sum(0), gradient.sum((0, 1))
+
+
+_of_patches: Callable[[Tensor, Tensor, Tensor], Tensor] = _OfPatches.apply
 
 
 class PositionEncoding(nn.Module):
