@@ -59,8 +59,7 @@ class Loader:
         read_only: promise that the caller never writes into `batch.dense`. On a CPU only the parts with masks
             are then cleared before the memory is reused, which takes a fifth of the time at 1024 pixels. If
             the caller writes into it anyway, the values appear in later batches.
-        stall_seconds: seconds after which a sample that is still not loaded is reported on stderr, with its
-            shard.
+        stall_seconds: seconds after which a sample that is not loaded is logged as a warning, with its shard.
         quiet: do not log threads and memory, which the logger "sa1b" has once, at level INFO.
 
     Raises:

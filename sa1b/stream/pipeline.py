@@ -1,6 +1,6 @@
 """The three stages from a stream to complete batches, run by one pool of threads; see `Loader`."""
 
-import sys
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -257,7 +257,7 @@ class BatchPipeline:
             work.result.set_result((batch, None))
 
     def _wait(self, work: PendingBatch) -> None:
-        """Wait for a batch; report a sample on stderr if no sample was finished for `stall_seconds`.
+        """Wait for a batch; log a sample if no sample was finished for `stall_seconds`.
         UnavailableError or StalledError if a thread reads or decodes a sample for longer than the deadline.
         """
         unfinished, seconds, since = work.unfinished(), self.settings.stall_seconds, time.monotonic()
@@ -269,7 +269,8 @@ class BatchPipeline:
                 continue
             before, unfinished, since = unfinished, work.unfinished(), now
             if len(unfinished) == len(before):
-                print(f"sa1b.Loader: waiting for {self._what(work)} for over {seconds:g} s", file=sys.stderr)
+                line = f"sa1b.Loader: waiting for {self._what(work)} for over {seconds:g} s"
+                logging.getLogger("sa1b").warning(line)
 
     def _next(self, then: float) -> float:
         """When the caller looks at the threads again: then, or when a job is overdue."""

@@ -21,7 +21,8 @@ from sa1b.errors import UsageError
 from sa1b.masks.grid import framed_size
 from sa1b.recipes.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.prediction import at_source, framed_image
+from sa1b.sam.prediction import framed_image
+from sa1b.sam.protocol import BoxMasks
 from sa1b.sam.published import write_weights
 from tests import processes
 from tests.train.command import FLAGS, REPOSITORY, start
@@ -95,16 +96,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def flags(folder: Path, *more: str) -> list[str]:
-    return [
-        *("--init", str(folder / "sam.pth"), "--evaluate-only", "--json"),
-        *(
-            "--evaluation.coco",
-            str(folder / "annotations.json"),
-            "--evaluation.images",
-            str(folder / "images"),
-        ),
-        *more,
-    ]
+    coco = ["--evaluation.coco", f"{folder}/annotations.json", "--evaluation.images", f"{folder}/images"]
+    return ["--init", f"{folder}/sam.pth", "--evaluate-only", "--json", *coco, *more]
 
 
 def scores_of(folder: Path, out: Path, *more: str, ranks: int = 1, mode: str = "none") -> dict[str, float]:
@@ -128,21 +121,13 @@ def predicted(files: dict[str, Any], number: int, boxes: list[list[float]]) -> n
 
 @torch.no_grad()
 def refined(files: dict[str, Any], number: int, box: list[float]) -> np.ndarray:
-    """The mask for a box and for the logits of `sa1b.predict` for that box."""
-    model = files["model"]
+    """The mask for a box and for a first prediction for that box."""
     pixels = np.ascontiguousarray(cv2.imread(str(files["folder"] / "images" / f"{number}.png"))[..., ::-1])
+    taken = framed_size(*pixels.shape[:2], 64)
+    square = torch.from_numpy(framed_image(pixels, *taken, 64))[None].permute(0, 3, 1, 2)
     corners = np.array([[box[0], box[1], box[0] + box[2], box[1] + box[3]]])
-    logits = torch.from_numpy(sa1b.predict(model, pixels, boxes=corners).logits)[:, None]
-    source, size = pixels.shape[:2], model.config.image_size
-    taken = framed_size(*source, size)
-    square = torch.from_numpy(framed_image(pixels, *taken, size))[None].permute(0, 3, 1, 2)
-    embedding = model.embed(square, sizes=torch.tensor([taken]))
-    at = (corners.reshape(1, 2, 2) + 0.5) * (np.array(taken[::-1]) / source[::-1]) - 0.5
-    answer, _ = model.decode(
-        embedding, torch.zeros(1, dtype=torch.int64), torch.from_numpy(at.astype(np.float32)),
-        torch.tensor([[2, 3]]), logits, counts=[1], candidates=slice(0, 1),
-    )  # fmt: skip
-    return at_source(answer[:, 0].float(), source, taken, size)[0].numpy()
+    found = BoxMasks(corners, pixels.shape[:2])(files["model"], square, torch.tensor([taken]))
+    return found["masks"][0].numpy()
 
 
 def test_box_prompts_give_the_mean_iou_that_numpy_finds_over_all_masks_but_crowds(

@@ -137,7 +137,7 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
 
 
 def test_a_stalled_sample_is_named(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     streamed, whole, named = stream(root), PendingBatch.pick, threading.Event()
     rows, _ = streamed.source().rows(next(streamed.plan.micro_batches(0)))
@@ -155,7 +155,8 @@ def test_a_stalled_sample_is_named(
     monkeypatch.setattr(SampleSource, "where", noted)
     monkeypatch.setattr(PendingBatch, "pick", slow)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
-    assert f"waiting for {where(streamed.source(), rows[1])} for over 0.1 s" in capsys.readouterr().err
+    line = f"sa1b.Loader: waiting for {where(streamed.source(), rows[1])} for over 0.1 s"
+    assert ("sa1b", logging.WARNING, line) in said.record_tuples
 
 
 @pytest.mark.parametrize("stage", ["read", "decode"])
