@@ -5,6 +5,7 @@ against float64, on fewer heads. Layer norms: time of torch and of the kernels o
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+# Rows and channels of an iteration of 464 masks; numbers and warps, and programs, for the gradients.
+TILED = ((464 << 12, 256), (464 << 14, 64))
+TILES, PROGRAMS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8)), (528, 1056, 2112)
 NORMS = ((8 << 20, 4), (8 << 20, 64), (2 << 20, 256), (512 * 16, 256))
 
 
@@ -122,3 +126,30 @@ def norms(setting: Setting, record: Record) -> None:
                 kind = label.split()[-1] if label in inputs else "own" if "backward" in label else "forward"
                 took = timing.each(call, [inputs[kind]], 3)
                 record.figure(f"layer norm [{rows}, {channels}], {label}", took, "ms")
+    if setting.on_gpu:
+        for full, channels in TILED:
+            with record.attempt(f"tiles of {channels} channels"):
+                _tiles(record, setting.pick(full, 64), channels)
+
+
+def _tiles(record: Record, rows: int, channels: int) -> None:
+    """The gradients of a norm with other numbers of a tile, warps and programs; the best ones."""
+    from sa1b.sam.norm_triton import BACKWARD, Tiles, gradients  # needs triton
+
+    x, gradient = torch.randn(2, rows, channels, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.randn(2, channels, device="cuda")
+    took = {}
+    others = (Tiles(*one, programs) for one, programs in product(TILES, PROGRAMS))
+    for tiles in dict.fromkeys((BACKWARD, *others)):
+
+        def run(tiles: Tiles = tiles) -> None:
+            gradients(x, weight, bias, gradient, 1e-6, tiles, gelu=channels < 256)
+
+        run()  # compiles
+        took[tiles] = min(timing.between(run, "cuda") for _ in range(3))
+    for tiles, ms in took.items():
+        record.figure(f"gradients of a norm [{rows}, {channels}], {tiles}", ms, "ms")
+    best = min(took, key=lambda tiles: took[tiles])
+    record.text(
+        f"best tiles of [{rows}, {channels}]", f"{best}, {took[best] / took[BACKWARD]:.3f} of the used ones"
+    )

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from sa1b.sam import norm_triton
-from sa1b.sam.norm_triton import NUMBERS, FewChannelNorm
+from sa1b.sam.norm_triton import BACKWARD, FORWARD, FewChannelNorm
 
 EPS = 1e-6
 # Relative to the largest number, of the result and of each gradient.
@@ -37,13 +37,14 @@ def check_all(device: str, *, largest: int) -> int:
     """All cases; the number of rows is at most `largest` times that of a tile."""
     cases = list(itertools.product((4, 16, 64, 256), (False, True)))
     for channels, gelu in cases:
-        block = NUMBERS // channels
+        block = FORWARD.numbers // channels
         for rows, dtype in ((0, torch.float32), (3, torch.float32), (largest * block + 1, torch.bfloat16)):
             check(device, channels, rows, dtype, gelu=gelu)
     return len(cases)
 
 
 if __name__ == "__main__":
-    norm_triton.PROGRAMS = 2  # with three tiles, a program of the backward pass has two of them
-    check("cpu", 16, 3 * NUMBERS // 16, torch.float32, gelu=False)
+    # With three tiles, a program of the backward pass has two of them.
+    norm_triton.BACKWARD = BACKWARD._replace(programs=2)
+    check("cpu", 16, 3 * BACKWARD.numbers // 16, torch.float32, gelu=False)
     print(f"{check_all('cpu', largest=2)} kinds of norm")
