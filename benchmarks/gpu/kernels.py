@@ -1,7 +1,7 @@
-"""Kernels of torch at the shapes of the model: attention by back end, and layer norms of few channels.
+"""Kernels at the shapes of the model: attention by back end, layer norms of few channels, losses.
 
 Attention: which back end torch chooses, and for each one its time and the error of its output and gradients
-against float64, on fewer heads. Layer norms: time of torch and of the kernels of this package.
+against float64, on fewer heads. Layer norms and losses: time of torch and of the kernels of this package.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
+from sa1b.sam.targets import compared, compared_by_operators
 from sa1b.sam.transformer import layer_norm
 
 # Batch, heads, tokens, length of queries and keys, length of values.
@@ -153,3 +154,35 @@ def _tiles(record: Record, rows: int, channels: int) -> None:
     record.text(
         f"best tiles of [{rows}, {channels}]", f"{best}, {took[best] / took[BACKWARD]:.3f} of the used ones"
     )
+
+
+def losses(setting: Setting, record: Record) -> None:
+    """The losses of an iteration of 464 masks in one pass and by operators of torch, forward and backward."""
+    masks, size = setting.pick((464, 256), (3, 16))
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    logits = (4 * torch.randn(masks, 1, size, size, device=setting.device)).to(dtype).requires_grad_()
+    targets, inside = (torch.rand(masks, size, size, device=setting.device) < part for part in (0.3, 0.9))
+    scene = (targets & inside, inside, 0.25, 2.0)
+    weights = (
+        torch.full((masks, 1), 20.0, device=setting.device),
+        torch.ones(masks, 1, device=setting.device),
+    )
+    forms = {"in one pass": compared, "by operators": compared_by_operators}
+    results = {}
+    for name, form in forms.items():
+        with record.attempt(name):
+            found = form(logits, *scene)
+
+            def backward(_: Tensor, found: tuple[Tensor, ...] = found) -> Tensor:
+                return torch.autograd.grad(found[:2], logits, weights, retain_graph=True)[0]
+
+            results[name] = [*found, backward(logits)]
+            took = timing.each(lambda x, form=form: form(x, *scene), [logits], 3)
+            record.figure(f"losses {name}: forward", took, "ms")
+            record.figure(f"losses {name}: backward", timing.each(backward, [logits], 3), "ms")
+    with record.attempt("errors"):
+        limits = {"focal": 1e-5, "dice": 1e-5, "IoU": 0, "masks": 0, "gradient": 0.01}
+        for (part, limit), one, other in zip(limits.items(), *results.values(), strict=True):
+            scale = other.detach().double().abs().max().clamp(min=1e-12)
+            error = float((one.detach().double() - other.detach().double()).abs().max() / scale)
+            record.figure(f"losses in one pass: largest error of {part}", error, at_most=limit)

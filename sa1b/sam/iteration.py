@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.masks.raster_torch import inside_image
@@ -18,7 +17,7 @@ from sa1b.sam.clicks import TOP_LEFT
 from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
-from sa1b.sam.targets import Targets, dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam.targets import Targets, at_size, compared, iou_loss
 
 
 class Scene(NamedTuple):
@@ -99,15 +98,16 @@ class Iteration:
         )
         return again
 
-    def answer(
-        self,
-        scene: Scene,
-        points: Tensor,
-        labels: Tensor,
-        feedback: Tensor | None,
-        allowed: Tensor | None = None,
-    ) -> Answer:
-        """The candidates for these prompts; without feedback, the three of the first iteration.
+    def answer(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
+        """The candidates for these prompts; without feedback, the three of the first iteration."""
+        logits, predicted, chosen = self._candidates(scene, points, labels, feedback, None)
+        large, masks = at_size(logits, scene.inside)
+        return Answer(large, predicted, masks, chosen, feedback=pick(logits, chosen)[:, None])
+
+    def _candidates(
+        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and predicted IoU of the candidates, and the chosen one; see `Answer`.
 
         `allowed`: bool [M, 4], compute all four candidates and choose among these.
         """
@@ -121,17 +121,7 @@ class Iteration:
             counts=scene.counts,
             candidates=candidates if allowed is None else ALL,
         )
-        large, size = logits.float(), scene.masks.shape[-1]
-        if size > logits.shape[-1]:
-            large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
-        chosen = _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
-        return Answer(
-            logits=large,
-            predicted=predicted,
-            masks=(large.detach() > 0) & scene.inside[:, None],
-            chosen=chosen,
-            feedback=pick(logits, chosen)[:, None],
-        )
+        return logits, predicted, _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
 
     def _compare_equal(
         self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
@@ -148,22 +138,22 @@ class Iteration:
         if recipe.box_masks == "one" and feedback is None:
             boxed = labels[:, :1] == TOP_LEFT
             allowed = torch.cat((boxed, (~boxed).expand(-1, 3)), dim=1)
-        answer = self.answer(scene, points, labels, feedback, allowed)
-        targets = scene.masks[:, None]
-        focal = focal_loss(answer.logits, targets, recipe.focal_alpha, recipe.focal_gamma)
-        dice = dice_loss(answer.logits, targets)
-        actual = iou(*overlaps(answer.masks, targets))
-        quality = iou_loss(answer.predicted, actual, recipe.iou_loss)
+        logits, predicted, chosen = self._candidates(scene, points, labels, feedback, allowed)
+        focal, dice, actual, masks = compared(
+            logits, scene.masks, scene.inside, recipe.focal_alpha, recipe.focal_gamma
+        )
+        quality = iou_loss(predicted, actual, recipe.iou_loss)
         weighted = recipe.focal_weight * focal + recipe.dice_weight * dice
         best = _only(weighted.detach(), allowed, torch.inf).argmin(dim=1)
         trained = pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed)
         share = recipe.all_masks_share
         mixed = [_trained(losses, best, share, allowed) for losses in (focal, dice)]
+        following = pick(logits, chosen)[:, None]
         return IterationOutcome(
             losses=torch.stack((*mixed, trained)),
-            iou=pick(actual, answer.chosen),
-            mask=pick(answer.masks, answer.chosen),
-            feedback=answer.feedback if recipe.feedback_gradient else answer.feedback.detach(),
+            iou=pick(actual, chosen),
+            mask=pick(masks, chosen),
+            feedback=following if recipe.feedback_gradient else following.detach(),
         )
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from sa1b.hashing import Purpose
 from sa1b.sam.random_values import random_words
+from sa1b.sam.transformer import kernels_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +116,44 @@ def with_equal_counts(targets: Targets) -> Targets:
         keys=targets.keys[source],
         counts=(most,) * images,
     )
+
+
+def at_size(logits: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [M, K, H, W] at the size of the targets, float32 [M, K, R, R], and their masks, bool.
+
+    `inside`: bool [M, R, R], the pixels of the image; masks have no other pixels.
+    """
+    large, size = logits.float(), inside.shape[-1]
+    if size > logits.shape[-1]:
+        large = functional.interpolate(large, (size, size), mode="bilinear", align_corners=False)
+    return large, (large.detach() > 0) & inside[:, None]
+
+
+def compared(
+    logits: Tensor, targets: Tensor, inside: Tensor, alpha: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Candidates compared with their targets: focal loss, dice loss and IoU, float32 [M, K], and the masks.
+
+    Logits float [M, K, H, W], targets and pixels of the image bool [M, R, R]; see `at_size`, `focal_loss`.
+    """
+    # On a CUDA device in one pass, except in a compiled graph, where torch fuses the operators.
+    if logits.is_cuda and not torch.compiler.is_compiling() and logits.shape[2:] == targets.shape[1:]:
+        kernels = kernels_of("losses")
+        if kernels is not None and logits.dtype in kernels.FORMATS:
+            inputs = (logits.contiguous(), targets.contiguous(), inside.contiguous())
+            focal, dice, actual, masks = kernels.Comparison.apply(*inputs, alpha, gamma)
+            return focal, dice, actual, masks
+    return compared_by_operators(logits, targets, inside, alpha, gamma)
+
+
+def compared_by_operators(
+    logits: Tensor, targets: Tensor, inside: Tensor, alpha: float, gamma: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`compared` on any device, also for targets larger than the logits."""
+    large, masks = at_size(logits, inside)
+    of_candidates = targets[:, None]
+    focal, dice = focal_loss(large, of_candidates, alpha, gamma), dice_loss(large, of_candidates)
+    return focal, dice, iou(*overlaps(masks, of_candidates)), masks
 
 
 def focal_loss(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:

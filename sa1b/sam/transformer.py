@@ -320,7 +320,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: boo
     """x [..., C] -> the same shape and number format, also under autocast, which would give float32."""
     # On a CUDA device with few channels by `sa1b.sam.norm_triton`, except in a compiled graph, where torch
     # generates such a kernel.
-    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := _kernels()) is not None:
+    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := kernels_of("norm")) is not None:
         channels = x.shape[-1]
         if channels <= kernels.MOST_CHANNELS and channels & (channels - 1) == 0:
             out: Tensor = kernels.FewChannelNorm.apply(x.contiguous(), weight, bias, eps, gelu)
@@ -331,9 +331,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: boo
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    """The kernels; None without triton."""
+def kernels_of(name: str) -> ModuleType | None:
+    """A module of kernels; None without triton."""
     try:
-        return import_module("sa1b.sam.norm_triton")
+        return import_module(f"sa1b.sam.{name}_triton")
     except ImportError:
         return None

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from sa1b.sam.targets import dice_loss, focal_loss, iou, iou_loss, overlaps
+from sa1b.sam import targets as of_targets
+from sa1b.sam.targets import at_size, compared, dice_loss, focal_loss, iou, iou_loss, overlaps
+from tests.masks.test_raster_triton import python, with_triton
 
 
 def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,3 +117,46 @@ def test_the_error_of_a_predicted_iou_is_squared_or_absolute():
     assert found.tolist() == [0.25, 0]
     found.sum().backward()
     assert predicted.grad.tolist() == [-1, 0]
+
+
+@pytest.mark.parametrize("size", [8, 20])
+def test_candidates_are_compared_by_the_losses_and_the_iou_of_their_masks_in_the_image(size):
+    logits = case(torch.bfloat16)[0][..., :8]
+    targets, inside = torch.rand(2, 5, size, size) < 0.4
+    focal, dice, actual, masks = compared(logits, targets & inside, inside, 0.3, 1.5)
+    large, expected = at_size(logits, inside)
+    assert (large.shape, large.dtype) == ((5, 3, size, size), torch.float32)
+    assert torch.equal(masks, expected)
+    assert torch.equal(expected, (large > 0) & inside[:, None])
+    truth = (targets & inside)[:, None]
+    assert torch.equal(focal, focal_loss(large, truth, 0.3, 1.5))
+    assert torch.equal(dice, dice_loss(large, truth))
+    assert torch.equal(actual, iou(*overlaps(masks, truth)))
+
+
+@with_triton
+def test_the_interpreter_gives_the_losses_in_float64():
+    assert python("-m", "tests.sam.loss_cases", TRITON_INTERPRET="1") == "6 kinds of losses\n"
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_give_the_losses_in_float64():
+    from tests.sam.loss_cases import check_all  # needs triton
+
+    assert check_all("cuda") == 6
+
+
+@pytest.mark.gpu
+def test_candidates_on_a_gpu_are_compared_in_one_pass(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the plain form was used")
+
+    logits = torch.randn(2, 3, 8, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.rand(2, 8, 8, device="cuda") < 0.3
+    expected = compared(logits.cpu(), targets.cpu(), targets.cpu(), 0.25, 2.0)
+    monkeypatch.setattr(of_targets, "at_size", refuse)
+    found = compared(logits, targets, targets, 0.25, 2.0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+    (found[0] + found[1]).sum().backward()
+    assert logits.grad.dtype == torch.bfloat16
