@@ -29,33 +29,35 @@ from sa1b.sam import transformer
 from sa1b.stream.batch import Batch
 
 Change = Callable[[], AbstractContextManager[Any]]
+WITHOUT_GRAPHS = ("--model.no-cuda-graphs",)
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def work(setting: Setting, record: Record) -> None:
-    """Micro-batches of 8, 4, 2 and 1 images; 8 with other kernels, and with another number of masks."""
+    """Micro-batches of 8, 4, 2 and 1 images; 8 and 1 without CUDA graphs, 8 with other kernels."""
     without_kernels = partial(patch.object, transformer, "_kernels", lambda: None)
-    cases: list[tuple[str, int, int, Change]] = [
-        ("8 images", 8, 64, nullcontext),
-        ("1 image", 1, 64, nullcontext),
-        ("8 images, layer norms of torch", 8, 64, without_kernels),
-        ("4 images", 4, 64, nullcontext),
-        ("2 images", 2, 64, nullcontext),
-        ("8 images, 57 masks", 8, 57, nullcontext),
-        ("8 images, without cuDNN attention", 8, 64, partial(sdpa_kernel, WITHOUT_CUDNN)),
+    cases: list[tuple[str, int, Change, tuple[str, ...]]] = [
+        ("8 images", 8, nullcontext, ()),
+        ("8 images, without CUDA graphs", 8, nullcontext, WITHOUT_GRAPHS),
+        ("1 image", 1, nullcontext, ()),
+        ("1 image, without CUDA graphs", 1, nullcontext, WITHOUT_GRAPHS),
+        ("8 images, layer norms of torch", 8, without_kernels, ()),
+        ("4 images", 4, nullcontext, ()),
+        ("2 images", 2, nullcontext, ()),
+        ("8 images, without cuDNN attention", 8, partial(sdpa_kernel, WITHOUT_CUDNN), ()),
     ]
-    for label, images, masks, changed in setting.pick(cases, [("2 images", 2, 4, nullcontext)]):
+    for label, images, changed, flags in setting.pick(cases, [("2 images", 2, nullcontext, ())]):
         with record.attempt(label), ExitStack() as stack:
             stack.enter_context(changed())
-            run, batch = stack.enter_context(_run(setting, images, masks))
+            run, batch = stack.enter_context(_run(setting, images, flags))
             _measure(setting, record, label, run, batch, images)
 
 
 @contextmanager
-def _run(setting: Setting, images: int, masks: int) -> Iterator[tuple[Run, Batch]]:
+def _run(setting: Setting, images: int, more: tuple[str, ...]) -> Iterator[tuple[Run, Batch]]:
     sizes = setting.pick(("--preset", "vit_b", "--parallel.precision", "bf16"), ())
     flags = (*common(setting, setting.folder / "steps"), *sizes, "--data.global-batch", images)
-    flags += ("--data.masks", masks, "--optim.steps", 1000)
+    flags += ("--data.masks", setting.pick(64, 4), "--optim.steps", 1000, *more)
     config = settings.parse([*map(str, flags)], None, presets.PRESETS, "train")
     rank_info = start(config.parallel)
     run = Run(settings.agree(config.resolved(), rank_info), rank_info, Phases())
@@ -74,6 +76,7 @@ def _run(setting: Setting, images: int, masks: int) -> Iterator[tuple[Run, Batch
 def _measure(setting: Setting, record: Record, label: str, run: Run, batch: Batch, images: int) -> None:
     first = _step(setting, run, batch)
     record.figure(f"{label}: first step", first[1], "s")
+    record.figure(f"{label}: second step, which records the graph", _step(setting, run, batch)[1], "s")
     figures: dict[str, Any] = {}
     for kind in ("alone", "with loader threads"):
         found = []

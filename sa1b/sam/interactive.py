@@ -8,22 +8,25 @@ The image encoder runs once, the mask decoder once per iteration. All shapes dep
 micro-batch, so that ranks exchange no numbers and the host does not wait for the device.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
+from sa1b.sam.graphs import Graphs
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Iteration, IterationOutcome, pick, scene_of
 from sa1b.sam.model import Sam
 from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe, is_frozen, step_flops
-from sa1b.sam.targets import Samples, Targets, inputs_of, overlaps, with_equal_counts
+from sa1b.sam.targets import Samples, Targets, inputs_of, overlaps, rounded_up, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
@@ -53,6 +56,7 @@ class Interactive(nn.Module):
         self.model = model
         self.recipe = recipe
         self.iteration = Iteration(model, recipe)
+        self._graphs = Graphs()
         if model.config.compile_decoder:
             self.iteration.compile()
 
@@ -195,6 +199,46 @@ class Interactive(nn.Module):
         compiled = self.iteration.compiles(targets.counts)
         if compiled:
             targets = with_equal_counts(targets)
+        if not self._iterations_are_independent(embeddings.device):
+            return self._sums(embeddings, image_size, targets, compiled, None)
+        graphs = None if compiled or not self.model.config.cuda_graphs else self._graphs
+        if not (self._graphs.supports(embeddings) and targets.counts and max(targets.counts) > 0):
+            graphs = None
+        if graphs is not None and targets.counts is not None:
+            targets = with_equal_counts(targets, rounded_up(max(targets.counts)))
+        names = [field.name for field in fields(Targets) if field.name != "counts"]
+        outer = {
+            name: x for name, x in self.model.named_parameters() if not name.startswith("image_encoder.")
+        }
+        trained = [image_size, embeddings.requires_grad, *(x.requires_grad for x in outer.values())]
+
+        def work(*given: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+            # Other leaves in place of the parameters: their gradients belong to this stream.
+            leaves = [given[0].detach().requires_grad_(embeddings.requires_grad)]
+            leaves += [nn.Parameter(x.detach(), x.requires_grad) for x in outer.values()]
+            early = EarlyGradients(leaves)
+            changed: Any = dict(zip(names, given[1:], strict=True))
+            arguments = leaves[0], image_size, replace(targets, **changed), compiled, early
+            inner = {f"model.{name}": x for name, x in zip(outer, leaves[1:], strict=True)}
+            return functional_call(_Calls(self.model, self._sums), inner, arguments), early.sums
+
+        inputs = [embeddings.detach(), *(getattr(targets, name) for name in names)]
+        if graphs is None:
+            sums, gradients = work(*inputs)
+        else:
+            fixed = [*outer.values(), *self.model.buffers()]
+            sums, gradients = graphs(work, inputs, fixed, tuple(trained))
+        return sums | {"loss": with_gradients(sums["loss"], gradients, (embeddings, *outer.values()))}
+
+    def _sums(
+        self,
+        embeddings: Tensor,
+        image_size: int,
+        targets: Targets,
+        compiled: bool,
+        early: "EarlyGradients | None",
+    ) -> dict[str, Tensor]:
+        """The sums of `forward`, from embeddings; `early` gets the loss of each iteration."""
         recipe, keys = self.recipe, targets.keys
         scene = scene_of(embeddings, image_size, targets)
         limit = recipe.box_noise_limit * image_size / 1024
@@ -205,11 +249,7 @@ class Interactive(nn.Module):
         points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
-        early, independent = None, self._iterations_are_independent(embeddings.device)
-        recompute = torch.is_grad_enabled() and not independent
-        if independent:
-            early = EarlyGradients(scene.embeddings, self.model.parameters())
-            scene = scene._replace(embeddings=early.embeddings)
+        recompute = torch.is_grad_enabled() and early is None
         losses, parts, ious = [], [], []
         outcome: IterationOutcome | None = None
         for number in range(1 + rests.shape[1]):
@@ -223,16 +263,13 @@ class Interactive(nn.Module):
             outcome = self.iteration(scene, points, labels, feedback, compiled=compiled, recompute=recompute)
             sums = share * (outcome.losses * targets.weights).sum(dim=1)
             focal, dice, quality = sums.unbind()
-            losses.append(
-                recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
-            )
-            if early is not None:
-                early.add(losses[-1])
+            loss = recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
+            losses.append(loss if early is None else early.add(loss))
             parts.append(sums.detach())
-            ious.append((targets.weights * outcome.iou).sum())
+            ious.append((targets.weights * outcome.iou).sum().detach())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
         return {
-            "loss": torch.stack(losses).sum() if early is None else early.total(),
+            "loss": torch.stack(losses).sum(),
             "focal": focal,
             "dice": dice,
             "iou_loss": quality,
@@ -291,43 +328,54 @@ def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) ->
     return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)
 
 
+class _Calls(nn.Module):
+    """A function of a model, for `torch.func.functional_call`."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.forward = model, function
+
+
 class EarlyGradients:
-    """The gradients of losses with respect to image embeddings and parameters, computed loss by loss.
+    """The gradients of losses with respect to `sources`, computed loss by loss.
 
     No gradient flows between the iterations of interactive training. So only the activations of one iteration
     are in memory, as with activation checkpointing, but nothing is computed twice.
 
     The losses are added without a loss scale, so this is not for number formats that underflow (float16).
-    `embeddings` is the input for the losses, detached from the encoder.
     """
 
-    def __init__(self, embeddings: Tensor, parameters: Iterable[Tensor]) -> None:
-        self.embeddings = embeddings.detach().requires_grad_(embeddings.requires_grad)
-        pairs = [(embeddings, self.embeddings), *((parameter, parameter) for parameter in parameters)]
-        self._sources = [pair for pair in pairs if pair[0].requires_grad]
-        self._sums: list[Tensor] = []
-        self._loss: Tensor | None = None
+    def __init__(self, sources: Sequence[Tensor]) -> None:
+        self._sources = sources
+        self._places = [place for place, source in enumerate(sources) if source.requires_grad]
+        self._found: list[Tensor] = []
 
-    def add(self, loss: Tensor) -> None:
-        """Compute and add the gradients of a scalar, and free its graph."""
+    @property
+    def sums(self) -> list[Tensor | None]:
+        """The gradient of each source so far; None: it is not trained or not used."""
+        found: dict[int, Tensor] = dict(zip(self._places, self._found, strict=True))
+        return [found.get(place) for place in range(len(self._sources))]
+
+    def add(self, loss: Tensor) -> Tensor:
+        """Compute and add the gradients of a scalar, free its graph, and return it without gradient."""
         with torch.autocast(loss.device.type, enabled=False):
-            results = torch.autograd.grad(loss, [inner for _, inner in self._sources], allow_unused=True)
-        if self._loss is None:
-            pairs = zip(self._sources, results, strict=True)
-            self._sources = [source for source, gradient in pairs if gradient is not None]
-        gradients = [gradient for gradient in results if gradient is not None]
-        if self._loss is None:
-            self._loss, self._sums = loss.detach(), gradients
+            results = torch.autograd.grad(
+                loss, [self._sources[place] for place in self._places], allow_unused=True
+            )
+        gradients = [x for x in results if x is not None]
+        if self._found:
+            gradients = list(torch._foreach_add(self._found, gradients))
         else:
-            self._loss = self._loss + loss.detach()
-            self._sums = list(torch._foreach_add(self._sums, gradients))
+            self._places = [place for place, x in zip(self._places, results, strict=True) if x is not None]
+        self._found = gradients
+        return loss.detach()
 
-    def total(self) -> Tensor:
-        """The sum of the losses; its backward pass returns the stored gradients times the incoming one."""
-        if self._loss is None:
-            raise BadValue("total(): no loss was added; call add() first")
-        total: Tensor = _total(self._loss, self._sums, *(outer for outer, _ in self._sources))
-        return total
+
+def with_gradients(loss: Tensor, gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Tensor:
+    """The loss; its backward pass gives the sources these gradients times the incoming one."""
+    pairs = [(x, source) for x, source in zip(gradients, sources, strict=True) if x is not None]
+    total: Tensor = _total(loss, [x for x, _ in pairs], *(source for _, source in pairs))
+    return total
 
 
 class _Total(torch.autograd.Function):

@@ -53,6 +53,9 @@ class ModelConfig:
         compile_blocks: Compile (torch.compile) each block of the encoder.
         compile_decoder: Compile (torch.compile) the iterations of training: prompt encoder, mask decoder and
             losses.
+        cuda_graphs: Record the iterations of training as CUDA graphs, one for each number of masks, so that
+            one call of the host launches all kernels. Only on a CUDA device, for iterations that are not
+            compiled and need no loss scale.
     """
 
     image_size: Annotated[int, Range(1)] = 1024
@@ -68,6 +71,7 @@ class ModelConfig:
     checkpoint_blocks: str = "none"
     compile_blocks: bool = False
     compile_decoder: bool = False
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "model")

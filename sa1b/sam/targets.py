@@ -90,14 +90,21 @@ def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
     return batch.images, targets, random_words(key, int(Purpose.VISIT), positions)
 
 
-def with_equal_counts(targets: Targets) -> Targets:
-    """Targets with as many masks for each image as the image with most has; M must be positive.
+def rounded_up(count: int) -> int:
+    """The smallest number of the form n or n * 2 ** k, n from 4 to 7, that is not below `count`."""
+    step = 1 << max(count.bit_length() - 3, 0)
+    return -(-count // step) * step
+
+
+def with_equal_counts(targets: Targets, most: int | None = None) -> Targets:
+    """Targets with `most` masks for each image, by default as many as the image with most has; M must be
+    positive.
 
     An image is padded with copies of its last mask with the weight 0, an image without masks with copies of a
     mask of another image. The host does not wait for the device.
     """
     assert targets.counts is not None
-    most, images = max(targets.counts), len(targets.counts)
+    most, images = most or max(targets.counts), len(targets.counts)
     if min(targets.counts) == most:
         return targets
     numbers = torch.arange(images, device=targets.image.device)
