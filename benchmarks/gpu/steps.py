@@ -35,7 +35,7 @@ WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 def work(setting: Setting, record: Record) -> None:
     """Micro-batches of 8, 4, 2 and 1 images; 8 and 1 without CUDA graphs, 8 with other kernels."""
-    without_kernels = partial(patch.object, transformer, "_kernels", lambda: None)
+    without_kernels = partial(patch.object, transformer, "_kernels", lambda name: None)
     cases: list[tuple[str, int, Change, tuple[str, ...]]] = [
         ("8 images", 8, nullcontext, ()),
         ("8 images, without CUDA graphs", 8, nullcontext, WITHOUT_GRAPHS),

@@ -225,7 +225,11 @@ class TwoWayLayer(nn.Module):
         queries = self.norm2(queries + self.cross_attn_token_to_image(queries + tokens, image))
         queries = self.norm3(queries + self.mlp(queries))
 
-        changed = self.cross_attn_image_to_token(image, queries + tokens, queries)
+        attention = self.cross_attn_image_to_token
+        rows = attention.projected(queries + tokens, queries)
+        if (found := attention.fused(image, *rows, self.norm4, image_position)) is not None:
+            return queries, found
+        changed = attention.spread(image, *rows)
         changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
         return queries, OwnImage(changed, changed + image_position)
 
@@ -293,18 +297,52 @@ class TokenToImage(ProjectedAttention):
 class ImageToToken(ProjectedAttention):
     """Attention of N image tokens to T tokens, with the image's projections applied to the tokens."""
 
-    def forward(self, image: SharedImage | OwnImage, keys: Tensor, values: Tensor) -> Tensor:
-        """Keys and values [M, T, C] -> image tokens plus the result of their attention, [M, N, C]."""
+    def projected(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [M, T, C] -> keys, biases and values for the image, [M, heads, T, C or 1]."""
         k, v = self.split(self.k_proj(keys)), self.split(self.v_proj(values))
         k = k * k.shape[-1] ** -0.5
-        rows = k @ self.projection(self.q_proj.weight).to(k.dtype)  # (M, heads, T, C)
-        bias = k @ self.projection(self.q_proj.bias)[..., None].to(k.dtype)  # (M, heads, T, 1)
-        logits = self.by_head(image.logits(rows.flatten(1, 2)))
-        weights = softmax(logits + bias, dim=2)
+        rows = k @ self.projection(self.q_proj.weight).to(k.dtype)
+        bias = k @ self.projection(self.q_proj.bias)[..., None].to(k.dtype)
         # A head's weights sum to 1, so each head adds its share of the bias.
         added = v @ self.projection(self.out_proj.weight.T).to(v.dtype)
-        added = added + (self.out_proj.bias / self.heads).to(v.dtype)
+        return rows, bias, added + (self.out_proj.bias / self.heads).to(v.dtype)
+
+    def forward(self, image: SharedImage | OwnImage, keys: Tensor, values: Tensor) -> Tensor:
+        """Keys and values [M, T, C] -> image tokens plus the result of their attention, [M, N, C]."""
+        return self.spread(image, *self.projected(keys, values))
+
+    def spread(self, image: SharedImage | OwnImage, rows: Tensor, bias: Tensor, added: Tensor) -> Tensor:
+        """`forward` of the result of `projected`."""
+        logits = self.by_head(image.logits(rows.flatten(1, 2)))
+        weights = softmax(logits + bias, dim=2)
         return image.plus(weights.flatten(1, 2), added.flatten(1, 2))
+
+    def fused(
+        self,
+        image: SharedImage | OwnImage,
+        rows: Tensor,
+        bias: Tensor,
+        added: Tensor,
+        norm: nn.LayerNorm,
+        position: Tensor,
+    ) -> OwnImage | None:
+        """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
+        x, half = image.tokens, (torch.bfloat16, torch.float16)
+        if not x.is_cuda or x.dtype not in half or torch.compiler.is_compiling():
+            return None
+        kernels = kernels_of("attention")
+        if kernels is None or not kernels.fits(x.shape[-2], *rows.shape[1:]):
+            return None
+        features, basis = None, None
+        if isinstance(image, SharedImage):
+            features, basis = image.features, image.basis
+            if min(image.counts) != max(image.counts) or len(basis) not in (0, kernels.RANK):
+                return None
+        basis = None if features is None else basis
+        weights = norm.weight, norm.bias, norm.eps
+        return OwnImage(
+            *kernels.ImageToTokens.apply(x, features, basis, position, rows, bias[..., 0], added, *weights)
+        )
 
 
 def share_projections(attention: ProjectedAttention) -> None:

@@ -1,4 +1,4 @@
-"""Layer norms of few channels equal those of torch, in Triton's interpreter and, if there is one, on a GPU."""
+"""Kernels of the model equal formulas of torch, in Triton's interpreter and, if there is one, on a GPU."""
 
 import pytest
 import torch
@@ -10,6 +10,18 @@ from tests.masks.test_raster_triton import python, with_triton
 @with_triton
 def test_the_interpreter_gives_the_numbers_of_torch():
     assert python("-m", "tests.sam.norm_cases", TRITON_INTERPRET="1") == "8 kinds of norm\n"
+
+
+@with_triton
+def test_the_interpreter_gives_the_attention_of_torch():
+    assert python("-m", "tests.sam.attention_cases", TRITON_INTERPRET="1") == "16 kinds of attention\n"
+
+
+@pytest.mark.gpu
+def test_compiled_gives_the_attention_of_torch():
+    from tests.sam.attention_cases import check_all  # needs triton
+
+    assert check_all("cuda", ((1, 32, 256), (8, 256, 4096))) == 16
 
 
 @pytest.mark.gpu

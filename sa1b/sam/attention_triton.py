@@ -1,0 +1,193 @@
+"""Attention of image tokens to tokens, residual and layer norm on a CUDA device: Triton kernels.
+
+For a mask, x are its N image tokens of C channels, p their positions, and k, b, v the keys, biases and values
+of H heads * T tokens, with the projections of the image applied to them (see sa1b.sam.transformer):
+
+    weights = softmax of k (x + p)' + b over the T tokens of each head
+    out     = norm(x + weights' v)
+
+A program computes a tile of image tokens. The forward pass reads x once and writes out and out + p; for the
+backward pass it keeps the weights and the sum before the norm. The backward pass reads these and the two
+gradients, and writes the gradients of x, of the sum and of the logits; matrix products of torch follow. All
+sums are in float32 and in a fixed order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("attention on a CUDA device needs triton: pip install 'sa1b[kernels]'") from error
+
+MOST_TOKENS = 16
+MOST_CHANNELS = 256
+RANK = 16  # of the features of a mask, where it has some
+TILE = 64  # image tokens of a program
+WARPS = 8
+
+
+def fits(tokens: int, heads: int, keys: int, channels: int) -> bool:
+    """Whether the kernels support N image tokens, H heads of T tokens and C channels."""
+    powers = all(x & (x - 1) == 0 for x in (heads, channels))
+    return powers and tokens % TILE == 0 and keys <= MOST_TOKENS and 16 <= channels <= MOST_CHANNELS
+
+
+@triton.jit
+def normalised(x: tl.tensor, eps: tl.constexpr, CHANNELS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Rows with mean 0 and variance 1, and the factor of each row."""
+    x = x - tl.sum(x, 1)[:, None] / CHANNELS
+    factor = 1 / tl.sqrt(tl.sum(x * x, 1) / CHANNELS + eps)
+    return x * factor[:, None], factor
+
+
+@triton.jit(do_not_specialize=["masks_of_image", "real"])
+def forward(
+    image: tl.tensor, position: tl.tensor, features: tl.tensor, basis: tl.tensor, keys: tl.tensor,
+    biases: tl.tensor, values: tl.tensor, gains: tl.tensor, shifts: tl.tensor, out: tl.tensor,
+    out_placed: tl.tensor, before: tl.tensor, kept: tl.tensor, masks_of_image: tl.tensor, real: tl.tensor,
+    eps: tl.constexpr, PRECISION: tl.constexpr, RANK: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile of out, out + p, the sum before the norm and the weights, which are 0 for padding:
+    of SIZE tokens of a head, the first `real` ones are tokens.
+    """
+    form = image.dtype.element_ty
+    mask = (tl.program_id(0) // (N // TILE)).to(tl.int64)
+    token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
+    channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
+    place = token[:, None] * CHANNELS + channel
+    x = tl.load(image + (mask // masks_of_image) * (N * CHANNELS) + place).to(tl.float32)
+    if RANK > 0:
+        rank = tl.arange(0, RANK)
+        of_mask = tl.load(features + mask * (RANK * N) + rank[None, :] * N + token[:, None])
+        x += tl.dot(of_mask, tl.load(basis + rank[:, None] * CHANNELS + channel), input_precision=PRECISION)
+    placed = (x + tl.load(position + place).to(tl.float32)).to(form)
+    of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
+    logits = tl.dot(tl.load(keys + of_row), tl.trans(placed), input_precision=PRECISION)
+    logits += tl.load(biases + mask * (HEADS * SIZE) + row).to(tl.float32)[:, None]
+    logits = tl.reshape(logits, (HEADS, SIZE, TILE))
+    logits = tl.where((tl.arange(0, SIZE) < real)[None, :, None], logits, float("-inf"))
+    weights = tl.exp(logits - tl.max(logits, 1)[:, None, :])
+    weights = tl.reshape(weights / tl.sum(weights, 1)[:, None, :], (HEADS * SIZE, TILE)).to(form)
+    tl.store(kept + mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :], weights)
+    x += tl.dot(tl.trans(weights), tl.load(values + of_row), input_precision=PRECISION)
+    place += mask * (N * CHANNELS)
+    tl.store(before + place, x.to(form))
+    x, _ = normalised(x.to(form).to(tl.float32), eps, CHANNELS)
+    x = x * tl.load(gains + channel).to(tl.float32) + tl.load(shifts + channel).to(tl.float32)
+    tl.store(out + place, x.to(form))
+    x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
+    tl.store(out_placed + place, x.to(form))
+
+
+@triton.jit
+def backward(
+    keys: tl.tensor, values: tl.tensor, gains: tl.tensor, before: tl.tensor, kept: tl.tensor,
+    gradient: tl.tensor, gradient_placed: tl.tensor, of_x: tl.tensor, of_sum: tl.tensor, of_logits: tl.tensor,
+    of_biases: tl.tensor, of_norm: tl.tensor, eps: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of x, of the sum before the norm and of the logits for a tile, and its sums for the
+    biases, and for gain and shift of the norm.
+    """
+    form = before.dtype.element_ty
+    mask = (tl.program_id(0) // (N // TILE)).to(tl.int64)
+    token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
+    channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
+    place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
+    found, factor = normalised(tl.load(before + place).to(tl.float32), eps, CHANNELS)
+    slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
+    sums = of_norm + tl.program_id(0).to(tl.int64) * (2 * CHANNELS) + channel
+    tl.store(sums, tl.sum(slope * found, 0))
+    tl.store(sums + CHANNELS, tl.sum(slope, 0))
+    slope = slope * tl.load(gains + channel).to(tl.float32)
+    along = tl.sum(slope * found, 1)[:, None] / CHANNELS
+    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - found * along) * factor[:, None]).to(form)
+    tl.store(of_sum + place, slope)
+    of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
+    steep = tl.dot(tl.load(values + of_row), tl.trans(slope), input_precision=PRECISION)
+    at = mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :]
+    weights = tl.reshape(tl.load(kept + at).to(tl.float32), (HEADS, SIZE, TILE))
+    steep = tl.reshape(steep, (HEADS, SIZE, TILE)) * weights
+    steep = tl.reshape(steep - weights * tl.sum(steep, 1)[:, None, :], (HEADS * SIZE, TILE))
+    tl.store(of_biases + tl.program_id(0).to(tl.int64) * (HEADS * SIZE) + row, tl.sum(steep, 1))
+    steep_half = steep.to(form)
+    tl.store(of_logits + at, steep_half)
+    total = tl.dot(tl.trans(steep_half), tl.load(keys + of_row), input_precision=PRECISION)
+    tl.store(of_x + place, (total + slope.to(tl.float32)).to(form))
+
+
+class ImageToTokens(torch.autograd.Function):
+    """See the module. Returns out and out + p, [M, N, C] in the number format of `image`.
+
+    image [B, N, C], the masks of an image being neighbours and as many for each; x is image + features' basis
+    with features [M, R, N] and basis [R, C], or None for both. position [N, C]; keys and values [M, H, T, C];
+    biases [M, H, T]; gains and shifts of the norm [C]. N must be a multiple of TILE, C and H powers of two.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, features: Tensor | None, basis: Tensor | None, position: Tensor,
+        keys: Tensor, biases: Tensor, values: Tensor, gains: Tensor, shifts: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        (count, heads, real, channels), (images, tokens, _) = keys.shape, image.shape
+        size = max(8, 16 // heads, triton.next_power_of_2(real))  # products need 16 rows
+        keys, values = (F.pad(x, (0, 0, 0, size - real)).contiguous() for x in (keys, values))
+        biases = F.pad(biases, (0, size - real)).contiguous()
+        low = () if features is None or basis is None else (features.contiguous(), basis.contiguous())
+        image, position = image.contiguous(), position.contiguous()
+        out, placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
+        kept = image.new_empty(count, heads * size, tokens)
+        if count:
+            forward[(count * (tokens // TILE),)](
+                image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out, placed,
+                before, kept, count // images, real, eps, _precision(image), len(low[1]) if low else 0, heads,
+                size, tokens, channels, TILE, num_warps=WARPS,
+            )  # fmt: skip
+        ctx.save_for_backward(image, position, keys, values, gains, before, kept, *low)
+        ctx.real, ctx.eps = real, eps
+        return out, placed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        image, position, keys, values, gains, before, kept, *low = ctx.saved_tensors
+        (count, heads, size, channels), (images, tokens, _) = keys.shape, image.shape
+        of_x, of_sum, of_logits = torch.empty_like(before), torch.empty_like(before), torch.empty_like(kept)
+        tiles = tokens // TILE
+        of_biases = torch.empty((count, tiles, heads * size), device=image.device)
+        of_norm = torch.empty((count * tiles, 2, channels), device=image.device)
+        if count:
+            backward[(count * tiles,)](
+                keys, values, gains, before, kept, *(x.contiguous() for x in gradients), of_x, of_sum,
+                of_logits, of_biases, of_norm, ctx.eps, _precision(image), heads, size, tokens, channels,
+                TILE, num_warps=WARPS,
+            )  # fmt: skip
+        grouped = of_logits.view(images, -1, tokens)  # the rows of all masks of an image
+        of_keys = torch.bmm(grouped, image + position).view(count, -1, channels)
+        of_image, of_features, of_basis = of_x, None, None
+        if low:
+            features, basis = low
+            of_keys = of_keys + torch.bmm(of_logits, features.transpose(1, 2)) @ basis
+            of_features = torch.matmul(basis, of_x.transpose(1, 2))
+            of_basis = torch.bmm(features, of_x).sum(0, dtype=torch.float32).to(basis.dtype)
+        if images != count:
+            of_image = of_x.view(images, -1, tokens, channels).sum(1)
+        of_gains, of_shifts = of_norm.sum(0).to(gains.dtype)
+        split, of_values = (count, heads, size, -1), torch.bmm(kept, of_sum)
+        of_keys, of_values = (x.view(split)[:, :, : ctx.real] for x in (of_keys, of_values))
+        of_biases = of_biases.sum(1).view(split)[:, :, : ctx.real, 0].to(image.dtype)
+        return (
+            of_image, of_features, of_basis, None, of_keys, of_biases, of_values, of_gains, of_shifts, None,
+        )  # fmt: skip
+
+
+def _precision(x: Tensor) -> str:
+    """Of products of float32 numbers; others are exact before their sums."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,79 @@
+"""Cases of the attention of image tokens to tokens: `TRITON_INTERPRET=1 python -m tests.sam.attention_cases`."""
+
+import itertools
+
+import torch
+from torch.nn import functional as F
+
+from sa1b.sam.attention_triton import ImageToTokens
+
+EPS = 1e-5
+# Relative to the largest number, of the results and of each gradient.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 0.005, torch.bfloat16: 0.04}
+
+
+def plain(image, features, basis, position, keys, biases, values, gains, shifts):
+    """The formula of the module, in the format of its arguments."""
+    x = image.repeat_interleave(len(keys) // len(image), 0)
+    if features is not None:
+        x = x + features.transpose(1, 2) @ basis
+    logits = keys @ (x + position).transpose(1, 2)[:, None] + biases[..., None]
+    weights = logits.softmax(2).flatten(1, 2)
+    out = F.layer_norm(x + weights.transpose(1, 2) @ values.flatten(1, 2), gains.shape, gains, shifts, EPS)
+    return out, out + position
+
+
+def check(
+    device: str,
+    images: int,
+    masks: int,
+    tokens: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    *,
+    low: bool,
+) -> None:
+    """Results and gradients equal those of torch in float64."""
+    count, (heads, channels, places) = images * masks, sizes
+    generator = torch.Generator().manual_seed(tokens + count)
+
+    def made(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    given = [
+        made(images, places, channels), made(count, 16, places) if low else None,
+        made(16, channels, scale=0.2) if low else None, made(places, channels),
+        made(count, heads, tokens, channels, scale=channels**-0.5), made(count, heads, tokens),
+        made(count, heads, tokens, channels), made(channels).float(), made(channels).float(),
+    ]  # fmt: skip
+    gradients = [made(count, places, channels) for _ in range(2)]
+    leaves = [x for number, x in enumerate(given) if x is not None and number != 3]
+    for x in leaves:
+        x.requires_grad_()
+    found = ImageToTokens.apply(*given, EPS)
+    assert [x.dtype for x in found] == [dtype] * 2
+    own = torch.autograd.grad(found, leaves, gradients)
+    exact = [None if x is None else x.detach().double() for x in given]
+    wanted_of = [x for number, x in enumerate(exact) if x is not None and number != 3]
+    for x in wanted_of:
+        x.requires_grad_()
+    expected = plain(*exact)
+    wanted = torch.autograd.grad(expected, wanted_of, [x.double() for x in gradients])
+    for number, (one, other) in enumerate(zip((*found, *own), (*expected, *wanted), strict=True)):
+        assert one.shape == other.shape
+        error = float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1))
+        assert error <= TOLERANCE[dtype], (images, masks, tokens, dtype, low, number, error)
+
+
+def check_all(device: str, shapes: tuple[tuple[int, int, int], ...]) -> int:
+    """All cases, for shapes of (heads, channels, image tokens)."""
+    cases = list(itertools.product(shapes, ((1, 3, 7), (2, 2, 8), (3, 1, 12), (2, 1, 16)), (False, True)))
+    for sizes, (images, masks, tokens), low in cases:
+        for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.float16):
+            # The interpreter multiplies the bits of bfloat16 as integers.
+            check(device, images, masks, tokens, dtype, sizes, low=low)
+    return len(cases)
+
+
+if __name__ == "__main__":
+    print(f"{check_all('cpu', ((2, 16, 64), (8, 32, 128)))} kinds of attention")
