@@ -8,8 +8,10 @@ pass.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,9 +19,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.gpu import timing
-from benchmarks.gpu.part import Record, Setting
+from benchmarks.gpu.part import Record, Setting, Skipped
 from sa1b.engine.step.precision import autocast
 from sa1b.sam.image_encoder import RelativeAttention
+from sa1b.sam.transformer import OwnImage, SharedImage, TwoWayLayer, layer_norm
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
 Form = Callable[[RelativeAttention, Tensor], Tensor]
@@ -92,6 +95,77 @@ def work(setting: Setting, record: Record) -> None:
             for label in list(calls)[: 1 if forward_only else 2]:
                 took = timing.each(calls[label], [x], setting.pick(5, 1))
                 record.figure(f"{name}: {label}", took / batch, "ms an image")
+
+
+def image_to_tokens(setting: Setting, record: Record) -> None:
+    """The last part of a layer of the mask decoder: by torch, and in one kernel with several tiles."""
+    count, images, heads, tokens, width, side = setting.pick((464, 8, 8, 12, 256, 64), (4, 2, 2, 5, 32, 8))
+    dtype, places = torch.bfloat16 if setting.on_gpu else torch.float32, side * side
+    torch.manual_seed(0)
+    layer = TwoWayLayer(width, heads, 64).to(setting.device)
+    attention, norm = layer.cross_attn_image_to_token, layer.norm4
+    position = torch.randn(places, width, device=setting.device, dtype=dtype)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=setting.device, dtype=dtype)
+
+    shared = SharedImage(
+        (x := made(images, places, width).requires_grad_()),
+        x.detach() + position,
+        (count // images,) * images,
+        made(count, 16, places).requires_grad_(),
+        made(16, width).requires_grad_(),
+    )
+    own = made(count, places, width).requires_grad_()
+    rows = [
+        made(count, heads, tokens, size).mul(scale).requires_grad_()
+        for size, scale in ((width, 0.05), (1, 1), (width, 1))
+    ]
+    gradients = [made(count, places, width) for _ in range(2)]
+
+    def plain(image: SharedImage | OwnImage) -> tuple[Tensor, Tensor]:
+        changed = attention.spread(image, *rows)
+        changed = layer_norm(changed, norm.weight, norm.bias, norm.eps)
+        return changed, changed + position
+
+    def fused(image: SharedImage | OwnImage) -> tuple[Tensor, Tensor]:
+        found = attention.fused(image, *rows, norm, position)
+        if found is None:
+            raise Skipped("the kernel runs on a GPU only")
+        return found.tokens, found.placed
+
+    for kind in ("shared", "own"):
+        expected: list[Tensor] = []
+        for name, form, tile, warps in (
+            ("torch", plain, 0, 0),
+            *(("kernel", fused, tile, warps) for tile, warps in ((64, 8), (32, 8), (32, 4))),
+        ):
+            if name == "kernel" and not setting.on_gpu:
+                continue
+
+            def forward(_: Tensor, form: Any = form, kind: str = kind) -> tuple[Tensor, Tensor]:
+                return form(shared if kind == "shared" else OwnImage(own, own + position))
+
+            def backward(_: Tensor, forward: Any = forward, kind: str = kind) -> list[Tensor]:
+                given = [x, shared.features, shared.basis] if kind == "shared" else [own]
+                found = forward(_)
+                return [
+                    *found,
+                    *torch.autograd.grad(found, [*given, *rows, norm.weight, norm.bias], gradients),
+                ]
+
+            label = f"{kind} image, {name}" + (f", tile of {tile}, {warps} warps" if tile else "")
+            with record.attempt(label), ExitStack() as stack:
+                if tile:
+                    for key, value in (("TILE", tile), ("WARPS", warps)):
+                        stack.enter_context(patch(f"sa1b.sam.attention_triton.{key}", value))
+                found = backward(own)
+                expected = expected or found
+                worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+                record.figure(f"{label}: largest relative difference", worst)
+                del found
+                for part, call in (("forward", forward), ("forward and backward", backward)):
+                    record.figure(f"{label}: {part}", timing.each(call, [own], setting.pick(3, 1)), "ms")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -126,15 +126,17 @@ def backward(
 class ImageToTokens(torch.autograd.Function):
     """See the module. Returns out and out + p, [M, N, C] in the number format of `image`.
 
-    image [B, N, C], the masks of an image being neighbours and as many for each; x is image + features' basis
-    with features [M, R, N] and basis [R, C], or None for both. position [N, C]; keys and values [M, H, T, C];
+    image [B, N, C], the masks of an image being neighbours and as many for each; `placed`, image + position,
+    for the backward pass; x is image + features' basis with features [M, R, N] and basis [R, C], or None for
+    both. position [N, C]; keys and values [M, H, T, C];
     biases [M, H, T]; gains and shifts of the norm [C]. N must be a multiple of TILE, C and H powers of two.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, features: Tensor | None, basis: Tensor | None, position: Tensor,
-        keys: Tensor, biases: Tensor, values: Tensor, gains: Tensor, shifts: Tensor, eps: float,
+        ctx: Any, image: Tensor, placed: Tensor, features: Tensor | None, basis: Tensor | None,
+        position: Tensor, keys: Tensor, biases: Tensor, values: Tensor, gains: Tensor, shifts: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         (count, heads, real, channels), (images, tokens, _) = keys.shape, image.shape
         size = max(8, 16 // heads, triton.next_power_of_2(real))  # products need 16 rows
@@ -142,22 +144,22 @@ class ImageToTokens(torch.autograd.Function):
         biases = F.pad(biases, (0, size - real)).contiguous()
         low = () if features is None or basis is None else (features.contiguous(), basis.contiguous())
         image, position = image.contiguous(), position.contiguous()
-        out, placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
+        out, out_placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
         kept = image.new_empty(count, heads * size, tokens)
         if count:
             forward[(count * (tokens // TILE),)](
-                image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out, placed,
-                before, kept, count // images, real, eps, _precision(image), len(low[1]) if low else 0, heads,
-                size, tokens, channels, TILE, num_warps=WARPS,
+                image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out,
+                out_placed, before, kept, count // images, real, eps, _precision(image),
+                len(low[1]) if low else 0, heads, size, tokens, channels, TILE, num_warps=WARPS,
             )  # fmt: skip
-        ctx.save_for_backward(image, position, keys, values, gains, before, kept, *low)
+        ctx.save_for_backward(image, placed, keys, values, gains, before, kept, *low)
         ctx.real, ctx.eps = real, eps
-        return out, placed
+        return out, out_placed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        image, position, keys, values, gains, before, kept, *low = ctx.saved_tensors
+        image, placed, keys, values, gains, before, kept, *low = ctx.saved_tensors
         (count, heads, size, channels), (images, tokens, _) = keys.shape, image.shape
         of_x, of_sum, of_logits = torch.empty_like(before), torch.empty_like(before), torch.empty_like(kept)
         tiles = tokens // TILE
@@ -170,7 +172,7 @@ class ImageToTokens(torch.autograd.Function):
                 TILE, num_warps=WARPS,
             )  # fmt: skip
         grouped = of_logits.view(images, -1, tokens)  # the rows of all masks of an image
-        of_keys = torch.bmm(grouped, image + position).view(count, -1, channels)
+        of_keys = torch.bmm(grouped, placed).view(count, -1, channels)
         of_image, of_features, of_basis = of_x, None, None
         if low:
             features, basis = low
@@ -184,7 +186,8 @@ class ImageToTokens(torch.autograd.Function):
         of_keys, of_values = (x.view(split)[:, :, : ctx.real] for x in (of_keys, of_values))
         of_biases = of_biases.sum(1).view(split)[:, :, : ctx.real, 0].to(image.dtype)
         return (
-            of_image, of_features, of_basis, None, of_keys, of_biases, of_values, of_gains, of_shifts, None,
+            of_image, None, of_features, of_basis, None, of_keys, of_biases, of_values, of_gains, of_shifts,
+            None,
         )  # fmt: skip
 
 

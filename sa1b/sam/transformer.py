@@ -339,10 +339,8 @@ class ImageToToken(ProjectedAttention):
             if min(image.counts) != max(image.counts) or len(basis) not in (0, kernels.RANK):
                 return None
         basis = None if features is None else basis
-        weights = norm.weight, norm.bias, norm.eps
-        return OwnImage(
-            *kernels.ImageToTokens.apply(x, features, basis, position, rows, bias[..., 0], added, *weights)
-        )
+        given = x, image.placed, features, basis, position, rows, bias[..., 0], added
+        return OwnImage(*kernels.ImageToTokens.apply(*given, norm.weight, norm.bias, norm.eps))
 
 
 def share_projections(attention: ProjectedAttention) -> None:
