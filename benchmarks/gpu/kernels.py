@@ -1,12 +1,14 @@
-"""Kernels at the shapes of the model: attention by back end, layer norms of few channels, losses.
+"""Kernels at the shapes of the model: attention by back end, layer norms of few channels, upscaling, losses.
 
 Attention: which back end torch chooses, and for each one its time and the error of its output and gradients
-against float64, on fewer heads. Layer norms and losses: time of torch and of the kernels of this package.
+against float64, on fewer heads. All others: time of torch and of the kernels of this package, and errors.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
+from sa1b.sam import mask_decoder
+from sa1b.sam.mask_decoder import MaskDecoder, quarter_logits
 from sa1b.sam.targets import compared, compared_by_operators
 from sa1b.sam.transformer import layer_norm
 
@@ -38,6 +42,7 @@ CHOICES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 TILED = ((464 << 12, 256), (464 << 14, 64))
 TILES, PROGRAMS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8)), (528, 1056, 2112)
 NORMS = ((8 << 20, 4), (8 << 20, 64), (2 << 20, 256), (512 * 16, 256))
+MASKS = (464, 64)  # of the upscaling; 464 masks are 8 images of SA-1B with at most 64 masks
 
 
 def attention(setting: Setting, record: Record) -> None:
@@ -96,7 +101,9 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def norms(setting: Setting, record: Record) -> None:
-    """Layer norms of many rows of few channels, forward and backward."""
+    """Layer norms of many rows of few channels, and the upscaling of masks, forward and backward."""
+    for masks in setting.pick(MASKS, (2,)):
+        _upscaling(setting, record, masks)
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     for full, channels in NORMS:
         rows = setting.pick(full, 64)
@@ -186,3 +193,39 @@ def losses(setting: Setting, record: Record) -> None:
             scale = other.detach().double().abs().max().clamp(min=1e-12)
             error = float((one.detach().double() - other.detach().double()).abs().max() / scale)
             record.figure(f"losses in one pass: largest error of {part}", error, at_most=limit)
+
+
+def _upscaling(setting: Setting, record: Record, masks: int) -> None:
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    channels, tokens = setting.pick((256, 4096), (64, 16))
+    _, norm, _, second, _ = MaskDecoder(channels).to(setting.device).output_upscaling
+    shapes = ((masks, tokens, 4, channels // 4), (masks, 1, channels // 8), (masks, 1, 16 * tokens))
+    x, weights, gradient = (torch.randn(shape, device=setting.device).to(dtype) for shape in shapes)
+
+    def graph(x: Tensor, weights: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs = (x.requires_grad_(), weights.requires_grad_(), *norm.parameters(), *second.parameters())
+        return quarter_logits(x, norm, second, weights), inputs
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        logits, inputs = graph(*(one.detach()[:2].to(dtype) for one in (x, weights)))
+        return [logits.detach(), *torch.autograd.grad(logits, inputs, gradient[:2].to(dtype))]
+
+    exact = results(torch.float32)
+    for label in ("fused", "separate operators"):
+        separate = patch.object(mask_decoder, "kernels_of", lambda *_: None)
+        name = f"upscaling of {masks} masks, {label}"
+        with record.attempt(name), nullcontext() if label == "fused" else separate:
+            pairs = zip(results(dtype), exact, strict=True)
+            errors = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+            record.figure(f"{name}: error of logits", errors[0])
+            record.figure(f"{name}: largest error of a gradient", max(errors[1:]))
+            record.figure(f"{name}: forward", timing.each(lambda x: graph(x, weights), [x], 3), "ms")
+            logits, inputs = graph(x, weights)
+            took = timing.each(
+                lambda g, logits=logits, inputs=inputs: torch.autograd.grad(
+                    logits, inputs, g, retain_graph=True
+                ),
+                [gradient],
+                3,
+            )
+            record.figure(f"{name}: backward", took, "ms")

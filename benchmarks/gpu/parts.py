@@ -29,7 +29,7 @@ PARTS = (
     _measures("raster", "raster:work", 50, "masks to pixels beside zero_(), with the same bits", "material"),
     _measures("rates", "loader:rates", 60, "images a second; allocations and waits", "material"),
     _measures("kernels", "kernels:attention", 40, "attention by back end: errors and times"),
-    _measures("norms", "kernels:norms", 30, "layer norms of few channels; the best constants"),
+    _measures("norms", "kernels:norms", 40, "layer norms of few channels and their constants; upscaling"),
     _measures("losses", "kernels:losses", 20, "losses in one pass and by operators of torch"),
     _measures("image-tokens", "attention:image_to_tokens", 30, "attention of image tokens to tokens"),
     _measures("recipe", "training:recipe", 110, "the full recipe of ViT-B: rate, memory, waits", "material"),

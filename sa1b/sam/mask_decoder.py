@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import EPSILON, ChannelNorm
-from sa1b.sam.transformer import SharedImage, TwoWayTransformer, layer_norm, product_with_transposed
+from sa1b.sam.transformer import (
+    SharedImage,
+    TwoWayTransformer,
+    kernels_of,
+    layer_norm,
+    product_with_transposed,
+)
 
 MASKS = 4  # one mask for unambiguous prompts, three for ambiguous prompts
 ALL = slice(0, MASKS)
@@ -30,6 +36,7 @@ class MaskDecoder(nn.Module):
     #     forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
     #
     # For an image with 64 masks and 11 iterations: 5.6 TFLOP and 418 or 222 GB (10.5 TFLOP, 741 or 633 GB).
+    # `upscale_triton` saves 21 MB of the 120 and 61 MB of the 316 on a GPU.
     # `benchmarks/test_decoder.py` measures the time.
 
     def __init__(self, channels: int) -> None:
@@ -79,22 +86,33 @@ class MaskDecoder(nn.Module):
         # Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
         # Only the logits have to be reordered to pixels.
         first, norm, _, second, _ = self.output_upscaling
-        x = upscaled(image, first)  # (M, N, 4, C / 4)
-        gain, bias = (norm.get_parameter(name) for name in ("weight", "bias"))
-        x = layer_norm(x, gain, bias, EPSILON, gelu=True)
-        x = F.gelu(upscaled(x, second))  # (M, N, 4, 4, C / 8)
-        count, side = weights.shape[1], math.isqrt(image.shape[1])
-        logits = product_with_transposed(weights, x.flatten(1, 3))
-        logits = logits.view(-1, count, side, side, 2, 2, 2, 2)  # rows, columns of tokens, halves, quarters
-        return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(-1, count, 4 * side, 4 * side)
+        weight, bias = as_matrix(first)
+        x = F.linear(image, weight.to(image.dtype), bias.repeat(4).to(image.dtype))
+        logits = quarter_logits(x.view(*image.shape[:2], 4, len(bias)), norm, second, weights)
+        (masks, count, _), side = weights.shape, math.isqrt(image.shape[1])
+        logits = logits.view(
+            masks, count, side, side, 2, 2, 2, 2
+        )  # rows, columns of tokens, halves, quarters
+        return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(masks, count, 4 * side, 4 * side)
 
 
-def upscaled(x: Tensor, convolution: nn.Module) -> Tensor:
-    """[..., C] -> [..., 4, D]: each token becomes the four tokens of a 2 x 2 square, in row-major order."""
-    weight = convolution.get_parameter("weight").permute(2, 3, 1, 0).flatten(0, 2)  # (4 D, C)
-    bias = convolution.get_parameter("bias").repeat(4)
-    out = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
-    return out.view(*x.shape[:-1], 4, -1)
+def quarter_logits(x: Tensor, norm: nn.Module, second: nn.Module, weights: Tensor) -> Tensor:
+    """Tokens x [M, N, 4, C] after the first convolution, and weights [M, K, C / 2] -> logits [M, K, 16 N]."""
+    gain, shift = (norm.get_parameter(name) for name in ("weight", "bias"))
+    matrix, bias = as_matrix(second)
+    kernels = kernels_of("upscale", x)
+    if kernels is not None and x.dtype in kernels.FORMATS and x.shape[-1] in kernels.CHANNELS:
+        logits: Tensor = kernels.Upscaling.apply(x, gain, shift, matrix, bias, weights.to(x.dtype), EPSILON)
+        return logits
+    x = layer_norm(x, gain, shift, EPSILON, gelu=True)
+    x = F.gelu(F.linear(x, matrix.to(x.dtype), bias.repeat(4).to(x.dtype)))
+    return product_with_transposed(weights, x.view(*x.shape[:-1], 4, len(bias)).flatten(1, 3))
+
+
+def as_matrix(convolution: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight [4 D, C], from a token to the four tokens of its square in row-major order, and bias [D]."""
+    weight, bias = (convolution.get_parameter(name) for name in ("weight", "bias"))
+    return weight.permute(2, 3, 1, 0).flatten(0, 2), bias
 
 
 class Perceptron(nn.Module):

@@ -49,16 +49,18 @@ def normalised(
 
 
 @triton.jit
-def normal(z: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The normal distribution function at z, with an error below 1e-7, and its density."""
-    # Abramowitz and Stegun, 7.1.26. It shares the exponential, and takes half the instructions of tl.erf.
-    decay = tl.exp2(-0.7213475204444817 * z * z)  # exp(-z * z / 2)
-    t = 1 / (1 + 0.23164189 * tl.abs(z))
-    tail = t * (
-        0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
-    )
-    tail = tail * decay
-    return tl.where(z > 0, 1 - tail, tail), 0.3989422804014327 * decay
+def gelu(z: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """GELU and its slope, with errors below 1e-6 and 2e-6."""
+    # The share of the normal distribution beyond |z| is 2 to the power of a polynomial, fitted to the error
+    # of GELU. erf takes more instructions, and most kernels with GELU wait for them.
+    size = tl.abs(z)
+    power = -4.95731701e-4 * size + 7.25309826e-3
+    power = power * size - 5.22813512e-2
+    power = power * size - 0.459459868
+    power = power * size - 1.15104704
+    beyond = tl.exp2(power * size - 1)
+    density = tl.exp2(-0.7213475204444817 * z * z - 1.3257480647361593)
+    return tl.maximum(z, 0) - size * beyond, tl.where(z < 0, beyond, 1 - beyond) + z * density
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,7 +81,7 @@ def forward(
     found, _, place, inside = normalised(x, row, rows, eps, CHANNELS)
     found = found * tl.load(weight + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
     if GELU:
-        found = found * normal(found)[0]
+        found, _ = gelu(found)
     tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
 
 
@@ -107,9 +109,8 @@ def backward(
         found, factor, place, inside = normalised(x, first + tl.arange(0, BLOCK), rows, eps, CHANNELS)
         slope = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
         if GELU:
-            z = found * gain + offset
-            below, density = normal(z)
-            slope = slope * (below + z * density)
+            _, bend = gelu(found * gain + offset)
+            slope = slope * bend
         of_gain += slope * found
         of_bias += slope
         slope = slope * gain

@@ -144,12 +144,11 @@ def compared(
     Logits float [M, K, H, W], targets and pixels of the image bool [M, R, R]; see `at_size`, `focal_loss`.
     """
     # On a CUDA device in one pass, except in a compiled graph, where torch fuses the operators.
-    if logits.is_cuda and not torch.compiler.is_compiling() and logits.shape[2:] == targets.shape[1:]:
-        kernels = kernels_of("losses")
-        if kernels is not None and logits.dtype in kernels.FORMATS:
-            inputs = (logits.contiguous(), targets.contiguous(), inside.contiguous())
-            focal, dice, actual, masks = kernels.Comparison.apply(*inputs, alpha, gamma)
-            return focal, dice, actual, masks
+    kernels = kernels_of("losses", logits) if logits.shape[2:] == targets.shape[1:] else None
+    if kernels is not None and logits.dtype in kernels.FORMATS:
+        inputs = (logits.contiguous(), targets.contiguous(), inside.contiguous())
+        focal, dice, actual, masks = kernels.Comparison.apply(*inputs, alpha, gamma)
+        return focal, dice, actual, masks
     return compared_by_operators(logits, targets, inside, alpha, gamma)
 
 

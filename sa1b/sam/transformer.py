@@ -328,10 +328,8 @@ class ImageToToken(ProjectedAttention):
     ) -> OwnImage | None:
         """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
         x, half = image.tokens, (torch.bfloat16, torch.float16)
-        if not x.is_cuda or x.dtype not in half or torch.compiler.is_compiling():
-            return None
-        kernels = kernels_of("attention")
-        if kernels is None or not kernels.fits(x.shape[-2], *rows.shape[1:]):
+        kernels = kernels_of("attention", x)
+        if kernels is None or x.dtype not in half or not kernels.fits(x.shape[-2], *rows.shape[1:]):
             return None
         features, basis = None, None
         if isinstance(image, SharedImage):
@@ -354,9 +352,8 @@ def share_projections(attention: ProjectedAttention) -> None:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: bool = False) -> Tensor:
     """x [..., C] -> the same shape and number format, also under autocast, which would give float32."""
-    # On a CUDA device with few channels by `sa1b.sam.norm_triton`, except in a compiled graph, where torch
-    # generates such a kernel.
-    if x.is_cuda and not torch.compiler.is_compiling() and (kernels := kernels_of("norm")) is not None:
+    # In a compiled graph torch generates such a kernel.
+    if (kernels := kernels_of("norm", x)) is not None:
         channels = x.shape[-1]
         if channels <= kernels.MOST_CHANNELS and channels & (channels - 1) == 0:
             out: Tensor = kernels.FewChannelNorm.apply(x.contiguous(), weight, bias, eps, gelu)
@@ -366,10 +363,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: boo
         return F.gelu(x) if gelu else x
 
 
+def kernels_of(name: str, x: Tensor) -> ModuleType | None:
+    """A module of kernels for x; None on other devices than CUDA, in a compiled graph, and without triton."""
+    return _imported(f"sa1b.sam.{name}_triton") if x.is_cuda and not torch.compiler.is_compiling() else None
+
+
 @cache
-def kernels_of(name: str) -> ModuleType | None:
-    """A module of kernels; None without triton."""
+def _imported(name: str) -> ModuleType | None:
     try:
-        return import_module(f"sa1b.sam.{name}_triton")
+        return import_module(name)
     except ImportError:
         return None

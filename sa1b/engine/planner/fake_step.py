@@ -74,8 +74,9 @@ def measure(config: Config, world_size: int) -> StepMemory:
     # The tensors are fake tensors of the CPU, because FSDP on fake tensors of a GPU needs CUDA streams. A GPU
     # stores the same shapes and dtypes: autocast uses the same format for matrix products, norms keep the
     # format of their input, and attention is a fused kernel without a matrix of tokens x tokens. A compiled
-    # model runs uncompiled here, and usually stores less. Memory outside of tensors is not measured: the
-    # context of CUDA, workspaces of kernels, buffers of NCCL, gaps between tensors.
+    # model runs uncompiled here, and usually stores less, as do the fused kernels of the mask decoder. Memory
+    # outside of tensors is not measured: the context of CUDA, workspaces of kernels, buffers of NCCL, gaps
+    # between tensors.
     parallel = replace(config.parallel, offload="none", static_graph=False, find_unused=False)
     parallel = replace(parallel, compress="none", compress_after=ParallelConfig().compress_after)
     with ExitStack() as stack:

@@ -1,0 +1,39 @@
+"""The fused upscaling equals the separate operators, in Triton's interpreter and, if there is one, on a GPU."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from sa1b.sam.mask_decoder import MaskDecoder
+from tests.masks.test_raster_triton import python, with_triton
+
+
+@with_triton
+def test_the_interpreter_gives_the_logits_of_torch():
+    assert python("-m", "tests.sam.upscale_cases", TRITON_INTERPRET="1") == "4 cases of the upscaling\n"
+
+
+@pytest.mark.gpu
+def test_compiled_gives_the_logits_of_torch():
+    from tests.sam.upscale_cases import check, check_all  # needs triton
+
+    assert check_all("cuda", torch.bfloat16, torch.float16) == 8
+    check("cuda", (256, 3, 3, 4096), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_upscaling_is_fused_under_autocast():
+    from sa1b.sam.upscale_triton import Upscaling  # needs triton
+
+    decoder = MaskDecoder(64).cuda()
+    image, weights = (torch.randn(1, n, c, device="cuda") for n, c in ((16, 64), (3, 8)))
+    with mock.patch.object(Upscaling, "apply", side_effect=Upscaling.apply) as fused:
+        assert decoder.upscale(image, weights).dtype == torch.float32
+        assert not fused.call_count
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = [decoder.upscale(image.to(dtype), weights) for dtype in (torch.float32, torch.bfloat16)]
+    assert [one.dtype for one in logits] == 2 * [torch.bfloat16]
+    assert fused.call_count == 2
+    sum(logits).sum().backward()
+    assert decoder.output_upscaling[3].weight.grad.dtype == torch.float32
