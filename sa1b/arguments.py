@@ -202,9 +202,7 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
 
 def of_type(name: str, value: Any, hint: Any) -> Any:
     """The value of a flag that Python passes: a path from its text, and a tuple from a text or a list.
-
-    Raises:
-        ValueError: the value is not of this type.
+    ValueError: the value is not of this type.
     """
     if get_origin(hint) is tuple:
         values = (value,) if isinstance(value, str | os.PathLike) else value

@@ -121,18 +121,12 @@ class Config(ABC):
         return self
 
     def check(self) -> None:
-        """Refuse settings that do not fit together.
-
-        Raises:
-            UsageError: the message names the flag.
-        """
+        """Refuse settings that do not fit together; UsageError names the flag."""
         _check(self)
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
-
-        Raises:
-            UsageError: the global batch does not fit this number of ranks.
+        UsageError: the global batch does not fit this number of ranks.
         """
         return parallel.micro_batches(self.data, self.parallel, world_size)
 
@@ -186,9 +180,7 @@ def parse(
         root: --data.root if the flag is missing; if empty, the flag is required.
         world_size: number of ranks of the run; by default of this process group.
         on_cpu: the default preset of a run that starts from random weights; None: the first one.
-
-    Raises:
-        UsageError: a flag cannot be read, or flags do not fit together; the message names them.
+    UsageError: a flag cannot be read, or flags do not fit together; the message names them.
     """
     arguments, notes = plain_words(arguments), list[str]()
     passed = vocabulary.passed(arguments)

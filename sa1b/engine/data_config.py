@@ -102,11 +102,7 @@ class DataConfig:
             raise UsageError(f"{flag}: is a column of a table of texts; also pass --data.text")
 
     def check_text(self, settings: str, *, reads_text: bool) -> None:
-        """Refuse a table of texts for a model that reads none.
-
-        Raises:
-            UsageError: when the model reads no text and ``text`` is given.
-        """
+        """Refuse a table of texts for a model that reads none, with a UsageError."""
         if self.text is not None and not reads_text:
             raise UsageError(
                 f"--data.text {self.text}: the model of {settings} reads no text; drop it, or pass "
@@ -115,13 +111,7 @@ class DataConfig:
 
     def check_memory(self, images: int, image_size: int) -> None:
         """Refuse micro-batches that do not fit this machine: their pixels and one mask for each image.
-
-        Args:
-            images: images of the largest micro-batch of a rank.
-            image_size: image size of the model, pixels.
-
-        Raises:
-            UsageError: the message names the flag, the needed and the available bytes.
+        UsageError: the message names the flag, the needed and the available bytes.
         """
         target, available = self.target_size or image_size // 4, available_memory()
         masks = target**2 if self.masks else 0

@@ -99,17 +99,13 @@ class Model(Protocol):
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a published file, by the names of `weights()`, on the CPU.
-
-        Raises:
-            Sa1bError: the file is damaged, or contains another kind of model.
+        Sa1bError: the file is damaged, or contains another kind of model.
         """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load tensors of a checkpoint or of `read_weights`; return a line that describes them.
-
-        Raises:
-            UsageError: the tensors do not fit this model; the message is one sentence with the reason.
+        UsageError: the tensors do not fit this model; the message is one sentence with the reason.
         """
         ...
 

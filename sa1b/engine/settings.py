@@ -111,9 +111,7 @@ class ParallelConfig:
 
     def check(self, world_size: int) -> None:
         """Refuse settings that do not fit together, or not this number of ranks.
-
-        Raises:
-            UsageError: the message names the flag.
+        UsageError: the message names the flag.
         """
         check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
@@ -224,9 +222,7 @@ class OptimConfig:
         Args:
             images: images of an epoch.
             global_batch: images of a step.
-
-        Raises:
-            UsageError: these steps do not fit the schedule.
+        UsageError: these steps do not fit the schedule.
         """
         if self.epochs is None:
             return self, []
@@ -243,9 +239,7 @@ class OptimConfig:
 
         Args:
             fitting: of warmup and cooldown those that may be shortened in proportion, if they do not fit.
-
-        Raises:
-            UsageError: the steps do not fit the schedule.
+        UsageError: the steps do not fit the schedule.
         """
         changed: dict[str, Any] = {"steps": steps}
         notes = list[str]()

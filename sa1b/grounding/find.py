@@ -41,9 +41,7 @@ class Grounded:
 
     def regions(self) -> npt.NDArray[np.int64]:
         """The most similar region of each phrase: int64 [N].
-
-        Raises:
-            ValueError: there are no regions.
+        ValueError: there are no regions.
         """
         if not self.similarity.shape[1]:
             raise BadValue("regions(): there are no regions; pass regions= to sa1b.ground")

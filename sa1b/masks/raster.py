@@ -121,9 +121,7 @@ def fill_axes(
 
 def runs_of(pixels: npt.NDArray[np.bool_]) -> Runs:
     """The runs of dense masks, bool [N, height, width]; the inverse of `rasterize`.
-
-    Raises:
-        ValueError: `pixels` does not have three dimensions, or its height or width is zero.
+    ValueError: `pixels` does not have three dimensions, or its height or width is zero.
     """
     if pixels.ndim != 3 or 0 in pixels.shape[1:]:
         raise BadValue(f"pixels must be [N, height, width], got {list(pixels.shape)}")

@@ -124,10 +124,9 @@ def convert(
     """Write the weights of a checkpoint or published file to one file. UsageError: the target exists, or its
     name has an unknown ending. For other errors see `find_weights`.
     """
-    if target.suffix not in FORMATS:
-        raise UsageError(f"--out {target}: must end with .safetensors or .pth")
-    if target.is_dir():
-        raise UsageError(f"--out {target}: is a folder; name a file that ends with .safetensors or .pth")
+    if target.suffix not in FORMATS or target.is_dir():
+        why = "must be a file that ends with .safetensors or .pth; tars become shards by `sa1b reshard`"
+        raise UsageError(f"--out {target}: {why}")
     if target.exists() and not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
     where, found = find_weights(source, scratch)

@@ -39,9 +39,7 @@ class WeightsError(Sa1bError):
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The weights in a file, float32, on the CPU; runs no code of the file, whose name does not matter.
-
-    Raises:
-        WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
+    WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
     """
     tensors = read_tensors(path)
     check_weights(path, tensors)
@@ -75,11 +73,8 @@ def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights in the format of the file's ending; the file is committed atomically.
-
-    Raises:
-        UsageError: the name has another ending.
-        OSError: the file cannot be written; the message names it.
+    """Write weights in the format of the ending of the name, atomically. UsageError: the name
+    has another ending; OSError: the file cannot be written, and the message names it.
     """
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")

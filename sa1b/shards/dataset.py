@@ -189,11 +189,7 @@ class Dataset(Displayed):
                 yield _sample(pending)
 
     def row(self, image_id: int) -> int:
-        """The row of an image.
-
-        Raises:
-            KeyError: the dataset does not hold it.
-        """
+        """The row of an image; KeyError: the dataset does not hold it."""
         if not isinstance(image_id, int | np.integer) or isinstance(image_id, bool):
             raise BadType(f"image_id {image_id!r}: must be an integer, the number in sa_<id>.jpg")
         possible = 0 <= image_id < 2**64
@@ -203,11 +199,8 @@ class Dataset(Displayed):
         return i
 
     def by_id(self, image_id: int) -> Sample:
-        """The sample of an image.
-
-        Raises:
-            KeyError: the dataset does not hold it.
-            ShardError: the bytes do not match their checksum.
+        """The sample of an image. KeyError: the dataset does not hold it; ShardError: the bytes do not match
+        their checksum.
         """
         return self[self.row(image_id)]
 

@@ -56,9 +56,7 @@ class RecordError(ValueError):
 
 def encode(annotations: Annotations) -> bytes:
     """The mask record of one image, as stored in `sa_<id>.masks`; equal columns give equal bytes.
-
-    Raises:
-        MemoryError: the compressor cannot allocate memory.
+    MemoryError: the compressor cannot allocate memory.
     """
     # Masks stay COCO strings because they are small and verbatim. A real file with 84 masks, 12,516 runs,
     # zstd level 3, one thread:

@@ -219,9 +219,7 @@ def _belongs(name: str, image: str) -> bool:
 
 def _texts(file: Member) -> list[str]:
     """The texts of a text file, of a list in JSON, or of the known fields of a JSON object.
-
-    Raises:
-        BadSample: the file cannot be read.
+    BadSample: the file cannot be read.
     """
     if len(file.data) > _MAX_TEXT_BYTES:
         raise BadSample(

@@ -76,9 +76,7 @@ def scan(
 @contextmanager
 def naming_index(reader: Reader, name: str) -> Iterator[None]:
     """Makes errors of reading an index those of the package.
-
-    Raises:
-        ShardError: the index is missing or damaged; the message says how to rebuild it.
+    ShardError: the index is missing or damaged; the message says how to rebuild it.
     """
     try:
         yield

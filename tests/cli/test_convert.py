@@ -1,4 +1,5 @@
 import json
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -68,11 +69,7 @@ def test_of_a_run_the_newest_good_checkpoint_is_taken(trained, tmp_path):
     folder, weights = trained
     assert_equal(find_weights(folder)[1], weights[20])
     copy = tmp_path / "copy"
-    (copy / "checkpoints").mkdir(parents=True)
-    for path in (folder / "checkpoints").iterdir():
-        (copy / "checkpoints" / path.name).mkdir()
-        for file in path.iterdir():
-            (copy / "checkpoints" / path.name / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, copy)
     damaged = copy / "checkpoints" / "step-00000020" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     done = run(copy, "--out", tmp_path / "sam.pth")
@@ -97,8 +94,8 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
         (empty, out, "empty: a folder without weights; pass the folder of a run"),
         (folder / "checkpoints", out, f"folder of a run's checkpoints; pass {folder}"),
         (tmp_path / "missing.pth", out, r"missing.pth: no such file or folder; pass the folder of a run"),
-        (folder, tmp_path / "empty.pth", "empty.pth: is a folder"),
-        (folder, tmp_path / "out.bin", "must end with .safetensors or .pth"),
+        (folder, tmp_path / "empty.pth", "empty.pth: must be a file"),
+        (folder, tmp_path / "out.bin", "or .pth; tars become shards by `sa1b reshard`"),
         (folder, text, "text.pth: exists; pass --overwrite"),
     ):
         with pytest.raises((Sa1bError, OSError), match=complaint):

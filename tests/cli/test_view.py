@@ -64,7 +64,10 @@ def test_json(root):
         ),
         (["--ids", "nothere.txt"], "--ids nothere.txt: no such file; pass a file of image ids"),
         (["--ids", "."], "--ids .: is a folder; pass a file of image ids"),
-        (["--images-where", "masks > 1000"], "no image is left"),
+        (
+            ["--images-where", "masks > 1000"],
+            "no image is left; relax the conditions, or pass a larger",
+        ),
     ],
 )
 def test_refusals_are_one_line(root, arguments, message):

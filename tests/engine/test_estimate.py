@@ -12,11 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sa1b.engine.planner import estimate
 from sa1b.engine.watch import hardware
+from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import decoder_flops, encoder_flops, step_flops
+from sa1b.train import main
 from tests.engine.stream_root import place_of
 
 SMALL = ModelConfig(image_size=128, width=64, depth=3, heads=2, global_blocks=(1,), window=3, channels=64)
@@ -69,11 +71,6 @@ def test_a_step_is_three_forwards_of_images_and_of_iterations_of_masks() -> None
 def test_the_published_vit_h_has_the_published_order_of_operations() -> None:
     # Published figures for the ViT-H encoder of Segment Anything are about 2.7 T multiply-adds.
     assert encoder_flops(MODELS["vit_h"]) / 2 == pytest.approx(2.7e12, rel=0.15)
-
-
-def test_a_cpu_has_no_known_peak() -> None:
-    assert hardware.peak_flops(torch.device("cpu"), "bf16") is None
-    assert hardware.peak_seconds(PRESETS["tiny"].build(), 8, 100, "bf16", place_of()) is None
 
 
 @pytest.mark.parametrize(
@@ -135,3 +132,28 @@ def test_the_plan_says_ranks_batch_run_memory_and_step(tmp_path: Path) -> None:
     assert "8 images = 4 micro-batches through 1 stage, each of 2\n" in staged
     assert "memory" not in shown  # it is measured, see `print_memory`
     assert "the peak of this device is not known" in shown
+
+
+def test_a_step_beyond_the_memory_of_cpus_is_refused_with_the_micro_batch_that_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = estimate.StepMemory(10, 20, 30, 128, 0, 128 * 9)
+    monkeypatch.setattr(estimate, "measure", lambda *_: measured)
+    monkeypatch.setattr(estimate, "available_memory", lambda: 60 + 10 * 4.5)
+    start = ["--preset", "vit_b", "--data.root", "shards", "--out", str(tmp_path / "run")]
+    assert main(arguments=[*start, "--parallel.device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "--data.global-batch 128: a micro-batch of 128 images needs 1,340 bytes of memory on a rank, "
+        in error
+    )
+    assert "and 105 are available; pass --data.micro-batch 4, or train on a GPU" in error
+    assert not (tmp_path / "run").exists()
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="and 52 are available; pass a smaller model"):
+        estimate.check_memory(PRESETS["vit_b"], 1)
+    monkeypatch.setattr(estimate, "available_memory", lambda: 1340 * 2)
+    estimate.check_memory(PRESETS["vit_b"], 1)
+    monkeypatch.setattr(estimate, "measure", None)  # a small step is not measured
+    estimate.check_memory(PRESETS["tiny"], 1)

@@ -21,6 +21,7 @@ from sa1b.console import command
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared, stored
+from sa1b.engine.planner.estimate import check_memory as check_memory
 from sa1b.engine.planner.estimate import dry_run as dry_run
 from sa1b.engine.planner.fake_step import StepMemory, kept_numbers, measure
 from sa1b.engine.ranks.parallel import mode_of, rank_shares

@@ -1,15 +1,18 @@
-"""Estimates for --dry-run: operations, memory and time of a step."""
+"""Estimates for --dry-run: operations, memory and time of a step; and the memory of a step on a CPU."""
 
+import os
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sa1b.console import counted, rounded
 from sa1b.engine.config import Config, build, initial_weights, with_steps
+from sa1b.engine.data_config import available_memory
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared
-from sa1b.engine.planner.fake_step import measure
+from sa1b.engine.planner.fake_step import StepMemory, measure
 from sa1b.engine.planner.live_memory import PURPOSES
 from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import mode_of, rank_shares
@@ -19,6 +22,9 @@ from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze, lr_line
 from sa1b.engine.watch.hardware import peak_seconds
 from sa1b.engine.weights import load_weights
+from sa1b.errors import UsageError
+
+_MEASURED = 2e11  # operations of a micro-batch, above which a CPU computes it for longer than `measure` takes
 
 
 def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
@@ -76,6 +82,45 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
     print(
         f"peak memory   {rounded(memory.peak / 1e9)} GB a rank for tensors, measured on tensors without "
         f"contents: {listed}{hosted}"
+    )
+    if rank_info.device.type == "cpu" and (why := _excess(config, memory)):
+        print(f"refused       {why}")
+
+
+def check_memory(config: Config, world_size: int) -> None:
+    """Refuse a step on CPUs that takes more memory than is free: Linux would kill the run without a message.
+    A large step is measured, by one rank of a machine; others fit. UsageError: needed and available bytes.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not first or dist.is_initialized() or not mode_of(config.parallel).divides_steps:
+        return
+    with torch.device("meta"):
+        model = declared(build(config, None))
+    images = config.micro_batches(world_size)[0]
+    if model.flops(images, images * config.data.masks) < _MEASURED:
+        return
+    try:
+        why = _excess(config, measure(config, world_size))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return  # it cannot be measured
+    if why:
+        raise UsageError(why)
+
+
+def _excess(config: Config, memory: StepMemory) -> str:
+    """Why a step does not fit the free memory of this machine; empty if it fits."""
+    ranks, data = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.data
+    free = available_memory() / ranks
+    if memory.peak <= free:
+        return ""
+    images = config.micro_batches(int(os.environ.get("WORLD_SIZE", "1")))[0]
+    each = (memory.batches + memory.activations) / images
+    fitting = int((free - memory.peak) / each + images)  # images of a micro-batch
+    flag, value = ("global", data.global_batch) if data.micro_batch is None else ("micro", data.micro_batch)
+    smaller = f"--data.micro-batch {1 << fitting.bit_length() - 1}" if fitting > 0 else "a smaller model"
+    return (
+        f"--data.{flag}-batch {value}: a micro-batch of {images:,} images needs {memory.peak:,} bytes "
+        f"of memory on a rank, and {free:,.0f} are available; pass {smaller}, or train on a GPU"
     )
 
 

@@ -59,6 +59,7 @@ WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases],
 PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
     "sa1b.engine.planner:dry_run", "--dry-run"
 )
+STEP_MEMORY: Place[Callable[[Config, int], None]] = Place("sa1b.engine.planner:check_memory", "--dry-run")
 
 
 class TrainStep:

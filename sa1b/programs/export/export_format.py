@@ -149,9 +149,7 @@ def check_joined(
     columns: Sequence[JoinedColumn], dataset: Dataset, taken: Mapping[str, Collection[str]] | None = None
 ) -> None:
     """Refuse a column that belongs to other images, or whose name the format has; `taken`: names by key.
-
-    Raises:
-        UsageError: the reason and the way out.
+    UsageError: the reason and the way out.
     """
     ids = dataset.table.image_id.astype(np.int64)
     for column in columns:
