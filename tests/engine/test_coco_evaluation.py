@@ -211,39 +211,18 @@ def test_the_command_needs_no_dataset_and_prints_a_line(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda one: one.pop("annotations"), "JSON object with the lists 'images' and 'annotations'"),
+        (lambda one: one["images"][0].update(height=float("nan")), "NaN and Infinity .* JSON: write null"),
+        (lambda one: one["images"][0].pop("height"), "images, entry 0 .from 0.: has no height;"),
+        (lambda one: one["images"][0].update(width="wide"), 'entry 0 .*: has a width that cannot .*: "wide"'),
         (
-            lambda document: document.pop("annotations"),
-            r"--evaluation.coco: .*annotations.json: .* JSON object with the lists 'images' and 'annotations'",
+            lambda one: one["images"][2].update(id=11),
+            "entry 2 .*: has id 11, which an earlier image also has",
         ),
-        (
-            lambda document: document["images"][0].update(height=float("nan")),
-            "--evaluation.coco: .*annotations.json: .*NaN and Infinity are not JSON: write null",
-        ),
-        (
-            lambda document: document["images"][0].pop("height"),
-            r"--evaluation.coco .*annotations.json: images, entry 0 .from 0.: has no height;",
-        ),
-        (
-            lambda document: document["images"][0].update(width="wide"),
-            'images, entry 0 .from 0.: has a width that cannot be used: "wide"',
-        ),
-        (
-            lambda document: document["images"][2].update(id=11),
-            "images, entry 2 .from 0.: has id 11, which an earlier image also has",
-        ),
-        (
-            lambda document: document["annotations"][1].update(image_id=5),
-            "annotations, entry 1 .from 0.: has image_id 5, but the annotation file has no image with this id",
-        ),
-        (
-            lambda document: document["annotations"].__setitem__(0, 3),
-            "annotations, entry 0 .from 0.: is not a JSON",
-        ),
-        (lambda document: document["annotations"].clear(), "has no annotations other than crowds"),
-        (
-            lambda document: document["images"][1].update(file_name="gone.png"),
-            "lacks 1 of the 3 images .* gone.png",
-        ),
+        (lambda one: one["annotations"][1].update(image_id=5), "entry 1 .*: has image_id 5, but .* no image"),
+        (lambda one: one["annotations"].__setitem__(0, 3), "annotations, entry 0 .from 0.: is not a JSON"),
+        (lambda one: one["annotations"].clear(), "has no annotations other than crowds"),
+        (lambda one: one["images"][1].update(file_name="gone.png"), "lacks 1 of the 3 images .* gone.png"),
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_name(
@@ -252,39 +231,32 @@ def test_files_that_do_not_fit_are_refused_by_name(
     document = json.loads(json.dumps(files["document"]))
     change(document)
     (tmp_path / "annotations.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"--evaluation.(coco.*annotations.json|images).*{message}"):
         read_coco(tmp_path / "annotations.json", files["folder"] / "images")
+
+
+DETECTION = {"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"--evaluation.detections: .*detections.json: not JSON"),
-        ("{}", "not a list"),
-        ("[]", r"--evaluation.detections .*detections.json: has no detections"),
-        (
-            '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3], "score": 1}]',
-            r"detections.json: results, entry 0 .from 0.: has a bbox that cannot be used: \[1, 2, 3\]",
-        ),
-        (
-            '[{"image_id": 11, "category_id": 1, "bbox": [1, 2, -3, 4], "score": 1}]',
-            r"bbox that cannot be used: \[1, 2, -3, 4\] is not x, y, width, height",
-        ),
-        (
-            '[{"image_id": 7, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}]',
-            "entry 0 .from 0.: has image_id 7, but the annotation file has no image with this id",
-        ),
-        ('[{"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4]}]', "entry 0 .from 0.: has no score;"),
+        ("{", "--evaluation.detections: .*detections.json: not JSON"),
+        ({}, "not a list"),
+        ([], "--evaluation.detections .*detections.json: has no detections"),
+        ([DETECTION | {"bbox": [1, 2, 3]}], r"results, entry 0 .from 0.: has a bbox .* used: \[1, 2, 3\]"),
+        ([DETECTION | {"bbox": [1, 2, -3, 4]}], r"used: \[1, 2, -3, 4\] is not x, y, width, height"),
+        ([DETECTION | {"image_id": 7}], "has image_id 7, but the annotation file has no image with this id"),
+        ([{name: DETECTION[name] for name in ("image_id", "bbox")}], "entry 0 .from 0.: has no score;"),
     ],
 )
 def test_detections_that_do_not_fit_are_refused(
-    files: dict[str, Any], tmp_path: Path, content: str, message: str
+    files: dict[str, Any], tmp_path: Path, content: Any, message: str
 ) -> None:
-    (tmp_path / "detections.json").write_text(content)
+    path, folder = tmp_path / "detections.json", files["folder"]
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UsageError, match=message):
-        read_coco(
-            files["folder"] / "annotations.json", files["folder"] / "images", tmp_path / "detections.json"
-        )
+        read_coco(folder / "annotations.json", folder / "images", path)
 
 
 @pytest.mark.parametrize("missing", ["annotations.json", "detections.json"])
