@@ -90,9 +90,8 @@ class MaskDecoder(nn.Module):
         x = F.linear(image, weight.to(image.dtype), bias.repeat(4).to(image.dtype))
         logits = quarter_logits(x.view(*image.shape[:2], 4, len(bias)), norm, second, weights)
         (masks, count, _), side = weights.shape, math.isqrt(image.shape[1])
-        logits = logits.view(
-            masks, count, side, side, 2, 2, 2, 2
-        )  # rows, columns of tokens, halves, quarters
+        # Rows, columns of tokens, halves, quarters.
+        logits = logits.view(masks, count, side, side, 2, 2, 2, 2)
         return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(masks, count, 4 * side, 4 * side)
 
 
@@ -102,7 +101,8 @@ def quarter_logits(x: Tensor, norm: nn.Module, second: nn.Module, weights: Tenso
     matrix, bias = as_matrix(second)
     kernels = kernels_of("upscale", x)
     if kernels is not None and x.dtype in kernels.FORMATS and x.shape[-1] in kernels.CHANNELS:
-        logits: Tensor = kernels.Upscaling.apply(x, gain, shift, matrix, bias, weights.to(x.dtype), EPSILON)
+        inputs = (x.contiguous(), gain, shift, matrix, bias, weights.to(x.dtype))
+        logits: Tensor = kernels.Upscaling.apply(*inputs, EPSILON)
         return logits
     x = layer_norm(x, gain, shift, EPSILON, gelu=True)
     x = F.gelu(F.linear(x, matrix.to(x.dtype), bias.repeat(4).to(x.dtype)))
