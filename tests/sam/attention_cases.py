@@ -65,15 +65,16 @@ def check(
         assert error <= TOLERANCE[dtype], (images, masks, tokens, dtype, low, number, error)
 
 
-def check_all(device: str, shapes: tuple[tuple[int, int, int], ...]) -> int:
+def check_all(device: str, *shapes: tuple[int, int, int], formats: tuple[torch.dtype, ...]) -> int:
     """All cases, for shapes of (heads, channels, image tokens)."""
     cases = list(itertools.product(shapes, ((1, 3, 7), (2, 2, 8), (3, 1, 12), (2, 1, 16)), (False, True)))
     for sizes, (images, masks, tokens), low in cases:
-        for dtype in TOLERANCE if device == "cuda" else (torch.float32, torch.float16):
-            # The interpreter multiplies the bits of bfloat16 as integers.
+        for dtype in formats:
             check(device, images, masks, tokens, dtype, sizes, low=low)
     return len(cases)
 
 
 if __name__ == "__main__":
-    print(f"{check_all('cpu', ((2, 16, 64), (8, 32, 128)))} kinds of attention")
+    # The interpreter multiplies the bits of bfloat16 as integers.
+    formats = torch.float32, torch.float16
+    print(f"{check_all('cpu', (2, 16, 64), (8, 32, 128), formats=formats)} kinds of attention")

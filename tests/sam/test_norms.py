@@ -21,7 +21,9 @@ def test_the_interpreter_gives_the_attention_of_torch():
 def test_compiled_gives_the_attention_of_torch():
     from tests.sam.attention_cases import check_all  # needs triton
 
-    assert check_all("cuda", ((1, 32, 256), (8, 256, 4096))) == 16
+    # Products of 256 channels in float32, which training does not use, take minutes to compile.
+    assert check_all("cuda", (1, 32, 256), formats=(torch.float32, torch.float16)) == 8
+    assert check_all("cuda", (8, 256, 4096), formats=(torch.bfloat16,)) == 8
 
 
 @pytest.mark.gpu
