@@ -25,6 +25,7 @@ SHARD_PREFIX = "sa1b-"
 _ID_END = 2**63
 _IMAGE_PREFIX = "sa_"
 _MEMBER = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json|masks)")
+_SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _QUARANTINE = re.compile(r"[0-9]{6,}-[A-Za-z0-9._-]*|(refused|warnings)\.jsonl")
 _SHARD = re.compile(r"sa1b-([A-Za-z0-9_.-]+)-([0-9]{4}|[1-9][0-9]{4,})\.tar")
@@ -78,6 +79,11 @@ def parse_member_path(path: str) -> MemberName | None:
 def is_bare_name(name: str) -> bool:
     """Whether `name` can be the name of a file: no path, no hidden file, no control character."""
     return name.isprintable() and not name.startswith(".") and "/" not in name and name != ""
+
+
+def is_short_name(name: str) -> bool:
+    """Whether `name` is at most 64 letters, digits, dots, dashes and underscores: of a view or layer."""
+    return _SHORT.fullmatch(name) is not None
 
 
 def is_source_name(name: str) -> bool:

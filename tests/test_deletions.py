@@ -34,6 +34,7 @@ SHARDS = (
     "shards and indexes of a source that this process has claimed, which `check_own` has read if unlisted"
 )
 NAMED = "a name that the package gives to a file of a dataset directory, for a source whose name was checked"
+LAYER = "the three files of a layer, in a folder of its checked name; `_check_own` has read whose they are"
 CLAIM = "a claim or a lock, by its content"
 CACHE = "a file with its own name in a folder of a cache that is named by a sha256"
 EMPTY = "an empty folder that the package made"
@@ -83,6 +84,9 @@ REASONS = {
     "shards/commit.py commit_task": SHARDS,
     "shards/commit.py join_tables": TEMPORARY,
     "shards/commit.py remove_quarantine": "files with the names that `Quarantine` gives",
+    "shards/layer_writer.py _remove": LAYER,
+    "shards/layer_writer.py commit": LAYER,
+    "shards/layer_writer.py writing": TEMPORARY,
     "shards/staging.py _remove": OWNER,
     "shards/staging.py _remove_unfinished": OWNER,
     "shards/staging.py remove_local_leftovers": PROCESS,

@@ -19,7 +19,9 @@ from sa1b.errors import ManifestError, TableError, UsageError
 from sa1b.masks.runs import chosen_indices
 from sa1b.report import first_names, size_text
 from sa1b.shards import manifest
+from sa1b.shards.annotation import Annotations
 from sa1b.shards.display import SHEET_DEADLINE, SHEET_IMAGES, Displayed, contact_sheet
+from sa1b.shards.layer import Layer, check_layers, check_unchanged, open_layers, reopen_layers
 from sa1b.shards.sample import PendingRead, Sample, check_size, location_of, submit
 from sa1b.shards.sample_table import SampleTable, is_intact, open_table
 from sa1b.storage.cache import fetch_once
@@ -52,9 +54,12 @@ class Dataset(Displayed):
             Which shards it contains is a formula of their names and the limit. It can be shared by any number
             of processes and datasets, and removed at any time.
         cache_bytes: limit of the cache for this dataset directory, in bytes.
+        layers: names of layers that `sa1b layer add` made: the masks of the samples are those of the shards
+            with the changes of these layers, in this order; see docs/layers.md.
 
     Raises:
-        ManifestError, TableError: no dataset there, or its files do not belong together.
+        ManifestError, TableError: no dataset there, its files do not belong together, or a layer is missing,
+            damaged or made for other masks.
         ValueError: only one of cache and cache_bytes, or the cache is a URL or on the disk of the dataset.
         sa1b.storage.errors.StorageError: the URL cannot be read.
     """
@@ -67,7 +72,9 @@ class Dataset(Displayed):
         storage_options: Mapping[str, Any] | None = None,
         cache: Path | str | None = None,
         cache_bytes: int | None = None,
+        layers: Sequence[str] = (),
     ) -> None:
+        layers = check_layers(layers)
         cache_bytes = check_cache(cache, cache_bytes)
         self._open(root, deadline, storage_options)
         for attempt in range(_ATTEMPTS):
@@ -83,6 +90,7 @@ class Dataset(Displayed):
                 break
         if cache is not None:
             self.reader.cache = open_cache(cache, cache_bytes, self.root, self._stored_shards())
+        self.layers: tuple[Layer, ...] = open_layers(self.reader, self.table, layers)
 
     def _stored_shards(self) -> list[StoredObject]:
         shards = self.manifest["shards"]
@@ -117,13 +125,15 @@ class Dataset(Displayed):
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
         # Another process reads manifest and table itself; they are not copied.
         kept = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._files if file is not None]
-        return _reopen, (self._arguments, self.table.digest, kept, self.reader.cache)
+        layers = [(layer.info.name, layer.info.digest) for layer in self.layers]
+        return _reopen, (self._arguments, self.table.digest, kept, self.reader.cache, layers)
 
     def __repr__(self) -> str:
         counts = [f"{len(self):,} images"]
         totals = self.manifest["totals"]
         counts += [f"{totals['masks']:,} masks", size_text(totals["shard_bytes"])]
         counts += ["annotations only"] * annotations_only(self)
+        counts += [f"layer {layer.info.name}" for layer in self.layers]
         shown = f"Dataset({str(self.root)!r}: {', '.join(counts)} in {counted(len(self.shards), 'shard')}"
         return f"{shown}; {self.lacks()})" if self.lacks() else f"{shown})"
 
@@ -136,7 +146,9 @@ class Dataset(Displayed):
             reads: list[Callable[[], Sample]]
             try:  # all at the same time
                 locations = [location_of(self.table, row, self.shards) for row in rows]
-                reads = [partial(_sample, submit(reader, [location])[0]) for location in locations]
+                reads = [
+                    partial(_sample, submit(reader, [location], self.layers)[0]) for location in locations
+                ]
             except (IndexError, OverflowError):  # the table is damaged: reading says so in each cell
                 reads = [partial(self.__getitem__, row) for row in rows]
             return contact_sheet(list(zip(self.table.image_id[rows].tolist(), reads, strict=True)), count)
@@ -166,10 +178,13 @@ class Dataset(Displayed):
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
 
-    def submit(self, rows: Sequence[int]) -> list[PendingRead]:
-        """Start to read samples, each a row of the table. TableError: damage of the table shows here."""
+    def submit(self, rows: Sequence[int], *, text: bool = True) -> list[PendingRead]:
+        """Start to read samples, each a row of the table. TableError: damage of the table shows here.
+        `text`: with layers, also join the texts that are stored with masks, see `Change.apply`.
+        """
         try:
-            return submit(self.reader, [location_of(self.table, row, self.shards) for row in rows])
+            locations = [location_of(self.table, row, self.shards) for row in rows]
+            return submit(self.reader, locations, self.layers, text=text)
         except (IndexError, OverflowError):  # no such shard or offset
             self.check_table()
             raise
@@ -187,6 +202,14 @@ class Dataset(Displayed):
             current, following = following, next(blocks, [])
             for pending in current:
                 yield _sample(pending)
+
+    def masks(self, rows: Sequence[int]) -> Iterator[Annotations]:
+        """The annotations of some rows, in their order, without reading the images. Errors as `samples`."""
+        locations = [location_of(self.table, row, self.shards).without_image() for row in rows]
+        blocks = (locations[i : i + _BLOCK] for i in range(0, len(locations), _BLOCK))
+        for block in blocks:
+            for read in [submit(self.reader, [one], self.layers)[0] for one in block]:
+                yield read.result()[1]
 
     def row(self, image_id: int) -> int:
         """The row of an image; KeyError: the dataset does not hold it."""
@@ -223,7 +246,7 @@ class Dataset(Displayed):
             )
 
     def check_shard(self, shard: str) -> None:
-        """Check that the dataset still has the shard that was opened.
+        """Check that the dataset still has the shard and the layers that were opened.
 
         Call this if a sample of the shard seems damaged, as every sample does after the shard was replaced.
         ReplacedError: dataset.json lists another shard of this name, or none. StorageError: the store cannot
@@ -237,6 +260,7 @@ class Dataset(Displayed):
         if _digest_of(self.manifest, shard) != _digest_of(now, shard):
             url = self.reader.url(shard)
             raise ReplacedError(f"{url}: replaced since the dataset was opened; open it again", url=url)
+        check_unchanged(self.reader, self.layers)
         if not is_local:
             check_size(self.reader, shard, self.manifest)
 
@@ -282,6 +306,7 @@ def _reopen(
     digest: str,
     kept: list[str],
     cache: RangeCache | None,
+    layers: list[tuple[str, str]],
 ) -> Dataset:
     """The same version of a dataset in another process, which has `kept`, the files of table and manifest,
     open. `digest` is that of the table.
@@ -293,6 +318,7 @@ def _reopen(
         dataset.manifest = dataset._read_manifest()
         if dataset.manifest["samples"]["columns_sha256"] == digest:
             dataset._map_table()
+            dataset.layers = reopen_layers(dataset.reader, dataset.table, layers)
             return dataset
     with contextlib.suppress(OSError, ValueError, ManifestError, TableError):
         # If the first process has closed the file, the path is missing or is another file.
@@ -300,6 +326,7 @@ def _reopen(
         dataset._manifest_file = dataset._keep(document)
         dataset.manifest = manifest.parse_dataset(dataset._manifest_file.read(), document)
         dataset._map_table(table)
+        dataset.layers = reopen_layers(dataset.reader, dataset.table, layers)
         return dataset
     raise TableError(
         f"{dataset.reader.url(manifest.DATASET)}: replaced since the dataset was opened; open it again"
@@ -328,6 +355,7 @@ def open_dataset(
     storage_options: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
     cache_bytes: int | None = None,
+    layers: Sequence[str] = (),
 ) -> Dataset:
     """Open a dataset directory: read its manifest and map its sample table.
 
@@ -339,13 +367,15 @@ def open_dataset(
         storage_options: of a URL, for fsspec's file system, such as {"endpoint_url": ...}.
         cache: folder on a local disk that caches the data read from the URL, see `Dataset`.
         cache_bytes: limit of the cache for this dataset directory, in bytes.
+        layers: names of layers whose changes the masks have, see `Dataset`.
 
     Raises:
-        ManifestError, TableError: no dataset there, or its files do not belong together.
+        ManifestError, TableError: no dataset there, its files do not belong together, or a layer is missing,
+            damaged or made for other masks.
         ValueError: the arguments for the cache are invalid.
         StorageError: the URL cannot be read.
     """
-    return Dataset(root, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes)
+    return Dataset(root, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes, layers=layers)
 
 
 def annotations_only(dataset: Dataset) -> bool:

@@ -15,8 +15,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sa1b.names import is_shard_of, is_source_name, parse_shard_name, shard_order, source_stem
 from sa1b.storage.atomic import json_bytes
 
-VIEW_FORMAT = "sa1b-view-2"
-VIEW_SEAL = "document_sha256"  # the digest of a view's document without this field
+VIEW_FORMAT, LAYER_FORMAT = "sa1b-view-2", "sa1b-layer-1"
+SEAL = "document_sha256"  # the digest of the document of a view or a layer without this field
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 TableName = Annotated[str, Meta(pattern=r"^samples-[0-9a-f]{16}\.bin\Z")]
@@ -236,6 +236,35 @@ class _View(Struct):
     document_sha256: Digest
 
 
+class _StoredFile(Struct):
+    bytes: Count
+    sha256: Digest
+
+
+class LayerParent(Struct):
+    """The layer that another one builds on."""
+
+    name: str
+    digest: Digest
+
+
+class LayerInfo(Struct):
+    """The document of a layer, `layer.json`, see sa1b.shards.layer. Counts are of images and masks."""
+
+    name: str
+    digest: Digest
+    dataset: _ViewDataset  # that it was made for
+    images: Count
+    added: Count
+    replaced: Count
+    hidden: Count
+    masks: _StoredFile  # masks.bin
+    index: _StoredFile  # index.parquet
+    parent: LayerParent | None
+    provenance: dict[str, Any]
+    document_sha256: Digest
+
+
 def converted(document: Any, kind: type[_Document]) -> _Document:
     try:
         return msgspec.convert(document, kind)
@@ -261,12 +290,23 @@ def check_task(document: Any, source: str) -> tuple[list[ShardInfo], Options]:
 
 def check_view(document: Any) -> None:
     """Check the fields and the digest of a view's document; FieldError names the field."""
-    view = converted(document, _View)
-    if view.document_sha256 != view_seal(document):
-        raise FieldError(f"its content does not have the digest that {VIEW_SEAL} gives: it was changed")
+    converted(document, _View)
+    _check_seal(document)
 
 
-def view_seal(document: Mapping[str, Any]) -> str:
-    """sha256 of the bytes of a view's document without the field VIEW_SEAL."""
-    content = {name: value for name, value in document.items() if name != VIEW_SEAL}
+def check_layer(document: Any) -> LayerInfo:
+    """The fields of a layer's document, which are checked like its digest; FieldError names the field."""
+    found = converted(document, LayerInfo)
+    _check_seal(document)
+    return found
+
+
+def _check_seal(document: Mapping[str, Any]) -> None:
+    if document[SEAL] != seal_of(document):
+        raise FieldError(f"its content does not have the digest that {SEAL} gives: it was changed")
+
+
+def seal_of(document: Mapping[str, Any]) -> str:
+    """sha256 of the bytes of the document of a view or a layer without the field SEAL."""
+    content = {name: value for name, value in document.items() if name != SEAL}
     return hashlib.sha256(json_bytes(content)).hexdigest()

@@ -32,7 +32,7 @@ from sa1b.version import __version__
 
 FORMAT = "sa1b-shards-1"
 DATASET, TASKS, QUARANTINE, PARTIAL = "dataset.json", "tasks", "quarantine", ".partial"
-VIEWS = "views"
+VIEWS, LAYERS = "views", "layers"
 READING = "reading"  # of a source: how it was read, see sa1b.sources.source.Source.reading
 LARGEST = ("masks", "runs", "rle_bytes", "jpg_bytes", "masks_bytes")  # per image, in task files
 _LIBRARIES = ("numpy", "opencv-python-headless", "pyarrow", "simplejpeg", "zstandard")

@@ -8,11 +8,15 @@ The tensors are the columns of `Annotations` under the same names; `rle` holds a
 the other, `json` the annotation file's text where the columns cannot give it back (see annotation.py).
 Numbers take the narrowest of the listed types that holds every value of the image exactly. The header's
 `__metadata__` carries format, image_id, width and height as strings.
+
+The record of an image in a layer (sa1b.shards.layer) is a mask record with two further tensors: `replaces`
+and `hidden`.
 """
 
 import json
 import struct
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +44,7 @@ _FIELDS = {  # name -> types that may hold it, narrowest first
     "runs_count": ("U32",),
     "rle": ("U8",),
 }
+_OF_LAYERS = {"replaces": ("U8",), "hidden": ("I64",)}
 _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "U16": np.dtype("<u2"),
@@ -54,9 +59,9 @@ class RecordError(ValueError):
     """The bytes are not a mask record that this version can read."""
 
 
-def encode(annotations: Annotations) -> bytes:
+def encode(annotations: Annotations, of_layer: Mapping[str, npt.NDArray[Any]] | None = None) -> bytes:
     """The mask record of one image, as stored in `sa_<id>.masks`; equal columns give equal bytes.
-    MemoryError: the compressor cannot allocate memory.
+    `of_layer`: the further tensors of a layer. MemoryError: the compressor cannot allocate memory.
     """
     # Masks stay COCO strings because they are small and verbatim. A real file with 84 masks, 12,516 runs,
     # zstd level 3, one thread:
@@ -82,6 +87,8 @@ def encode(annotations: Annotations) -> bytes:
     pieces = []
     start = 0
     arrays = [(name, *_narrow(getattr(annotations, name), types)) for name, types in _FIELDS.items()]
+    for name, array in (of_layer or {}).items():
+        arrays.append((name, *_narrow(array, _OF_LAYERS[name])))
     if annotations.text is not None:
         arrays.append(("json", "U8", np.frombuffer(annotations.text, np.uint8)))
     # Widest first keeps every tensor aligned to its type.
@@ -132,6 +139,21 @@ def decode(data: bytes | memoryview) -> Annotations:
     Raises:
         RecordError: not a record, another format version, or damaged.
     """
+    return _decode(data, ())[0]
+
+
+def decode_of_layer(data: bytes | memoryview) -> tuple[Annotations, npt.NDArray[np.bool_], npt.NDArray[Any]]:
+    """The masks in the record of a layer, which of them replace a mask, bool [N], and the ids of hidden
+    masks, int64 [H]. Raises as `decode`.
+    """
+    annotations, (replaces, hidden) = _decode(data, tuple(_OF_LAYERS))
+    if replaces.shape != (len(annotations),) or hidden.ndim != 1:
+        raise RecordError(f"replaces and hidden have shapes {replaces.shape} and {hidden.shape}")
+    return annotations, replaces.astype(np.bool_), hidden.astype(np.int64, copy=False)
+
+
+def _decode(data: bytes | memoryview, further: tuple[str, ...]) -> tuple[Annotations, list[npt.NDArray[Any]]]:
+    """The annotations in a record, and its further tensors."""
     content = _decompress(data)
     try:
         (length,) = struct.unpack_from("<Q", content)
@@ -146,6 +168,7 @@ def decode(data: bytes | memoryview) -> Annotations:
         text = bytes(_array(body, header["json"])) if "json" in header else None
         if text is not None and len(text) > MAX_JSON_BYTES:
             raise RecordError(f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
+        others = [_array(body, header[name]) for name in further]
         annotations = Annotations(
             image_id=int(metadata["image_id"]),
             width=int(metadata["width"]),
@@ -168,7 +191,7 @@ def decode(data: bytes | memoryview) -> Annotations:
     except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
         raise RecordError(f"damaged mask record: {error!r}") from None
     _check_shapes(annotations)
-    return annotations
+    return annotations, others
 
 
 def webdataset_decoder(key: str, data: bytes) -> Annotations | None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ from sa1b.masks.runs import Runs
 from sa1b.names import image_name, member_name
 from sa1b.shards import display, jpeg, record
 from sa1b.shards.annotation import Annotations
+from sa1b.shards.layer import Layer, PendingChange
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.errors import DamageError, MissingError, StorageError
@@ -199,6 +200,10 @@ class SampleLocation:
     jpg_crc: int  # CRC-32C
     masks_crc: int  # of the record
 
+    def without_image(self) -> "SampleLocation":
+        """The location of the masks only."""
+        return replace(self, start=self.masks_start, jpg_bytes=0, jpg_crc=0)
+
     def parts(self, origin: int) -> tuple[Part, Part]:
         """The checksums to verify in a range that starts at `origin`."""
         return (
@@ -216,11 +221,19 @@ class PendingRead:
     begun: _Begun  # the pending read, which may cover a block of samples
     origin: int  # offset in the shard at which the read begins
     shared: bool  # whether the same read returns other samples
+    changes: tuple[PendingChange, ...] = ()  # of the layers that have the image, in their order
+    text: bool = True  # as for `Change.apply`
 
     def result(self) -> tuple[memoryview, Annotations]:
         """The JPEG's bytes and the masks, both verified. ShardError: they are damaged or belong to another
         sample. StorageError: the sample cannot be read now; its state is unknown.
         """
+        jpeg, annotations = self._stored()
+        for change in self.changes:
+            annotations = change.apply(annotations, text=self.text)
+        return jpeg, annotations
+
+    def _stored(self) -> tuple[memoryview, Annotations]:
         location = self.location
         try:
             data = memoryview(self.begun.result())
@@ -249,6 +262,8 @@ class PendingRead:
     def cancel(self) -> None:
         """Drop the read."""
         self.begun.cancel()
+        for change in self.changes:
+            change.cancel()
 
 
 def _missing(reader: Reader, error: MissingError) -> MissingError:
@@ -306,8 +321,12 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
     )
 
 
-def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingRead]:
-    """Start to read samples, in the order given; adjacent samples of a shard share one read."""
+def submit(
+    reader: Reader, locations: Sequence[SampleLocation], layers: Sequence[Layer] = (), *, text: bool = True
+) -> list[PendingRead]:
+    """Start to read samples with the changes of layers, in the order given; adjacent samples of a shard share
+    one read. `text`: as for `Change.apply`.
+    """
     readings: list[PendingRead] = []
     ends = [
         i + 1
@@ -323,5 +342,8 @@ def submit(reader: Reader, locations: Sequence[SampleLocation]) -> list[PendingR
         begun = reader.submit(Range(run[0].shard, origin, run[-1].stop - origin, checks))
         shared = len(run) > 1
         read: _Begun = _Shared(begun) if shared else begun
-        readings += [PendingRead(location, reader, read, origin, shared) for location in run]
+        for location in run:
+            found = (layer.submit(reader, location.image_id) for layer in layers)
+            changes = tuple(change for change in found if change is not None)
+            readings.append(PendingRead(location, reader, read, origin, shared, changes, text))
     return readings

@@ -21,6 +21,7 @@ from sa1b.report import first_names
 from sa1b.shards.documents import ShardInfo
 from sa1b.shards.index import UNREADABLE
 from sa1b.shards.manifest import (
+    LAYERS,
     PARTIAL,
     QUARANTINE,
     TASKS,
@@ -132,7 +133,13 @@ def check_outside(folder: Path) -> None:
     """UsageError for a new dataset directory in a folder that another one has for its own files."""
     path = folder.resolve()
     around = dataset_around(path.parent)
-    if around is not None and path.relative_to(around).parts[0] in (TASKS, QUARANTINE, PARTIAL, VIEWS):
+    if around is not None and path.relative_to(around).parts[0] in (
+        TASKS,
+        QUARANTINE,
+        PARTIAL,
+        VIEWS,
+        LAYERS,
+    ):
         raise UsageError(f"{folder}: is inside a folder of the dataset {around}; choose another folder")
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
-from sa1b.shards.documents import VIEW_FORMAT, VIEW_SEAL, check_view, view_seal
+from sa1b.names import is_short_name
+from sa1b.shards.documents import SEAL, VIEW_FORMAT, check_view, seal_of
 from sa1b.shards.manifest import VIEWS
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
@@ -24,7 +25,6 @@ from sa1b.storage.store import Root, Store
 from sa1b.views.predicate import Predicate, mask_predicate
 
 PREFIX = 6  # smallest number of characters of an abbreviated digest
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CAP = 4 << 20  # largest document in bytes
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset")
@@ -59,7 +59,7 @@ class ViewDocument:
             "chosen_by": self.chosen_by,
             "dataset": self.dataset,
         }
-        return json_bytes({**document, VIEW_SEAL: view_seal(document)})
+        return json_bytes({**document, SEAL: seal_of(document)})
 
     def condition(self) -> Predicate | None:
         """The parsed condition on masks, or PredicateError."""
@@ -84,7 +84,7 @@ class ViewDocument:
 
 def check_name(name: str, flag: str = "--name") -> None:
     """Refuse a name that is no plain word, or resembles a digest or a path: UsageError with `flag`."""
-    if not _NAME.fullmatch(name):
+    if not is_short_name(name):
         raise UsageError(f"{flag} {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
     if name.endswith(".json"):
         raise UsageError(f"{flag} {name!r}: looks like a path; choose a name that does not end with .json")

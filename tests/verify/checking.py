@@ -2,7 +2,7 @@
 
 import json
 
-from sa1b.shards.documents import VIEW_SEAL, view_seal
+from sa1b.shards.documents import SEAL, seal_of
 from sa1b.verify.verify import verify
 
 
@@ -37,7 +37,7 @@ def edit_view(path, change):
 
     def changed(document):
         change(document)
-        document.pop(VIEW_SEAL, None)
-        document[VIEW_SEAL] = view_seal(document)
+        document.pop(SEAL, None)
+        document[SEAL] = seal_of(document)
 
     edit_json(path, changed)

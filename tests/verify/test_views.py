@@ -12,7 +12,7 @@ from sa1b.ingest.finish import drop_source
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.documents import VIEW_SEAL, view_seal
+from sa1b.shards.documents import SEAL, seal_of
 from sa1b.views.predicate import mask_predicate
 from sa1b.views.view import open_view, write_view
 from tests.shards.tiny_source import ROOTS, make_root
@@ -118,7 +118,7 @@ def test_a_file_that_belongs_to_no_view_is_a_note(root, view):
 def test_images_that_the_dataset_does_not_hold(root, view):
     """A view of another dataset: all digests are right, its images are not here."""
     document = json.loads(view.read_bytes())
-    del document[VIEW_SEAL]
+    del document[SEAL]
     ids, rows = np.array([1, 2, 3], "<u8").tobytes(), np.arange(3, dtype="<u4").tobytes()
     digest = hashlib.sha256(ids).hexdigest()
     document |= {"digest": digest, "ids_sha256": digest, "masks_where": None, "images": 3}
@@ -126,7 +126,7 @@ def test_images_that_the_dataset_does_not_hold(root, view):
         "rows_sha256": hashlib.sha256(rows).hexdigest(),
         "dataset": {"images": 3, "ids_sha256": "0" * 64},
     }
-    document[VIEW_SEAL] = view_seal(document)
+    document[SEAL] = seal_of(document)
     view.with_name(f"{digest}.json").write_text(json.dumps(document, indent=1) + "\n")
     view.with_name(f"{digest}.ids").write_bytes(ids)
     view.with_name(f"{digest}.rows").write_bytes(rows)

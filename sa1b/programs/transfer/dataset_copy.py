@@ -36,6 +36,7 @@ from sa1b.shards.commit import (
 from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.manifest import (
     DATASET,
+    LAYERS,
     QUARANTINE,
     TASKS,
     VIEWS,
@@ -345,7 +346,7 @@ def _check_content(target: Store) -> None:
     if target.exists(DATASET) or target.names(TASKS):
         return
     # An interrupted copy may have shards without a task file.
-    names = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, QUARANTINE}
+    names = {*target.names(""), *target.folders("")} - {TASKS, VIEWS, LAYERS, QUARANTINE}
     others = [name for name in names if not name.startswith((SHARD_PREFIX, "samples-"))]
     if others:
         raise UsageError(

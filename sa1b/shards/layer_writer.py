@@ -1,0 +1,186 @@
+"""Writing and removal of layers, see sa1b.shards.layer.
+
+Records are written to a temporary file, then copied to masks.bin in the order of the image ids. Memory: 40
+bytes an image. The files are moved to layers/<name>, and layer.json is written last. A process that dies
+before leaves a layer without layer.json, which the next one of this name replaces.
+"""
+
+import contextlib
+import json
+import shutil
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sa1b.console import command
+from sa1b.errors import LockedError, UsageError
+from sa1b.shards.documents import LAYER_FORMAT, SEAL, LayerInfo, check_layer, seal_of
+from sa1b.shards.layer import (
+    COLUMNS,
+    DOCUMENT,
+    INDEX,
+    MAGIC,
+    MASKS,
+    Change,
+    check_layer_name,
+    layer_digest,
+    layer_names,
+    read_info,
+    schema,
+)
+from sa1b.shards.manifest import LAYERS
+from sa1b.shards.sample_table import SampleTable
+from sa1b.shards.staging import remove_local_leftovers
+from sa1b.storage.atomic import flush, json_bytes, sha256_of, temporary_path
+from sa1b.storage.claim import Claim, holder
+from sa1b.storage.store import Store
+
+_UNSORTED = "unsorted"
+
+
+@dataclass(slots=True, eq=False)
+class LayerWriter:
+    """Writes the records of a layer in any order of the images."""
+
+    store: Store
+    name: str
+    folder: Path  # for the files until they are committed
+    file: BinaryIO
+    columns: dict[str, "array[int]"] = field(
+        default_factory=lambda: {name: array(kind) for name, (_, kind) in COLUMNS.items()}
+    )
+    at: int = len(MAGIC)
+
+    def add(self, change: Change, base_crc32c: int) -> None:
+        """Add the changes of one image; `base_crc32c` is that of its record in the shard."""
+        data, replaced = change.encode(), int(change.replaces.sum())
+        counts = (len(change.masks) - replaced, replaced, len(change.hidden))
+        head = (change.masks.image_id, self.at, len(data), google_crc32c.value(data), base_crc32c)
+        self.file.write(data)
+        self.at += len(data)
+        for column, value in zip(self.columns.values(), (*head, *counts), strict=True):
+            column.append(value)
+
+    def commit(self, table: SampleTable, parent: LayerInfo | None, provenance: dict[str, Any]) -> LayerInfo:
+        """Complete the files and move them to layers/<name>; layer.json is written last."""
+        self.file.flush()
+        columns = {name: np.asarray(values) for name, values in self.columns.items()}
+        order = np.argsort(columns["image_id"], kind="stable")
+        masks, index = self.folder / MASKS, self.folder / INDEX
+        sizes = columns["bytes"][order]
+        starts = np.concatenate([[len(MAGIC)], len(MAGIC) + np.cumsum(sizes, dtype=np.int64)[:-1]])
+        with (self.folder / _UNSORTED).open("rb") as unsorted, masks.open("wb") as file:
+            file.write(MAGIC)
+            for offset, length in zip(columns["offset"][order].tolist(), sizes.tolist(), strict=True):
+                unsorted.seek(offset)
+                file.write(unsorted.read(length))
+        columns = {name: values[order] for name, values in columns.items()} | {"offset": starts}
+        index_table = pa.table([pa.array(columns[name]) for name in COLUMNS], schema=schema())
+        pq.write_table(index_table, index.absolute(), compression="zstd")
+        flush(masks)
+        flush(index)
+        stored = {path: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in (masks, index)}
+        above = None if parent is None else {"name": parent.name, "digest": parent.digest}
+        digests = (str(stored[masks]["sha256"]), str(stored[index]["sha256"]))
+        document = {
+            "format": LAYER_FORMAT,
+            "name": self.name,
+            "digest": layer_digest(*digests, None if parent is None else parent.digest),
+            "dataset": {"images": len(table), "ids_sha256": table.ids_digest},
+            "images": len(order),
+            **{name: int(columns[name].sum()) for name in ("added", "replaced", "hidden")},
+            "masks": stored[masks],
+            "index": stored[index],
+            "parent": above,
+            "provenance": provenance,
+        }
+        document[SEAL] = seal_of(document)
+        # Without layer.json, a reader does not take the files of two versions for one.
+        self.store.remove(f"{LAYERS}/{self.name}/{DOCUMENT}")
+        self.store.commit([masks, index], f"{LAYERS}/{self.name}")
+        self.store.put(f"{LAYERS}/{self.name}/{DOCUMENT}", json_bytes(document))
+        return check_layer(document)
+
+
+@contextlib.contextmanager
+def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[LayerWriter]:
+    """Write a layer, as the only process that does. What a killed process left under the name is replaced.
+    UsageError: the layer exists, or its folder has files of others. LockedError: another process writes it.
+    """
+    check_layer_name(name)
+    with _claimed(store, name):
+        if store.exists(f"{LAYERS}/{name}/{DOCUMENT}") and not overwrite:
+            raise UsageError(
+                f"--name {name}: {store.root} has a layer of this name; choose another one, or replace it "
+                "with --overwrite"
+            )
+        _check_own(store, name)
+        folder = temporary_path(store.scratch / LAYERS / name / "new")
+        folder.mkdir(parents=True)
+        try:
+            with (folder / _UNSORTED).open("wb") as file:
+                file.write(MAGIC)
+                yield LayerWriter(store, name, folder, file)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def drop(store: Store, name: str) -> None:
+    """Remove a layer, complete or not. UsageError: there is none, another layer builds on it, or its folder
+    has files of others. LockedError: another process writes it.
+    """
+    check_layer_name(name, "layer")
+    if name not in layer_names(store):
+        raise UsageError(
+            f"{name}: {store.root} has no layer of this name; `{command('layer')} list` prints them"
+        )
+    for other, complete in layer_names(store).items():
+        if complete and (above := read_info(store.reader, other).parent) and above.name == name:
+            raise UsageError(f"{name}: the layer {other} builds on it; drop {other} first")
+    with _claimed(store, name):
+        _remove(store, name)
+
+
+@contextlib.contextmanager
+def _claimed(store: Store, name: str) -> Iterator[None]:
+    path = f"{LAYERS}/.{name}.claim"
+    claim = Claim.take(store, path)
+    if claim is None:
+        url = store.url(f"{LAYERS}/{name}")
+        terms = "" if (other := holder(store, path)) is None else f" ({other.terms(store.url(path))})"
+        raise LockedError(f"{url}: another process writes this layer{terms}; wait for it or stop it")
+    with claim:
+        yield
+
+
+def _remove(store: Store, name: str) -> None:
+    """Remove the files of a layer, layer.json first."""
+    folder = f"{LAYERS}/{name}"
+    _check_own(store, name)
+    store.remove(f"{folder}/{DOCUMENT}")
+    if store.is_folder(folder):
+        store.remove_folder(folder, {MASKS, INDEX}.__contains__)
+
+
+def _check_own(store: Store, name: str) -> None:
+    """UsageError if files in the folder have the names of a layer's files, and are not those of a layer."""
+    folder = f"{LAYERS}/{name}"
+    remove_local_leftovers(store)
+    if not any(store.exists(f"{folder}/{one}") for one in (DOCUMENT, MASKS, INDEX)):
+        return
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if json.loads(store.read(f"{folder}/{DOCUMENT}"))["format"] == LAYER_FORMAT:
+            return
+    masks = f"{folder}/{MASKS}"
+    if (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC:
+        return
+    raise UsageError(
+        f"{store.url(folder)}: has files that belong to no layer; move them, or choose another name"
+    )
