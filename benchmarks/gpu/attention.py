@@ -109,13 +109,10 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
     def made(*shape: int) -> Tensor:
         return torch.randn(*shape, device=setting.device, dtype=dtype)
 
-    shared = SharedImage(
-        (x := made(images, places, width).requires_grad_()),
-        x.detach() + position,
-        (count // images,) * images,
-        made(count, 16, places).requires_grad_(),
-        made(16, width).requires_grad_(),
+    x, features, basis = (
+        made(*shape).requires_grad_() for shape in ((images, places, width), (count, 16, places), (16, width))
     )
+    counts = (count // images,) * images
     own = made(count, places, width).requires_grad_()
     rows = [
         made(count, heads, tokens, size).mul(scale).requires_grad_()
@@ -144,10 +141,11 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
                 continue
 
             def forward(_: Tensor, form: Any = form, kind: str = kind) -> tuple[Tensor, Tensor]:
-                return form(shared if kind == "shared" else OwnImage(own, own + position))
+                image = SharedImage(x, x + position, counts, features, basis)
+                return form(image if kind == "shared" else OwnImage(own, own + position))
 
             def backward(_: Tensor, forward: Any = forward, kind: str = kind) -> list[Tensor]:
-                given = [x, shared.features, shared.basis] if kind == "shared" else [own]
+                given = [x, features, basis] if kind == "shared" else [own]
                 found = forward(_)
                 return [
                     *found,

@@ -25,6 +25,8 @@ try:
 except ImportError as error:
     raise ImportError("attention on a CUDA device needs triton: pip install 'sa1b[kernels]'") from error
 
+from sa1b.sam.norm_triton import standard
+
 MOST_TOKENS = 16
 MOST_CHANNELS = 256
 RANK = 16  # of the features of a mask, where it has some
@@ -38,16 +40,8 @@ def fits(tokens: int, heads: int, keys: int, channels: int) -> bool:
     return powers and tokens % TILE == 0 and keys <= MOST_TOKENS and 16 <= channels <= MOST_CHANNELS
 
 
-@triton.jit
-def normalised(x: tl.tensor, eps: tl.constexpr, CHANNELS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Rows with mean 0 and variance 1, and the factor of each row."""
-    x = x - tl.sum(x, 1)[:, None] / CHANNELS
-    factor = 1 / tl.sqrt(tl.sum(x * x, 1) / CHANNELS + eps)
-    return x * factor[:, None], factor
-
-
 @triton.jit(do_not_specialize=["masks_of_image", "real"])
-def forward(
+def image_to_tokens_forward(
     image: tl.tensor, position: tl.tensor, features: tl.tensor, basis: tl.tensor, keys: tl.tensor,
     biases: tl.tensor, values: tl.tensor, gains: tl.tensor, shifts: tl.tensor, out: tl.tensor,
     out_placed: tl.tensor, before: tl.tensor, kept: tl.tensor, masks_of_image: tl.tensor, real: tl.tensor,
@@ -79,7 +73,7 @@ def forward(
     x += tl.dot(tl.trans(weights), tl.load(values + of_row), input_precision=PRECISION)
     place += mask * (N * CHANNELS)
     tl.store(before + place, x.to(form))
-    x, _ = normalised(x.to(form).to(tl.float32), eps, CHANNELS)
+    x, _ = standard(x.to(form).to(tl.float32), eps, CHANNELS)
     x = x * tl.load(gains + channel).to(tl.float32) + tl.load(shifts + channel).to(tl.float32)
     tl.store(out + place, x.to(form))
     x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
@@ -87,7 +81,7 @@ def forward(
 
 
 @triton.jit
-def backward(
+def image_to_tokens_backward(
     keys: tl.tensor, values: tl.tensor, gains: tl.tensor, before: tl.tensor, kept: tl.tensor,
     gradient: tl.tensor, gradient_placed: tl.tensor, of_x: tl.tensor, of_sum: tl.tensor, of_logits: tl.tensor,
     of_biases: tl.tensor, of_norm: tl.tensor, eps: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
@@ -101,14 +95,14 @@ def backward(
     token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
     channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
     place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
-    found, factor = normalised(tl.load(before + place).to(tl.float32), eps, CHANNELS)
+    found, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
     slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
     sums = of_norm + tl.program_id(0).to(tl.int64) * (2 * CHANNELS) + channel
     tl.store(sums, tl.sum(slope * found, 0))
     tl.store(sums + CHANNELS, tl.sum(slope, 0))
     slope = slope * tl.load(gains + channel).to(tl.float32)
     along = tl.sum(slope * found, 1)[:, None] / CHANNELS
-    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - found * along) * factor[:, None]).to(form)
+    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - found * along) * factor).to(form)
     tl.store(of_sum + place, slope)
     of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
     steep = tl.dot(tl.load(values + of_row), tl.trans(slope), input_precision=PRECISION)
@@ -147,7 +141,7 @@ class ImageToTokens(torch.autograd.Function):
         out, out_placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
         kept = image.new_empty(count, heads * size, tokens)
         if count:
-            forward[(count * (tokens // TILE),)](
+            image_to_tokens_forward[(count * (tokens // TILE),)](
                 image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out,
                 out_placed, before, kept, count // images, real, eps, _precision(image),
                 len(low[1]) if low else 0, heads, size, tokens, channels, TILE, num_warps=WARPS,
@@ -166,7 +160,7 @@ class ImageToTokens(torch.autograd.Function):
         of_biases = torch.empty((count, tiles, heads * size), device=image.device)
         of_norm = torch.empty((count * tiles, 2, channels), device=image.device)
         if count:
-            backward[(count * tiles,)](
+            image_to_tokens_backward[(count * tiles,)](
                 keys, values, gains, before, kept, *(x.contiguous() for x in gradients), of_x, of_sum,
                 of_logits, of_biases, of_norm, ctx.eps, _precision(image), heads, size, tokens, channels,
                 TILE, num_warps=WARPS,

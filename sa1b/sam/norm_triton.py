@@ -37,15 +37,21 @@ BACKWARD = Tiles(2048, 4, 4 * 132)
 
 
 @triton.jit
+def standard(x: tl.tensor, eps: tl.constexpr, CHANNELS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Rows with mean 0 and variance 1, and the factor of each."""
+    x = x - tl.sum(x, 1)[:, None] / CHANNELS
+    factor = 1 / tl.sqrt(tl.sum(x * x, 1) / CHANNELS + eps)[:, None]
+    return x * factor, factor
+
+
+@triton.jit
 def normalised(
     x: tl.tensor, row: tl.tensor, rows: tl.tensor, eps: tl.constexpr, CHANNELS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Rows with mean 0 and variance 1, the factor of each, their places, and which exist."""
     place, inside = row[:, None] * CHANNELS + tl.arange(0, CHANNELS), (row < rows)[:, None]
-    found = tl.load(x + place, mask=inside, other=0).to(tl.float32)
-    found = found - tl.sum(found, 1)[:, None] / CHANNELS
-    factor = 1 / tl.sqrt(tl.sum(found * found, 1) / CHANNELS + eps)[:, None]
-    return found * factor, factor, place, inside
+    found, factor = standard(tl.load(x + place, mask=inside, other=0).to(tl.float32), eps, CHANNELS)
+    return found, factor, place, inside
 
 
 @triton.jit
@@ -64,7 +70,7 @@ def gelu(z: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward(
+def norm_forward(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -86,7 +92,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def backward(
+def norm_backward(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -133,7 +139,7 @@ class FewChannelNorm(torch.autograd.Function):
         out = torch.empty_like(x)
         channels, rows, block = _sizes(x, FORWARD)
         if rows:
-            forward[(triton.cdiv(rows, block),)](
+            norm_forward[(triton.cdiv(rows, block),)](
                 x, weight, bias, out, rows, eps, gelu, channels, block, num_warps=FORWARD.warps
             )
         return out
@@ -155,7 +161,7 @@ def gradients(
     programs = min(tiles.programs, triton.cdiv(rows, block))
     sums = x.new_zeros((max(programs, 1), 2, channels), dtype=torch.float32)
     if rows:
-        backward[(programs,)](
+        norm_backward[(programs,)](
             x, weight, bias, gradient, of_x, sums, rows, eps, gelu, channels, block, num_warps=tiles.warps
         )
     return of_x, sums

@@ -40,7 +40,7 @@ def spread(weights: tl.tensor, K: tl.constexpr, D: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward(
+def upscale_forward(
     x: tl.tensor,
     gain: tl.tensor,
     shift: tl.tensor,
@@ -76,7 +76,7 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def backward(
+def upscale_backward(
     x: tl.tensor,
     gain: tl.tensor,
     shift: tl.tensor,
@@ -175,7 +175,9 @@ class Upscaling(torch.autograd.Function):
         rows = x.shape[1] * x.shape[2]
         out = x.new_empty(masks, count, 4 * rows)
         if out.numel():
-            forward[(masks, SPLITS)](*inputs, out, rows, eps, x.shape[-1], length, count, BLOCK, **FORWARD)
+            upscale_forward[(masks, SPLITS)](
+                *inputs, out, rows, eps, x.shape[-1], length, count, BLOCK, **FORWARD
+            )
         return out
 
     @staticmethod
@@ -187,7 +189,7 @@ class Upscaling(torch.autograd.Function):
         shapes = ((2, channels), (4 * length, channels), (4, length), (count, length))
         sums = [x.new_empty(masks, SPLITS, *shape, dtype=torch.float32) for shape in shapes]
         if gradient.numel():
-            backward[(masks, SPLITS)](
+            upscale_backward[(masks, SPLITS)](
                 *ctx.saved_tensors, gradient.contiguous(), of_x, *sums, x.shape[1] * x.shape[2], ctx.eps,
                 channels, length, count, BLOCK, **BACKWARD,
             )  # fmt: skip

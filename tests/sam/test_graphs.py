@@ -106,7 +106,8 @@ def test_on_a_gpu_replays_give_the_losses_and_gradients_of_other_batches_and_wei
     plain, recorded = (one.cuda() for one in pair(recipe, **sizes))
     plain.model.config = replace(plain.model.config, cuda_graphs=False)
     for counts in COUNTS:
-        compare(trained(recorded, counts, "cuda"), trained(plain, counts, "cuda"), 2e-4)
+        # Products in TF32, which a GPU chooses by shape, have an error of 1e-3.
+        compare(trained(recorded, counts, "cuda"), trained(plain, counts, "cuda"), 2e-3)
     assert sum(one is not None for one in recorded._graphs._found.values()) == 3
     assert not recorded._graphs._fails
 
