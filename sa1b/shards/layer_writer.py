@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.console import command
-from sa1b.errors import LockedError, UsageError
+from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.shards.documents import LAYER_FORMAT, SEAL, LayerInfo, check_layer, seal_of
 from sa1b.shards.layer import (
     COLUMNS,
@@ -130,6 +130,8 @@ def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[Lay
                 yield LayerWriter(store, name, folder, file)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it has the files of a layer
+                folder.parent.rmdir()
 
 
 def drop(store: Store, name: str) -> None:
@@ -141,9 +143,11 @@ def drop(store: Store, name: str) -> None:
         raise UsageError(
             f"{name}: {store.root} has no layer of this name; `{command('layer')} list` prints them"
         )
-    for other, complete in layer_names(store).items():
-        if complete and (above := read_info(store.reader, other).parent) and above.name == name:
-            raise UsageError(f"{name}: the layer {other} builds on it; drop {other} first")
+    for other, is_complete in layer_names(store).items():
+        with contextlib.suppress(ManifestError):  # a damaged layer is none to read
+            above = read_info(store.reader, other).parent if is_complete else None
+            if above is not None and above.name == name:
+                raise UsageError(f"{name}: the layer {other} builds on it; drop {other} first")
     with _claimed(store, name):
         _remove(store, name)
 

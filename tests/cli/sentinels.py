@@ -37,6 +37,7 @@ FOLDERS = ("user", "user/thesis/data", "user/.hidden", "user/empty-but-for-this"
 LOOKALIKES = (
     *("out/tasks/my.expected", "out/quarantine/sa_000000/notes.txt", "out/quarantine/mine/1.jpg"),
     *("out/samples.bin", "out/samples-old.bin", "out/sa1b-notes.tar", "out/views/notes.txt"),
+    *("out/layers/a/notes.txt", "out/layers/mine/masks.bin"),
     *(
         "out/.partial/keep.txt",
         "user/.partial/staging-mine/data",
@@ -109,6 +110,10 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "view": (["--held-out", "20%"], {"ROOT": (PATH, "out"), "--name": (NAME, "a"), "--out": (PATH, None)}),
     "view --missing skip": ([], {"ROOT": (PATH, "out"), "--ids": (PATH, "tars/ids.txt"), "--name": (NAME, "a"), "--out": (PATH, None)}),
     "locate": ([], {"ROOT": (PATH, "out"), "--ids": (PATH, "tars/ids.txt"), "--links": (PATH, None)}),
+    "layer add": ([], {"ROOT": (PATH, "out"), "FILE": (PATH, "tars"), "--name": (NAME, "a"), "--on": (NAME, None)}),
+    "layer add --overwrite": ([], {"ROOT": (PATH, "out"), "FILE": (PATH, "tars"), "--name": (NAME, "a")}),
+    "layer drop": ([], {"ROOT": (PATH, "out"), "NAME": (NAME, "a")}),
+    "layer verify": ([], {"ROOT": (PATH, "out"), "NAME": (NAME, "a")}),
     "query": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--parquet": (PATH, None)}),
     "query --overwrite": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--as-view": (NAME, "q"), "--out": (PATH, None)}),
     "bench": (["--seconds", "0.1"], {"ROOT": (PATH, "out"), "--view": (NAME, None), "--cache": (PATH, None)}),

@@ -1,0 +1,1 @@
+"""Layers of masks beside the shards of a dataset directory: made from files, listed, verified, removed."""

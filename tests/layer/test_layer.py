@@ -1,0 +1,257 @@
+"""`sa1b layer`: layers from files of a user, their list, their verification and their removal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pycocotools import mask as coco_mask
+
+import sa1b
+from sa1b.programs.layer.add import make_change
+from tests.cli.verb import called
+from tests.shards import tiny
+from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
+
+__all__ = ["made", "root"]
+layer = called("layer")
+
+
+def masks_of(root: Path, image_id: int, *layers: str) -> list[int]:
+    return sa1b.open(root, layers=layers).by_id(image_id).annotations.mask_id.tolist()
+
+
+def folder_of(path: Path, *documents: Any) -> Path:
+    path.mkdir(parents=True)
+    for one in documents:
+        (path / f"sa_{one['image']['image_id']}.json").write_bytes(tiny.encode(one))
+    return path
+
+
+def coco(*documents: Any, **others: Any) -> dict[str, Any]:
+    images = [{"id": one["image"]["image_id"], **one["image"]} for one in documents]
+    annotations = [
+        {"id": mask["id"], "image_id": one["image"]["image_id"], "category_id": 3, **mask}
+        for one in documents
+        for mask in one["annotations"]
+    ]
+    return {"images": images, "annotations": annotations, "categories": [{"id": 3, "name": "cat"}], **others}
+
+
+def summary(*arguments: object, code: int = 0) -> Any:
+    done = layer(*arguments, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_annotation_files_in_a_folder_or_a_tar_are_added(root: Path, tmp_path: Path) -> None:
+    new = [tiny.document(image_id, 7) for image_id in (4, 2)]
+    for one in new:
+        for i, mask in enumerate(one["annotations"]):
+            mask["id"] = i
+    folder = folder_of(tmp_path / "masks", *new)
+    tar = tiny.write_tar(
+        tmp_path / "masks.tar", [(f"sa_{one['image']['image_id']}.json", tiny.encode(one)) for one in new]
+    )
+    single = folder / "sa_2.json"
+    first = summary("add", root, folder, "--name", "folder")
+    assert (first["images"], first["added"], first["replaced"], first["hidden"]) == (2, 6, 0, 0)
+    assert summary("add", root, tar, "--name", "tar")["digest"] == first["digest"]
+    assert summary("add", root, single, "--name", "single")["images"] == 1
+    for name in ("folder", "tar", "single"):
+        assert masks_of(root, 2, name) == [*mask_ids(2), 0, 1, 2]
+        assert masks_of(root, 3, name) == mask_ids(3)
+    stored = sa1b.open(root, layers=["folder"]).by_id(4).annotations.to_json()
+    assert stored["annotations"][3:] == new[0]["annotations"]
+    document = json.loads((root / "layers/folder/layer.json").read_text())
+    assert document["provenance"]["settings"] == {"existing": "keep", "image_ids": "keep"}
+    (source,) = document["provenance"]["sources"]
+    assert (source["name"], source["kind"], len(source["sha256"])) == ("masks", "folder", 64)
+
+
+def test_the_output_of_annotate_gives_the_digest_of_the_weights(root: Path, tmp_path: Path) -> None:
+    folder_of(tmp_path / "labelled" / "labelled-0000", tiny.document(2, 7))
+    settings = {"format": "sa1b-annotate-1", "weights": "run", "weights_sha256": "5" * 64}
+    (tmp_path / "labelled" / "annotate.json").write_text(json.dumps(settings))
+    (tmp_path / "labelled" / "annotate.jsonl").write_text("")
+    summary("add", root, tmp_path / "labelled", "--name", "round2")
+    provenance = json.loads((root / "layers/round2/layer.json").read_text())["provenance"]
+    assert provenance["weights_sha256"] == ["5" * 64]
+    assert provenance["sources"][0]["annotate"] == settings
+
+
+def test_a_coco_file_needs_no_images_and_keeps_its_categories(root: Path, tmp_path: Path) -> None:
+    one = tiny.document(2, 7)
+    path = tmp_path / "masks.json"
+    path.write_text(json.dumps(coco(one)))
+    found = summary("add", root, path, "--name", "round2")
+    assert (found["added"], found["renumbered"]) == (3, 3)
+    annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
+    ids = mask_ids(2)
+    assert annotations.mask_id.tolist() == [*ids, *(ids[-1] + 1 + i for i in range(3))]
+    assert annotations.column("category").tolist() == ["", "", "", "cat", "cat", "cat"]
+    assert [mask["id"] for mask in annotations.to_json()["annotations"]] == annotations.mask_id.tolist()
+    wanted = parsed(one).runs()
+    assert np.array_equal(annotations.runs([3, 4, 5]).runs, wanted.runs)
+
+
+def test_ids_of_coco_images_come_from_names_or_hashes(root: Path, tmp_path: Path) -> None:
+    file = coco(tiny.document(2, 7))
+    file["images"][0] |= {"id": "a", "file_name": "images/sa_2.jpg"}
+    for one in file["annotations"]:
+        one["image_id"] = "a"
+    path = tmp_path / "masks.json"
+    path.write_text(json.dumps(file))
+    done = layer("add", root, path, "--name", "round2")
+    assert done.returncode == 2
+    assert "ids must be integers" in done.stderr
+    assert summary("add", root, path, "--name", "round2", "--image-ids", "name")["added"] == 3
+    done = layer("add", root, path, "--name", "hashed", "--image-ids", "hash")
+    assert "none of its images is in" in done.stderr
+    assert not (root / "layers/hashed").exists()
+
+
+def test_results_in_coco_format_are_added_by_image_id(root: Path, tmp_path: Path) -> None:
+    size = list(tiny.SIZE)
+    pixels = np.zeros(tiny.SIZE, np.uint8, order="F")
+    pixels[10:20, 5:9] = 1
+    text = coco_mask.encode(pixels)["counts"].decode()
+    entries = [
+        {"image_id": 2, "category_id": 1, "segmentation": {"size": size, "counts": text}, "score": 0.75},
+        {"image_id": 2, "category_id": 1, "segmentation": {"size": [5, 5], "counts": text}, "score": 0.5},
+        {"image_id": "x", "segmentation": {"size": size, "counts": text}},
+    ]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(entries))
+    found = summary("add", root, path, "--name", "round2", code=3)
+    assert found["refused"] == {"image_unlisted": 1, "mask_size": 1}
+    annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
+    assert (annotations.runs([3]).runs.sum(), annotations.predicted_iou[3]) == (48 * 64, 0.75)
+    assert annotations.area[3] == 40
+
+
+@pytest.mark.parametrize("existing", ["keep", "replace", "hide"])
+def test_existing_masks_are_kept_replaced_or_hidden(root: Path, tmp_path: Path, existing: str) -> None:
+    ids = mask_ids(2)
+    one = tiny.document(2, 7)
+    for mask, mask_id in zip(one["annotations"], (ids[2], 40, 41), strict=True):
+        mask["id"] = mask_id
+    folder = folder_of(tmp_path / "masks", one)
+    found = summary("add", root, folder, "--name", "round2", "--existing", existing)
+    if existing == "keep":
+        assert masks_of(root, 2, "round2") == [*ids, ids[2] + 1, 40, 41]
+    elif existing == "replace":
+        assert masks_of(root, 2, "round2") == [*ids, 40, 41]
+    else:
+        assert masks_of(root, 2, "round2") == [ids[2], 40, 41]
+    annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
+    place = {"keep": 3, "replace": 2, "hide": 0}[existing]
+    assert np.array_equal(annotations.runs([place]).runs, parsed(one).runs([0]).runs)
+    assert found["replaced"] == (existing != "keep")
+    assert found["hidden"] == 2 * (existing == "hide")
+    assert layer("verify", root, "round2").returncode == 0
+
+
+def test_ids_that_occur_twice_or_are_none_replace_nothing() -> None:
+    base, own = tiny.document(2, masks=4), tiny.document(2, 7, masks=4)
+    for document, ids in ((base, (5, 5, -1, 8)), (own, (5, -1, 8, 8))):
+        for mask, mask_id in zip(document["annotations"], ids, strict=True):
+            mask["id"] = mask_id
+    found, renumbered = make_change(parsed(base), parsed(own), "replace")
+    assert not found.replaces.any()
+    assert (found.masks.mask_id.tolist(), renumbered) == ([9, -1, 10, 11], 3)
+    found, _ = make_change(parsed(base), parsed(own), "hide")
+    assert found.hidden.tolist() == [-1, 5, 8]
+    assert found.apply(parsed(base)).mask_id.tolist() == [9, -1, 10, 11]
+
+
+def test_what_has_no_partner_is_counted_and_named_shortly(root: Path, tmp_path: Path) -> None:
+    others = []
+    for image_id in range(1001, 2001):
+        one = tiny.document(2, 7, masks=1)
+        one["image"] |= {"image_id": image_id, "file_name": f"sa_{image_id}.jpg"}
+        others.append(one)
+    path = tmp_path / "masks.json"
+    path.write_text(json.dumps(coco(*others, tiny.document(2, 7))))
+    done = layer("add", root, path, path, "--name", "round2")
+    assert done.returncode == 3
+    assert f"2,000 images not in {root}: 1001, 1001, 1002, 1002, 1003 and 1,995 more\n" in done.stdout
+    assert "1 image a second time, left out: 2\n" in done.stdout
+    assert len(done.stdout) < 1000
+    found = summary("add", root, path, "--name", "round2", "--overwrite", code=3)
+    assert found["missing"] == list(range(1001, 2001))
+
+
+def test_masks_of_another_size_are_refused(root: Path, tmp_path: Path) -> None:
+    one = tiny.document(2, 7, size=(30, 40))
+    for path in (folder_of(tmp_path / "masks", one), tmp_path / "masks.json"):
+        if path.suffix:
+            path.write_text(json.dumps(coco(one)))
+        done = layer("add", root, path, "--name", "round2")
+        assert done.returncode == 2
+        assert "masks of 40 x 30 pixels, the image has 64 x 48" in done.stderr
+    assert layer("list", root).stdout == f"{root}: no layers\n"
+
+
+def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None:
+    write(root, "first", two(2))
+    write(root, "second", change(2, [9], [False], []), on="first")
+    write(root, "damaged", two(2))
+    path = root / "layers/damaged/layer.json"
+    path.write_text(path.read_text().replace("test", "tost"))
+    (root / "layers/unfinished").mkdir()
+    found = summary("list", root)
+    assert [(one["name"], one["parent"]) for one in found["layers"]] == [("first", None), ("second", "first")]
+    assert found["unfinished"] == ["unfinished"]
+    assert [*found["damaged"]] == ["damaged"]
+    text = layer("list", root).stdout
+    assert "unfinished unfinished: its command was stopped" in text
+    assert "layers/damaged/layer.json: damaged" in text
+    layer("drop", root, "second", "first", "unfinished")
+    assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
+
+
+@pytest.fixture
+def checked(root: Path) -> Path:
+    write(root, "round2", *map(two, IDS))
+    assert layer("verify", root, "round2").stdout == "layer round2: 6 images verified, intact\n"
+    return root
+
+
+@pytest.mark.parametrize("file", ["masks.bin", "index.parquet", "layer.json"])
+def test_verify_names_a_damaged_file(checked: Path, file: str) -> None:
+    path = checked / "layers/round2" / file
+    data = path.read_bytes()
+    path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    done = layer("verify", checked, "round2")
+    assert done.returncode == 1
+    assert f"layers/round2/{file}: " in done.stdout
+
+
+def test_verify_finds_masks_that_do_not_exist_and_images_that_left(root: Path) -> None:
+    write(root, "round2", change(2, [77], [True], []), change(3, [], [], [78]), two(4))
+    found = summary("verify", root, "round2", code=1)
+    assert found["images"] == 1
+    assert [problem.rpartition(": the image has no mask ")[2][:2] for problem in found["problems"]] == [
+        "77",
+        "78",
+    ]
+    assert layer("verify", root, "round3").returncode == 1
+
+
+def test_flags_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+    for words, message in (
+        (("add", root, tmp_path), "--name: missing"),
+        (("add", root, "--name", "a"), "--name a: no FILE"),
+        (("add", root, tmp_path / "none", "--name", "a"), "no such file or folder"),
+        (("add", root, tmp_path, "--name", "../a"), "must be at most 64 letters"),
+        (("add", root, tmp_path, "--name", "a", "--on", "b"), "no such layer"),
+        (("drop", root), "drop: no NAME"),
+        (("drop", root, "a"), "has no layer of this name"),
+        (("list", root, "a"), "list takes no names"),
+        (("list", root, "--name", "a"), "list: takes no flag but"),
+    ):
+        done = layer(*words)
+        assert done.returncode == 2
+        assert message in done.stderr
