@@ -1,7 +1,9 @@
 """Pairs of an image and its annotation file from members in any order; other members are refused."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy.typing as npt
 from sa1b.names import member_name, parse_member_path, source_name
 from sa1b.sources.tar_stream import HARD_LINK, OVERSIZED, UNREADABLE, Damage, Member
 
+_NAMES = "not of the form sa_<id>.jpg or sa_<id>.json, and no neighbours with an image id in their JSON"
 _REASONS = {OVERSIZED: "member_oversized", UNREADABLE: "member_unreadable"}
 
 
@@ -73,12 +76,19 @@ class Spill:
 
 
 def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPair | Refusal | Damage]:
-    """Yield pairs as they complete and other items as they arrive; members without a partner come last."""
+    """Yield pairs as they complete and other items as they arrive; members without a partner come last.
+
+    Members of other names than sa_<id>, such as 000017.jpg and 000017.json of a webdataset, are a pair if one
+    follows the other and the JSON file has an image id.
+    """
     # The first member of a pair is kept in the spill until its partner comes. Folders are skipped.
     waiting: dict[int, tuple[str, Member]] = {}  # image id -> ending and header of the first member
     done: set[int] = set()
-    damaged = False
+    damaged, neighbour = False, None  # of another name, whose partner must be the next member
     for item in items:
+        if neighbour is not None and (isinstance(item, Damage) or _key(item) != _key(neighbour)):
+            yield Refusal("unexpected_name", _NAMES, neighbour)
+            neighbour = None
         if isinstance(item, Damage):
             damaged = True
             yield item
@@ -92,7 +102,20 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             continue
         named = parse_member_path(item.name)
         if named is None or named.ending == "masks":
-            yield Refusal("unexpected_name", "not of the form sa_<id>.jpg or sa_<id>.json", item)
+            if neighbour is None and _key(item):
+                neighbour = item
+                continue
+            found = None if neighbour is None else _named_by_json(neighbour, item)
+            if found is not None and found.image_id not in done and found.image_id not in waiting:
+                done.add(found.image_id)
+                yield found
+            else:
+                reason = "unexpected_name" if found is None else "duplicate"
+                message = _NAMES if found is None else f"a second pair of image {found.image_id}"
+                for member in (neighbour, item):
+                    if member is not None:
+                        yield Refusal(reason, message, member)
+            neighbour = None
             continue
         image_id, ending = named
         first = waiting.get(image_id)
@@ -105,6 +128,8 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             done.add(image_id)
             other = _take(image_id, *waiting.pop(image_id), spill)
             yield MemberPair(image_id, item, other) if ending == "jpg" else MemberPair(image_id, other, item)
+    if neighbour is not None:
+        yield Refusal("unexpected_name", _NAMES, neighbour)
     for image_id in sorted(waiting):
         ending, first_member = waiting.pop(image_id)
         other_ending = "json" if ending == "jpg" else "jpg"
@@ -112,6 +137,26 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
         reason = f"{ending}_partner_lost" if damaged else f"{ending}_unpaired"
         message = f"no .{other_ending} of image {image_id} in the source"
         yield Refusal(reason, message, _take(image_id, ending, first_member, spill))
+
+
+def _key(member: Member) -> str:
+    """What the two members of a pair of another name than sa_<id> have in common; "" for other members."""
+    stem, _, ending = member.name.rpartition(".")
+    whole = member.kind == "file" and not member.reason and parse_member_path(member.name) is None
+    return stem if whole and ending.lower() in ("jpg", "jpeg", "json") else ""
+
+
+def _named_by_json(*members: Member) -> MemberPair | None:
+    """The pair of two neighbours with the image id of their JSON file; None if they are no pair."""
+    texts = [one for one in members if one.name.lower().endswith(".json")]
+    images = [one for one in members if one not in texts]
+    if not texts or not images:
+        return None
+    with suppress(ValueError, TypeError, KeyError):
+        image_id = json.loads(texts[0].data)["image"]["image_id"]
+        if type(image_id) is int and 0 <= image_id < 2**63:
+            return MemberPair(image_id, images[0], texts[0])
+    return None
 
 
 def _why_no_file(member: Member) -> str:

@@ -163,3 +163,35 @@ def test_a_link_out_of_a_folder_is_refused_and_its_target_is_not_copied(tmp_path
     assert not [
         path for path in (tmp_path / "root").rglob("*") if path.is_file() and b"private" in path.read_bytes()
     ]
+
+
+def renamed(image_id: int, name: str) -> list[tuple[str, bytes]]:
+    """The members of a pair under another name."""
+    return [(f"{name}.jpg", pair(image_id)[0]), (f"{name}.json", pair(image_id)[1])]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["jpg first", "json first"])
+def test_neighbours_of_another_name_are_a_pair_by_the_id_in_their_json(ingest, turned):
+    others = [
+        member
+        for number, one in enumerate(GOOD)
+        for member in renamed(one, f"{number:06d}")[:: 1 - 2 * turned]
+    ]
+    outcome = ingest([*others, *pairs([BAD])])
+    assert sorted(outcome.samples) == sorted([*GOOD, BAD])
+    assert outcome.samples[GOOD[0]] == (pair(GOOD[0])[0], json.loads(pair(GOOD[0])[1]))
+    assert outcome.refused == []
+
+
+def test_other_names_that_are_no_neighbours_or_have_no_id_are_refused(ingest):
+    image, text = renamed(BAD, "000007")
+    nothing = [("000008.jpg", pair(BAD)[0]), ("000008.json", b'{"caption": "a cat"}')]
+    again = renamed(GOOD[0], "000009")
+    other = ("000010.jpg", pair(BAD)[0])
+    outcome = ingest([image, *pairs(GOOD), text, *nothing, *again, other, other])
+    assert sorted(outcome.samples) == sorted(GOOD)
+    assert [(line["reason"], line["name"]) for line in outcome.refused] == [
+        *(("unexpected_name", name) for name in ("000007.jpg", "000007.json", "000008.jpg", "000008.json")),
+        *(("duplicate", name) for name in ("000009.jpg", "000009.json")),
+        *(("unexpected_name", name) for name in ("000010.jpg", "000010.jpg")),
+    ]
