@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tyro
+
 from sa1b.arguments import Range, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.errors import UsageError
@@ -39,6 +41,7 @@ class DataConfig:
     Attributes:
         root: Folder that `sa1b reshard` made, or its URL (s3://...).
         view: Name, digest or path of the view to train on (made by `sa1b view`); by default all images.
+        layers: Layers of masks that training reads with the shards, in this order (made by `sa1b layer add`).
         global_batch: Images of a step over all ranks.
         micro_batch: Images that a rank computes at a time; by default its complete share of a step. A smaller
             value takes less memory and does not change the step.
@@ -72,6 +75,7 @@ class DataConfig:
 
     root: str = ""
     view: str | None = None
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
     global_batch: Annotated[int, Range(1)] = 256
     micro_batch: Annotated[int | None, Range(1)] = None
     masks: Annotated[int, Range(0)] = 64

@@ -41,6 +41,7 @@ def held_out_feed(
     # --data.micro-batch would change the scores.
     settings = replace(
         data,
+        layers=config.layers,
         masks=config.masks,
         strategy="uniform",
         global_batch=rank_info.world_size,

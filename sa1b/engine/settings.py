@@ -260,6 +260,8 @@ class EvaluationConfig:
     Attributes:
         view: View to evaluate on (`sa1b view ROOT --held-out ... --split held-out`); it must share no image
             with the training view.
+        layers: Layers of masks that evaluations read with the shards; by default none, also where training
+            reads some, so that scores of runs with different layers can be compared.
         every: Steps between evaluations; there is also one at the end. 0: only the one at the end.
         protocol: uniform: clicks at uniform random pixels, IoU at the resolution of the losses, for curves.
             sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
@@ -274,6 +276,7 @@ class EvaluationConfig:
     """
 
     view: str | None = None
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
     every: Annotated[int, Range(0)] = 0
     protocol: Literal["uniform", "sam"] = "uniform"
     masks: Annotated[int, Range(1)] = 16

@@ -30,6 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
 from sa1b.errors import UsageError
 from sa1b.shards.dataset import Dataset, check_cache, check_images
+from sa1b.shards.layer import check_layers
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
@@ -85,6 +86,8 @@ class Stream(IterableDataset[Batch]):
         cache: folder on a local disk that caches the data read from the URL; later epochs read it from there,
             with the same samples. See sa1b.storage.range_cache.
         cache_bytes: limit of the cache for this dataset directory, in bytes; required with `cache`.
+        layers: names of layers (`sa1b layer add`): masks are chosen from those of the shards with the changes
+            of these layers, in this order; see docs/layers.md.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
             are in `batch.extra["caption"]`; see sa1b.stream.columns.
         text: a table of texts, `sa1b.Text(...)` or its path, for `batch.texts`; see sa1b.stream.text.
@@ -94,7 +97,7 @@ class Stream(IterableDataset[Batch]):
     Raises:
         ValueError: an argument is invalid; the message names it.
         TypeError: an argument is unknown.
-        sa1b.shards.ManifestError: root contains no dataset.
+        sa1b.shards.ManifestError: root contains no dataset, or a layer is missing, damaged or of other masks.
         sa1b.storage.errors.StorageError: the URL cannot be read.
         ColumnError: a table cannot be joined.
     """
@@ -119,6 +122,7 @@ class Stream(IterableDataset[Batch]):
         storage_options: Mapping[str, Any] | None = None,
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
+        layers: Sequence[str] = (),
         join: Mapping[str, Any] | None = None,
         text: Any = None,
         **options: Any,
@@ -155,6 +159,7 @@ class Stream(IterableDataset[Batch]):
                 'join={"caption": "captions.parquet"}'
             )
         check_cache(cache, cache_bytes, is_open=isinstance(root, Dataset))
+        layers = check_layers(layers, is_open=isinstance(root, Dataset))
         found_rank, found_size = process_rank()
         self.rank = found_rank if rank is None else whole_number("rank", rank)
         self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
@@ -187,7 +192,12 @@ class Stream(IterableDataset[Batch]):
             self.dataset = root
         else:
             self.dataset = Dataset(
-                root, deadline=deadline, storage_options=storage_options, cache=cache, cache_bytes=cache_bytes
+                root,
+                deadline=deadline,
+                storage_options=storage_options,
+                cache=cache,
+                cache_bytes=cache_bytes,
+                layers=layers,
             )
             if self.dataset.lacks():
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
@@ -344,7 +354,8 @@ class Stream(IterableDataset[Batch]):
                 next iteration begins, so the rest of an unfinished epoch is skipped.
         """
         condition = self.view.masks_where
-        return {
+        layers = [[layer.info.name, layer.info.digest] for layer in self.dataset.layers]
+        return ({"layers": layers} if layers else {}) | {
             "position": self.position if batch is None else batch.position,
             "seed": self.seed,
             "ids_sha256": self.view.ids_digest,
@@ -365,7 +376,7 @@ class Stream(IterableDataset[Batch]):
 
         Raises:
             ResumeError: the state has another sequence: the images, the condition on masks, the seed, the
-                order or the block size differ.
+                order or the block size differ; or it has other layers.
         """
         own = self.state_dict()
         grown = self.view.digest == self.dataset.table.ids_digest

@@ -32,6 +32,7 @@ from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import TextColumn
 from sa1b.stream.transform import Frame
+from sa1b.views.predicate import ORIGIN_FIELDS
 from sa1b.views.view import View
 
 MAX_SUBSTITUTES = 100
@@ -66,7 +67,13 @@ class SampleSource:
     def submit(self, piece: MicroBatch) -> "PendingBatch":
         """Start reading all samples of a micro-batch concurrently."""
         rows, valid = self.rows(piece)
-        return PendingBatch(self, piece, rows, valid, self.dataset.submit(rows))
+        return PendingBatch(self, piece, rows, valid, self.read(rows))
+
+    def read(self, rows: list[int]) -> list[PendingRead]:
+        """Start reading samples. Texts of layers are joined only if the condition on masks reads them."""
+        condition = self.view.masks_where
+        reads_text = condition is not None and not condition.fields.isdisjoint(ORIGIN_FIELDS)
+        return self.dataset.submit(rows, text=reads_text)
 
     def record_damage(self, row: int, position: int, error: Exception) -> None:
         table = self.dataset.table
@@ -229,7 +236,7 @@ class PendingBatch:
         if attempt + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
         self.rows[i] = row = int(source.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
-        (read,) = source.dataset.submit([row])
+        (read,) = source.read([row])
         return self._pick(i, attempt + 1, row, read)
 
     def note(self, error: Exception, i: int) -> None:

@@ -172,6 +172,14 @@ def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, 
     """
     if not isinstance(state, Mapping):
         raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
+    saved, now = state.get("layers", []), own.get("layers", [])
+    if saved != now:
+        raise ResumeError(
+            f"saved state with {_layers(saved)}, this stream has {_layers(now)}: the masks differ; pass the "
+            "layers that the state was saved with, or begin again from its weights",
+            "layers",
+        )
+    own = {name: value for name, value in own.items() if name != "layers"}
     if missing := own.keys() - state.keys():
         raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
@@ -222,6 +230,14 @@ def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown
         f"{remedy}",
         argument,
     )
+
+
+def _layers(layers: Any) -> str:
+    """Names and digests of layers; anything may stand in a state."""
+    try:
+        return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
+    except (TypeError, ValueError):
+        return f"layers {reprlib.repr(layers)}"
 
 
 def _condition(text: Any) -> str:

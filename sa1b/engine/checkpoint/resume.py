@@ -10,7 +10,8 @@ from sa1b.storage.store import Store
 
 Settings = Mapping[str, Any]  # result of `Config.document`
 
-_SEQUENCE = ("seed", "data.view", "data.block_size")  # the settings that determine the sequence of images
+# The settings that determine the sequence of images and their masks.
+_SEQUENCE = ("seed", "data.view", "data.layers", "data.block_size")
 _OF_TRAINING = (
     *("data.global_batch", "data.target_size", "data.masks", "data.strategy", "data.flip", "data.min_pixels"),
     *("data.text", "data.text_column", "data.text_key", "data.text_tokens", "data.text_width"),

@@ -63,6 +63,7 @@ class Feed:
                 storage_options=_options(config),
                 cache=config.cache,
                 cache_bytes=config.cache_bytes,
+                layers=config.layers,
                 image_size=image_size,
                 masks=config.masks,
                 strategy=config.strategy,
@@ -76,9 +77,11 @@ class Feed:
         except ValueError as error:
             raise with_flags(error) from None
         except (ManifestError, MissingError) as error:
-            flag = "--data.view" if view is None else "--evaluation.view"
+            part = "--data" if view is None else "--evaluation"
+            flag = f"{part}.view" if self._opens(config, config.layers) else f"{part}.layers"
             raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
-        if config.masks and not self.stream.dataset.manifest["totals"]["masks"]:
+        dataset = self.stream.dataset
+        if config.masks and not (dataset.manifest["totals"]["masks"] or dataset.layers):
             raise UsageError(
                 f"--data.root {config.root}: has no masks, and this model learns masks; label images with "
                 "`sa1b annotate`, or train a model that reads none (--data.masks 0)"
@@ -104,10 +107,11 @@ class Feed:
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
     @staticmethod
-    def _opens(config: DataConfig) -> bool:
+    def _opens(config: DataConfig, layers: tuple[str, ...] = ()) -> bool:
         """Whether the dataset opens without the view. If it does, an error was caused by the view."""
+        options = _options(config)
         try:
-            Dataset(config.root, deadline=config.deadline, storage_options=_options(config))
+            Dataset(config.root, deadline=config.deadline, storage_options=options, layers=layers)
         except Sa1bError:
             return False
         return True
