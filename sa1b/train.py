@@ -38,7 +38,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.buffers import Buffers
 from sa1b.engine.step.gradients import clear, micro_batch, reduction_of, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
-from sa1b.engine.step.run import PLANNER, STEP_MEMORY, Run, fitted, watched
+from sa1b.engine.step.run import PLANNER, Run, fitted, watched
 from sa1b.engine.watch.failure import (
     exit_at_once,
     explain,
@@ -145,8 +145,6 @@ def _run(config: Config) -> int:
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
     connection.apply()
-    if not (gpus or config.dry_run or config.evaluate_only) and (check := STEP_MEMORY.find()):
-        check(config, process_rank()[1])
     rank_info = start(config.parallel)
     config = settings.agree(config.resolved(), rank_info)
     if config.dry_run:

@@ -195,10 +195,7 @@ def write_view(
         overwrite: move `name` from another view to this view; replace a file `out`.
     """
     if len(rows) == 0:
-        raise UsageError(
-            f"view of {root}: no image is left; relax the conditions, or pass a larger part of few images: "
-            "parts are chosen by hashes of ids"
-        )
+        raise UsageError(f"view of {root}: no image is left; relax the conditions, or take a larger part")
     if name is not None:
         check_name(name)
     ids = np.ascontiguousarray(table.image_id[rows], "<u8")

@@ -66,7 +66,7 @@ def test_json(root):
         (["--ids", "."], "--ids .: is a folder; pass a file of image ids"),
         (
             ["--images-where", "masks > 1000"],
-            "no image is left; relax the conditions, or pass a larger",
+            "no image is left; relax the conditions, or take a larger part",
         ),
     ],
 )

@@ -19,10 +19,10 @@ from tests.train.command import FLAGS, losses, start
 from tests.train.without import TECHNIQUES
 
 
-def test_every_technique_has_one_place() -> None:
+def test_every_technique_has_its_place() -> None:
     named = [*parallel.MODES.values(), *vars(parallel).values(), *vars(run).values()]
     places = {one for one in named if isinstance(one, Place)}
-    assert sorted(one.module for one in places) == sorted(f"sa1b.engine.{name}" for name in TECHNIQUES)
+    assert {one.module for one in places} == {f"sa1b.engine.{name}" for name in TECHNIQUES}
     for place in (*places, checkpoints.BUCKET):
         assert place.load() is not None, place
     assert train.PLANNER is run.PLANNER

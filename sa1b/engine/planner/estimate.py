@@ -1,10 +1,8 @@
 """Estimates for --dry-run: operations, memory and time of a step; and the memory of a step on a CPU."""
 
-import os
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sa1b.console import counted, rounded
@@ -83,44 +81,45 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
         f"peak memory   {rounded(memory.peak / 1e9)} GB a rank for tensors, measured on tensors without "
         f"contents: {listed}{hosted}"
     )
-    if rank_info.device.type == "cpu" and (why := _excess(config, memory)):
+    if _on_cpu(config, rank_info) and (why := _excess(config, memory)):
         print(f"refused       {why}")
 
 
-def check_memory(config: Config, world_size: int) -> None:
-    """Refuse a step on CPUs that takes more memory than is free: Linux would kill the run without a message.
-    A large step is measured, by one rank of a machine; others fit. UsageError: needed and available bytes.
+def check_memory(config: Config, module: nn.Module, rank_info: RankInfo) -> None:
+    """Refuse a step of one process on a CPU that takes more memory than is free: Linux would end the run
+    without a message. A large step is measured; others fit. UsageError: needed and available bytes.
     """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not first or dist.is_initialized() or not mode_of(config.parallel).divides_steps:
-        return
-    with torch.device("meta"):
-        model = declared(build(config, None))
-    images = config.micro_batches(world_size)[0]
-    if model.flops(images, images * config.data.masks) < _MEASURED:
+    images = config.data.micro_batch or config.data.global_batch
+    if (
+        not _on_cpu(config, rank_info)
+        or declared(module).flops(images, images * config.data.masks) < _MEASURED
+    ):
         return
     try:
-        why = _excess(config, measure(config, world_size))
+        why = _excess(config, measure(config, 1))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return  # it cannot be measured
     if why:
         raise UsageError(why)
 
 
+def _on_cpu(config: Config, rank_info: RankInfo) -> bool:
+    return rank_info.device.type == "cpu" and config.parallel.mode == "none"
+
+
 def _excess(config: Config, memory: StepMemory) -> str:
-    """Why a step does not fit the free memory of this machine; empty if it fits."""
-    ranks, data = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), config.data
-    free = available_memory() / ranks
+    """Why a step of one process does not fit the free memory; empty if it fits."""
+    free, data = available_memory(), config.data
     if memory.peak <= free:
         return ""
-    images = config.micro_batches(int(os.environ.get("WORLD_SIZE", "1")))[0]
+    images = config.micro_batches(1)[0]
     each = (memory.batches + memory.activations) / images
     fitting = int((free - memory.peak) / each + images)  # images of a micro-batch
-    flag, value = ("global", data.global_batch) if data.micro_batch is None else ("micro", data.micro_batch)
+    flag = "--data.global-batch" if data.micro_batch is None else "--data.micro-batch"
     smaller = f"--data.micro-batch {1 << fitting.bit_length() - 1}" if fitting > 0 else "a smaller model"
     return (
-        f"--data.{flag}-batch {value}: a micro-batch of {images:,} images needs {memory.peak:,} bytes "
-        f"of memory on a rank, and {free:,.0f} are available; pass {smaller}, or train on a GPU"
+        f"{flag} {data.micro_batch or data.global_batch}: a micro-batch of {images:,} images needs "
+        f"{memory.peak:,} bytes, and {free:,.0f} are available; pass {smaller}, or train on a GPU"
     )
 
 

@@ -59,7 +59,9 @@ WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases],
 PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
     "sa1b.engine.planner:dry_run", "--dry-run"
 )
-STEP_MEMORY: Place[Callable[[Config, int], None]] = Place("sa1b.engine.planner:check_memory", "--dry-run")
+STEP_MEMORY: Place[Callable[[Config, nn.Module, RankInfo], None]] = Place(
+    "sa1b.engine.planner:check_memory", "--dry-run"
+)
 
 
 class TrainStep:
@@ -116,6 +118,8 @@ class Run:
         )
         phases.reading = self.reading
         module = build(config, initial_weights(config))
+        if (check := STEP_MEMORY.find()) is not None:
+            check(config, module, rank_info)
         self.train_step = step = TrainStep(module, config, rank_info)
         if remote is None:
             check_shared_folder(config.folder, rank_info, config.data.deadline)
