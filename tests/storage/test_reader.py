@@ -352,7 +352,11 @@ def test_a_disk_that_never_answers_is_unavailable_after_the_deadline(
             ends.wait()
         return original(*given)
 
+    def not_in_memory(*_: Any) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
     monkeypatch.setattr(os, call, blocking)
+    monkeypatch.setattr(os, "preadv", not_in_memory)
     with Reader(store.folder / "data", deadline=0.2) as reader:
         reason = (
             rf"{store.folder}/data/a.bin.*: unavailable: 1 attempts in 0.2 s; last: no answer within 0.2 s "
@@ -365,6 +369,32 @@ def test_a_disk_that_never_answers_is_unavailable_after_the_deadline(
                 reader.submit(Range("a.bin", 3, 10)).result()
         ends.set()
         assert reader.read_range("a.bin", 3, 10) == store.bytes()[3:13]
+
+
+def test_a_range_in_memory_is_read_by_the_calling_thread(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    original, asked = os.pread, []
+
+    def pread(*given: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return original(*given)
+
+    def preadv(descriptor: int, buffers: list[bytearray], place: int, flags: int) -> int:
+        asked.append((len(buffers[0]), place, flags))
+        if len(asked) == 2:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")  # as a mount of NFS
+        return 1
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    with Reader(store.folder / "data") as reader:
+        for _ in range(2):
+            assert reader.read_range("a.bin", 3, 10) == store.bytes()[3:13]
+    assert asked == [(1, 12, 8)] * 2
+    assert [one is threading.current_thread() for one in threads] == [True, False]
 
 
 def test_sizes_and_names_of_a_disk_that_never_answers(
