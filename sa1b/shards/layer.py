@@ -85,30 +85,42 @@ class Change:
             )
         source = np.arange(count + len(own))
         if len(self.hidden) or self.replaces.any():
-            new = np.flatnonzero(self.replaces)
-            order = np.argsort(base.mask_id, kind="stable")
-            at = np.searchsorted(base.mask_id[order], own.mask_id[new])
-            old = order[np.minimum(at, count - 1)] if count else np.zeros(len(new), np.int64)
-            known = base.mask_id[old] == own.mask_id[new] if count else np.zeros(len(new), np.bool_)
-            lost = [*own.mask_id[new[~known]].tolist(), *np.setdiff1d(self.hidden, base.mask_id).tolist()]
-            if lost:
-                raise RecordError(
-                    f"changes of image {own.image_id}: the image has no mask {first_names(lost)}"
-                )
-            source[old] = count + new
-            keep = np.concatenate([~np.isin(base.mask_id, self.hidden), ~self.replaces])
-            source = source[keep]
+            source = self._source(base, source)
         lengths = np.concatenate([base.rle_bytes, own.rle_bytes])
         rle = np.concatenate([base.rle, own.rle])
         if len(source) < len(lengths):
-            ends = np.cumsum(lengths, dtype=np.int64)
-            pieces = [rle[ends[i] - lengths[i] : ends[i]] for i in source.tolist()]
-            rle = np.concatenate(pieces) if pieces else rle[:0]
+            ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            # Neighbours that stay neighbours are copied together.
+            cuts = np.flatnonzero(np.diff(source) != 1) + 1
+            first, last = np.append(0, cuts), np.append(cuts, len(source)) - 1
+            pairs = zip(ends[source[first]].tolist(), ends[source[last] + 1].tolist(), strict=True)
+            rle = np.concatenate([rle[start:stop] for start, stop in pairs]) if len(source) else rle[:0]
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(base, name), getattr(own, name)])[source] for name in _JOINED
         }
         joined = _text(base, own, source.tolist()) if text else None
         return replace(base, rle=rle, rle_bytes=lengths[source], text=joined, **columns)
+
+    def _source(self, base: Annotations, source: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of the masks of image and layer, one after the other, those that are left, in their new order."""
+        own, count, lost = self.masks, len(base), list[int]()
+        new = np.flatnonzero(self.replaces)
+        if len(new) and count:
+            order = np.argsort(base.mask_id, kind="stable")
+            at = np.searchsorted(base.mask_id, own.mask_id[new], sorter=order)
+            old = order[np.minimum(at, count - 1)]
+            lost = own.mask_id[new][base.mask_id[old] != own.mask_id[new]].tolist()
+            source[old] = count + new
+        elif len(new):
+            lost = own.mask_id[new].tolist()
+        keep = np.ones(len(source), np.bool_)
+        keep[count + new] = False
+        if len(self.hidden):
+            keep[:count] = ~np.isin(base.mask_id, self.hidden)
+            lost += np.setdiff1d(self.hidden, base.mask_id).tolist()
+        if lost:
+            raise RecordError(f"changes of image {own.image_id}: the image has no mask {first_names(lost)}")
+        return source[keep]
 
 
 _JOINED = (
