@@ -38,6 +38,7 @@ settings.load_profile("sa1b")
 
 # Files, functions and cases that take over a second or two on a machine with two cores.
 LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
+OF_A_GPU = ("gpu", "cuda_host")
 _SECONDS = 5.0  # of a test that is not among them, after which the last lines of `make test` name it
 
 
@@ -56,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell without job control ignores both in what it starts in the background, and so would commands.
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr not in OF_A_GPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing has asked for the number of GPUs yet
 
 
@@ -65,7 +66,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     Imports take seconds, and a machine with a GPU may lack what other tests than those of `-m gpu` import.
     """
-    if config.option.markexpr == "gpu" and collection_path.match("test_*.py"):
+    if config.option.markexpr in OF_A_GPU and collection_path.match("test_*.py"):
         return "mark.gpu" not in collection_path.read_text() or None
     is_named = collection_path.is_relative_to(config.rootpath) and is_long(
         collection_path.relative_to(config.rootpath).as_posix()

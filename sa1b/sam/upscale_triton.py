@@ -183,14 +183,15 @@ class Upscaling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *_, weights = ctx.saved_tensors
+        saved = ctx.saved_tensors  # a recomputed iteration gives them once
+        x, weights = saved[0], saved[-1]
         (masks, count, length), channels = weights.shape, x.shape[-1]
         of_x = torch.empty_like(x)
         shapes = ((2, channels), (4 * length, channels), (4, length), (count, length))
         sums = [x.new_empty(masks, SPLITS, *shape, dtype=torch.float32) for shape in shapes]
         if gradient.numel():
             upscale_backward[(masks, SPLITS)](
-                *ctx.saved_tensors, gradient.contiguous(), of_x, *sums, x.shape[1] * x.shape[2], ctx.eps,
+                *saved, gradient.contiguous(), of_x, *sums, x.shape[1] * x.shape[2], ctx.eps,
                 channels, length, count, BLOCK, **BACKWARD,
             )  # fmt: skip
         of_norm, of_matrix, of_bias, of_weights = sums
