@@ -160,10 +160,10 @@ def test_ids_that_occur_twice_or_are_none_replace_nothing() -> None:
             mask["id"] = mask_id
     found, renumbered = make_change(parsed(base), parsed(own), "replace")
     assert not found.replaces.any()
-    assert (found.masks.mask_id.tolist(), renumbered) == ([9, -1, 10, 11], 3)
+    assert (found.masks.mask_id.tolist(), renumbered) == ([9, 10, 11, 12], 4)
     found, _ = make_change(parsed(base), parsed(own), "hide")
     assert found.hidden.tolist() == [-1, 5, 8]
-    assert found.apply(parsed(base)).mask_id.tolist() == [9, -1, 10, 11]
+    assert found.apply(parsed(base)).mask_id.tolist() == [9, 10, 11, 12]
 
 
 def test_what_has_no_partner_is_counted_and_named_shortly(root: Path, tmp_path: Path) -> None:

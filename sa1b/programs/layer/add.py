@@ -40,7 +40,7 @@ class AddSummary:
     root: str
     info: LayerInfo | None = None
     unchanged: int = 0  # images whose masks change nothing
-    renumbered: int = 0  # added masks with the id of another mask of the image
+    renumbered: int = 0  # added masks that had no id, or that of another mask of the image
     missing: list[int] = field(default_factory=list)  # ids of images that the directory lacks
     twice: list[int] = field(default_factory=list)  # ids of images that occur again, and were left out
     not_taken: int = 0
@@ -85,7 +85,8 @@ class AddSummary:
         ):
             lines += [f"{counted(count, 'image')} {text}"] if count else []
         if self.renumbered:
-            lines.append(f"{counted(self.renumbered, 'added mask')} with the id of another mask got a new id")
+            some = counted(self.renumbered, "added mask")
+            lines.append(f"{some} got a new id, having none or that of another mask of the image")
         lines += [f"left out {reason}: {n:,} ({self.messages[reason]})" for reason, n in self.refused.items()]
         if self.not_taken:
             lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor an annotation file")
@@ -202,7 +203,8 @@ def make_change(base: Annotations, own: Annotations, existing: Existing) -> tupl
     """The change that the masks `own` of a file make to those of an image, and how many got a new id.
 
     A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
-    mask with the id of another mask gets the next id above all ids. BadSample: there is no such id.
+    mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no
+    such id.
     """
     replaces = np.zeros(len(own), np.bool_)
     if existing != "keep":
@@ -218,11 +220,11 @@ def make_change(base: Annotations, own: Annotations, existing: Existing) -> tupl
     following = max([*taken, *ids, -1]) + 1
     changed: dict[int, int] = {}
     for i in np.flatnonzero(~replaces).tolist():
-        if ids[i] in taken:
+        if ids[i] in taken or ids[i] == -1:
             if following > _LAST_ID:
-                raise BadSample("mask_ids", f"mask id {ids[i]} occurs already, and none above is free")
+                raise BadSample("mask_ids", f"mask id {ids[i]} needs another one above all ids; none is left")
             changed[i], following = following, following + 1
-        elif ids[i] != -1:
+        else:
             taken.add(ids[i])
     return Change(_renumbered(own, changed), replaces, hidden), len(changed)
 
