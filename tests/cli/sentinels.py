@@ -106,7 +106,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "reshard --drop": ([], {"NAME": (NAME, "sa_000001"), "--out": (PATH, "out")}),
     "fetch": ([], {**SOURCES, "--ids": (PATH, "tars/ids.txt"), "--out": (PATH, "new"), "--index": (PATH, None), **WRITES}),
     "verify": ([], {"ROOT": (PATH, "out"), "--state": (PATH, None), "--scratch": (PATH, None)}),
-    "gallery": (["--overwrite"], {"ROOT": (PATH, "out"), "--out": (PATH, "page.html"), "--view": (NAME, None), "--predictions": (PATH, None)}),
+    "gallery": (["--overwrite"], {"ROOT": (PATH, "out"), "--out": (PATH, "page.html"), "--view": (NAME, None), "--layers": (NAME, None), "--predictions": (PATH, None)}),
     "view": (["--held-out", "20%"], {"ROOT": (PATH, "out"), "--name": (NAME, "a"), "--out": (PATH, None)}),
     "view --missing skip": ([], {"ROOT": (PATH, "out"), "--ids": (PATH, "tars/ids.txt"), "--name": (NAME, "a"), "--out": (PATH, None)}),
     "locate": ([], {"ROOT": (PATH, "out"), "--ids": (PATH, "tars/ids.txt"), "--links": (PATH, None)}),
@@ -126,7 +126,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "index": ([], {"ROOT": (PATH, "out"), "--scratch": (PATH, None)}),
     "index --tables": ([], {"ROOT": (PATH, "out"), "--scratch": (PATH, None)}),
     **{
-        f"export --to {to}": ([], {"ROOT": (PATH, "out"), "--out": (PATH, "export"), "--view": (NAME, None), "--val-view": (NAME, None), "--ids": (PATH, None), "--link-from": (PATH, None), "--join": ("rename", None)})
+        f"export --to {to}": ([], {"ROOT": (PATH, "out"), "--out": (PATH, "export"), "--view": (NAME, None), "--val-view": (NAME, None), "--ids": (PATH, None), "--link-from": (PATH, None), "--layers": (NAME, None), "--join": ("rename", None)})
         for to in ("sa1b", "coco", "yolo-seg", "folders", "webdataset", "images --overwrite", "sa1b --overwrite")
     },
     "copy": ([], {"ROOT": (PATH, "out"), "DEST": (PATH, "new"), "--shards": (NAME, None), "--view": (NAME, None), "--scratch": (PATH, None)}),

@@ -15,7 +15,7 @@ from tests.shards import tiny
 from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
 
 __all__ = ["made", "root"]
-layer = called("layer")
+layer, export, gallery = called("layer"), called("export"), called("gallery")
 
 
 def masks_of(root: Path, image_id: int, *layers: str) -> list[int]:
@@ -255,3 +255,39 @@ def test_flags_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
         done = layer(*words)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def test_an_export_has_the_masks_of_its_layers_and_is_made_again_for_others(
+    root: Path, tmp_path: Path
+) -> None:
+    write(root, "round2", two(2), two(5))
+    layered = sa1b.open(root, layers=["round2"])
+    for words, dataset in ((("--layers", "round2"), layered), ((), sa1b.open(root))):
+        out = tmp_path / f"out{len(words)}"
+        done = export(root, "--to", "folders", "--out", out, *words)
+        assert done.returncode == 0, done.stderr
+        files = {int(path.stem[3:]): json.loads(path.read_bytes()) for path in out.rglob("sa_*.json")}
+        assert files == {sample.image_id: sample.annotations.to_json() for sample in dataset}
+    done = export(root, "--to", "folders", "--out", tmp_path / "out2")
+    assert done.returncode == 2
+    assert "not from an export of these images" in done.stderr
+    done = export(root, "--to", "folders", "--out", tmp_path / "out2", "--layers", "round3")
+    assert "no such layer" in done.stderr
+    export(root, "--to", "coco", "--out", tmp_path / "coco", "--layers", "round2")
+    document = json.loads((tmp_path / "coco" / "annotations.json").read_text())
+    assert [one["mask_id"] for one in document["annotations"] if one["image_id"] == 2] == masks_of(
+        root, 2, "round2"
+    )
+
+
+def test_the_gallery_shows_the_masks_of_layers(root: Path, tmp_path: Path) -> None:
+    write(root, "round2", *(change(image_id, list(range(9)), [False] * 9, []) for image_id in IDS))
+    page = tmp_path / "page.html"
+    found = [json.loads(gallery(root, "--json", "--out", page).stdout)]
+    done = gallery(root, "--json", "--out", page, "--layers", "round2")
+    assert done.returncode == 0, done.stderr
+    found.append(json.loads(done.stdout))
+    assert "round2 (" in page.read_text()
+    assert gallery(root, "--out", page, "--layers", "round3").returncode == 2
+    done = gallery(tmp_path, "--out", page, "--layers", "round2")
+    assert "is no dataset directory; pass one, or omit the flag" in done.stderr

@@ -6,7 +6,7 @@ sa1b.programs.export.export_part. The formats are described in sa1b.programs.exp
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -37,7 +37,7 @@ from sa1b.views.predicate import Predicate
 from sa1b.workers import Event, Failure, Supervise, failure_of
 from sa1b.workers import supervise as processes
 
-_Task = tuple[Path | str, Path, Format, str, Rows, Path | None, Predicate | None]
+_Task = tuple[Path | str, Path, Format, str, Rows, Path | None, Predicate | None, Sequence[tuple[str, str]]]
 
 
 @dataclass(slots=True)
@@ -104,6 +104,7 @@ def export(
     ids: str | Path | None = None,
     images: npt.NDArray[np.uint64] | None = None,
     masks_where: Predicate | None = None,
+    layers: Sequence[str] = (),
     link_from: Path | None = None,
     overwrite: bool = False,
     workers: int = 1,
@@ -120,6 +121,7 @@ def export(
             the summary.
         images: image ids to export, uint64 [N], such as those of a view.
         masks_where: condition that an exported mask must pass, such as that of a view; None: all masks.
+        layers: names of layers whose changes the masks have, see `sa1b.open`.
         link_from: folder of an earlier export in this format. Files that are equal there become hard links.
         overwrite: replace existing files, also the complete ones of an earlier export.
         workers: worker processes; each writes one part at a time.
@@ -132,7 +134,8 @@ def export(
     """
     began = time.monotonic()
     Range(1).check("--workers", workers)
-    dataset = open_dataset(root)
+    dataset = open_dataset(root, layers=layers)
+    digests = [(layer.info.name, layer.info.digest) for layer in dataset.layers]
     table = dataset.table
     if annotations_only(dataset):
         form = _without_images(form, dataset)
@@ -143,6 +146,7 @@ def export(
     form = form.of(dataset, chosen)
     parts = dict(form.parts(dataset, chosen))
     identity = form.identity if masks_where is None else f"{form.identity} {masks_where.text}"
+    identity = " ".join([identity, *(digest for _, digest in digests)])
     contents = {name: content_digest(table, rows, identity) for name, rows in parts.items()}
     record = read_record(out)
     others = _parts_of_another_export(record, form, contents)
@@ -170,7 +174,9 @@ def export(
         for name in others:
             record.remove(name, form.paths(name, table.image_id[:0]))
         total = sum(int(sample_bytes(table, parts[name]).sum()) for name in left)
-        tasks: list[_Task] = [(root, out, form, name, parts[name], link_from, masks_where) for name in left]
+        tasks: list[_Task] = [
+            (root, out, form, name, parts[name], link_from, masks_where, digests) for name in left
+        ]
         with bar(total, "export", "B", quiet) as progress:
             _run(tasks, workers, record, summary, progress, supervise)
         if not summary.failed:

@@ -6,7 +6,7 @@ together. A part without counts was in progress when the export ended, and is wr
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from sa1b.errors import UsageError
 from sa1b.names import is_bare_name
 from sa1b.programs.export.export_format import Format, PartFiles, Rows
 from sa1b.shards.dataset import Dataset, open_dataset
+from sa1b.shards.layer import reopen_layers
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.resume_record import ResumeRecord, header
@@ -170,14 +171,16 @@ def write_part(
     rows: Rows,
     link_from: Path | None,
     masks_where: Predicate | None,
+    layers: Sequence[tuple[str, str]],
     report: Callable[[int], object],
 ) -> Written:
     """Write one part, and commit its files when all are complete; ShardError as `export`.
 
     Memory: 16 samples, unless the format needs more. `rows` are int64 [N], in the order of the part. `report`
-    is called with the bytes of the samples that were read since the last call.
+    is called with the bytes of the samples that were read since the last call. `layers`: names and digests.
     """
     dataset = open_dataset(root)
+    dataset.layers = reopen_layers(dataset.reader, dataset.table, layers)
     samples = _Samples(dataset, rows, masks_where, report)
     try:
         with PartFiles(out, name, link_from) as files:

@@ -58,6 +58,7 @@ def main(
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     val_view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
     layout: Literal["by-source", "flat"] | None = None,
     image_size: int | None = None,
     quality: int | None = None,
@@ -94,6 +95,7 @@ def main(
         ids: Only these images: a text file with one id per line, a CSV, TSV or Parquet file with a column of
             ids, or the .ids file of a view; see `sa1b view`. Ids that the dataset lacks are listed, and the
             exit code is 3.
+        layers: Layers of masks (`sa1b layer add`) whose changes the exported masks have, in this order.
         layout: For folders and images: by-source (default) makes a folder for each source, flat only one.
         image_size: For images: re-encode images so that the longer side has this many pixels, 16 to 65500,
             as by `sa1b reshard`. Images that are not larger keep their bytes.
@@ -160,6 +162,7 @@ def main(
             ids=ids,
             images=images,
             masks_where=None if to == "images" else masks_where,
+            layers=layers,
             link_from=link_from,
             overwrite=overwrite,
             workers=count,

@@ -96,7 +96,7 @@ def _advance(progress: Bar) -> Callable[[int], None]:
 
 
 def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
-    dataset = Dataset(root)
+    dataset = Dataset(root, layers=choice.layers)
     check_images(dataset, "a gallery")
     table, document = dataset.table, dataset.manifest
     totals, options = document["totals"], document["options"]
@@ -128,6 +128,9 @@ def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) 
     ]
     if choice.images is not None:
         gathered.facts.append(("Images in the dataset", f"{len(table):,}"))
+    for info in (layer.info for layer in dataset.layers):
+        shown = f"{info.name} ({info.digest[:12]}); the distributions are those of the shards"
+        gathered.facts.append(("Layer", shown))
     made_from = [*document["sources"]]
     gathered.facts.append(("Sources", f"{len(made_from):,} ({first_names(made_from, 6)})"))
     if options["image_size"] is not None:

@@ -35,6 +35,7 @@ def main(
     max_side: int = 1000,
     seed: int = 0,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
     warnings: bool = False,
     survey: Literal["sample", "all"] = "sample",
     predictions: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
@@ -59,6 +60,8 @@ def main(
         seed: Seed of the sample.
         view: Show a sample of this view of ROOT: its name, digest or path. All masks of its images are shown,
             also if the view has a condition on masks.
+        layers: Show the masks of ROOT with the changes of these layers (`sa1b layer add`), in this order. The
+            distributions are those of the shards.
         warnings: Show only images of ROOT that have a warning from reshard; the page contains the reasons.
         survey: Distributions of ROOT: over a sample of at most 64 shards, or over all shards.
         predictions: File predictions.jsonl from the output folder of `sa1b train`: show its images, with the
@@ -76,6 +79,10 @@ def main(
         from sa1b.shards.dataset import open_dataset
         from sa1b.views.view import open_view
     images, facts = None, []
+    if layers and not is_dataset(source):
+        raise UsageError(
+            f"--layers {layers[0]}: {source} is no dataset directory; pass one, or omit --layers"
+        )
     if view is not None:
         if not is_dataset(source):
             raise UsageError(f"{source}: not a dataset directory; pass one, or omit --view and --warnings")
@@ -90,7 +97,7 @@ def main(
     summary = write_gallery(
         source,
         out,
-        Choice(chosen, count, seed, images),
+        Choice(chosen, count, seed, images, layers),
         sort=sort,
         max_side=max_side,
         predictions=predictions,
