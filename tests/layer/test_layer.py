@@ -1,6 +1,7 @@
 """`sa1b layer`: layers from files of a user, their list, their verification and their removal."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -282,12 +283,15 @@ def test_an_export_has_the_masks_of_its_layers_and_is_made_again_for_others(
 
 def test_the_gallery_shows_the_masks_of_layers(root: Path, tmp_path: Path) -> None:
     write(root, "round2", *(change(image_id, list(range(9)), [False] * 9, []) for image_id in IDS))
-    page = tmp_path / "page.html"
-    found = [json.loads(gallery(root, "--json", "--out", page).stdout)]
-    done = gallery(root, "--json", "--out", page, "--layers", "round2")
-    assert done.returncode == 0, done.stderr
-    found.append(json.loads(done.stdout))
+    page, shown = tmp_path / "page.html", []
+    for words in ((), ("--layers", "round2")):
+        done = gallery(root, "--out", page, *words)
+        assert done.returncode == 0, done.stderr
+        found = re.findall(r'"mask_id": ?(\[[^]]*\])', page.read_text())
+        shown.append(sorted(sorted(json.loads(ids)) for ids in found))
+    assert shown[0] == sorted(sorted(mask_ids(image_id)) for image_id in IDS)
+    assert shown[1] == sorted([*range(9), *sorted(mask_ids(image_id))] for image_id in IDS)
     assert "round2 (" in page.read_text()
     assert gallery(root, "--out", page, "--layers", "round3").returncode == 2
     done = gallery(tmp_path, "--out", page, "--layers", "round2")
-    assert "is no dataset directory; pass one, or omit the flag" in done.stderr
+    assert "is no dataset directory; pass one, or omit --layers" in done.stderr
