@@ -183,14 +183,18 @@ class PendingChange:
     range: Range
     begun: Any  # the pending read
 
-    def apply(self, base: Annotations, *, text: bool = True) -> Annotations:
-        """The changed annotations, see `Change.apply`. ShardError: the changes are damaged, or do not fit the
-        image. StorageError: they cannot be read now.
+    def apply(self, base: Annotations, *, text: bool = True, mark: int | None = None) -> Annotations:
+        """The changed annotations, see `Change.apply`. `mark`: the number_types of the masks of the layer, to
+        find them afterwards. ShardError: the changes are damaged, or do not fit the image. StorageError: they
+        cannot be read now.
         """
         try:
             change = Change(*record.decode_of_layer(self.begun.result()))
             if change.masks.image_id != self.image_id:
                 raise RecordError(f"the record is of image {change.masks.image_id}")
+            if mark is not None:
+                types = np.full(len(change.masks), mark, np.uint8)
+                change = replace(change, masks=replace(change.masks, number_types=types))
             return change.apply(base, text=text)
         except (DamageError, RecordError) as error:
             where = f"record of image {self.image_id} at offset {self.range.start:,}"

@@ -115,7 +115,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "layer drop": ([], {"ROOT": (PATH, "out"), "NAME": (NAME, "a")}),
     "layer verify": ([], {"ROOT": (PATH, "out"), "NAME": (NAME, "a")}),
     "query": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--parquet": (PATH, None)}),
-    "query --overwrite": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--as-view": (NAME, "q"), "--out": (PATH, None)}),
+    "query --overwrite": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--as-view": (NAME, "q"), "--layers": (NAME, None), "--out": (PATH, None)}),
     "bench": (["--seconds", "0.1"], {"ROOT": (PATH, "out"), "--view": (NAME, None), "--cache": (PATH, None)}),
     "bench scaling": ([], {"ROOT": ("fixed", "tars"), "--report": (PATH, "user")}),  # refused at the start
     "doctor": (["--only", "space", "--only", "dataset"], {"ROOT": (PATH, "out"), "--out": (PATH, None)}),

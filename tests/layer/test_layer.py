@@ -16,7 +16,7 @@ from tests.shards import tiny
 from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
 
 __all__ = ["made", "root"]
-layer, export, gallery = called("layer"), called("export"), called("gallery")
+layer, export, gallery, query = called("layer"), called("export"), called("gallery"), called("query")
 
 
 def masks_of(root: Path, image_id: int, *layers: str) -> list[int]:
@@ -295,3 +295,34 @@ def test_the_gallery_shows_the_masks_of_layers(root: Path, tmp_path: Path) -> No
     assert gallery(root, "--out", page, "--layers", "round3").returncode == 2
     done = gallery(tmp_path, "--out", page, "--layers", "round2")
     assert "is no dataset directory; pass one, or omit --layers" in done.stderr
+
+
+def test_a_query_with_layers_is_about_the_changed_masks(root: Path) -> None:
+    write(root, "round2", two(2), two(5))
+    write(root, "round3", change(2, [5, 6], [True, False], []), on="round2")
+    done = query(
+        root,
+        "SELECT image_id, mask_id, layer, area, bbox_width, stability_score, category FROM masks",
+        "--layers",
+        "round3",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    dataset = sa1b.open(root, layers=["round3"])
+    for sample in dataset:
+        own, found = [row for row in rows if row["image_id"] == sample.image_id], sample.annotations
+        assert [row["mask_id"] for row in own] == found.mask_id.tolist()
+        assert [row["area"] for row in own] == found.area.tolist()
+        assert [row["bbox_width"] for row in own] == found.bbox[:, 2].tolist()
+        assert [row["stability_score"] for row in own] == found.stability_score.tolist()
+        layers = {2: ["round2", "", "round3", "round3"], 5: ["round2", "", "round2"]}
+        assert [row["layer"] for row in own] == layers.get(sample.image_id, [""] * 3)
+    counts = "SELECT image_id, masks, shard FROM images ORDER BY 1"
+    rows = json.loads(query(root, counts, "--layers", "round3", "--json").stdout)
+    assert [row["masks"] for row in rows] == [len(sample.annotations) for sample in dataset]
+    assert {row["shard"] for row in rows} == set(dataset.shards)
+    assert query(root, "SELECT layer FROM masks").returncode == 2
+    assert "no such layer" in query(root, "SELECT 1", "--layers", "none").stderr
+    done = query(root, "SELECT image_id FROM images", "--layers", "round3", "--as-view", "a")
+    assert "--layers: not with --as-view" in done.stderr

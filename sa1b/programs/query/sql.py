@@ -7,7 +7,7 @@ on stability_score, with at most 0.53 GB. As in `sa1b view`, reads of a URL are 
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from fsspec import AbstractFileSystem
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
+from sa1b.programs.query.layer_masks import with_layers, write_changed
 from sa1b.progress import bar
 from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files
@@ -173,12 +174,19 @@ class Query:
 
 @contextmanager
 def open_query(
-    root: Path | str, text: str, *, workers: int = 1, memory: str = "2GB", quiet: bool = False
+    root: Path | str,
+    text: str,
+    *,
+    layers: Sequence[str] = (),
+    workers: int = 1,
+    memory: str = "2GB",
+    quiet: bool = False,
 ) -> Iterator[Query]:
     """Check a SELECT statement over the views `images` and `masks`; `Query.rows` executes it.
 
-    DuckDB has `workers` threads and this memory, such as "2GB". UsageError: the text is not one SELECT
-    statement, or names what does not exist. For other errors, see `Query.rows`.
+    With `layers`, masks have their changes, and `masks` has a column `layer`. DuckDB has `workers` threads
+    and this memory, such as "2GB". UsageError: the text is not one SELECT statement, or names what does not
+    exist. For other errors, see `Query.rows`.
     """
     _check_select(text)
     if "://" not in str(root) and not Path(root).is_dir():
@@ -204,7 +212,10 @@ def open_query(
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
         query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
         try:
-            for statement in _views(dataset, connection):
+            changed = Path(spill) / "layers.parquet" if layers else None
+            if changed is not None:
+                write_changed(dataset, layers, changed, quiet=quiet)
+            for statement in _views(dataset, changed):
                 connection.execute(statement)
             described = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description
             query.columns.update((str(column[0]), str(column[1])) for column in described)
@@ -260,8 +271,10 @@ def write_query_view(
     return Selected(view, path, len(dataset), name=name, opens=(name or view.digest) if out is None else path)
 
 
-def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
-    """The statements that define the views `images` and `masks`, each executed before the next is taken."""
+def _views(dataset: Dataset, changed: Path | None) -> Iterator[str]:
+    """The statements that define the views `images` and `masks`. `changed`: the masks of images that layers
+    change, see `write_changed`.
+    """
     files = [shard_files(shard)[1] for shard in dataset.shards]
     reader = dataset.reader
     # DuckDB takes paths as patterns, so that a folder with such a character is read like a URL.
@@ -282,7 +295,10 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
     texts = ", texts" * any(reading.get("images_only") for reading in readings)
     # Indexes of other sources lack the columns of COCO files, and texts.
     union = ", union_by_name = true" * (of_coco or bool(texts))
-    yield f"CREATE VIEW sa1b_indexes AS SELECT * FROM read_parquet([{listed}], filename = true{union})"
+    select = f"SELECT * FROM read_parquet([{listed}], filename = true{union})"
+    if changed is not None:
+        select, of_coco = with_layers(select, _literal(str(changed)), of_coco=of_coco), True
+    yield f"CREATE VIEW sa1b_indexes AS {select}"
     yield (
         f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source{texts} "
         "FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
@@ -299,6 +315,8 @@ def _views(dataset: Dataset, connection: Any) -> Iterator[str]:
         per_mask += "".join(
             f", coalesce({name}[i], {_literal(value)}) AS {name}" for name, value in NO_ORIGIN.items()
         )
+    if changed is not None:
+        per_mask += ", coalesce(layer[i], '') AS layer"
     # One list of positions is unnested and not every column, so that unused columns are not read.
     yield (
         f"CREATE VIEW masks AS SELECT image_id, mask_id[i] AS mask_id, width, height, {per_mask}, "

@@ -39,6 +39,7 @@ def main(
     root: Annotated[Positional[str], tyro.conf.arg(metavar="ROOT")],
     sql: Annotated[Positional[str], tyro.conf.arg(metavar="SELECT")],
     /,
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
     limit: Annotated[int, Range(1)] = 100,
     csv_output: Annotated[bool, tyro.conf.arg(name="csv")] = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -69,6 +70,9 @@ def main(
     Args:
         root: Dataset directory that `sa1b reshard` made: a folder or a URL.
         sql: One SELECT statement of DuckDB's SQL. Other statements are refused.
+        layers: Ask about masks with the changes of these layers (`sa1b layer add`), in this order. `masks`
+            has a column `layer` then: where the mask comes from, empty for the shards. The records of
+            the changed images are read first. Not with --as-view.
         limit: Rows of the printed table; --csv, --json and --parquet write all rows.
         csv_output: Print all rows as CSV.
         json_output: Print all rows as a JSON array of objects. NaN and NULL are null. With --as-view: the
@@ -91,6 +95,8 @@ def main(
     for flag, value in (("--masks-where", masks_where), ("--out", out)):
         if value is not None and as_view is None:
             raise UsageError(f"{flag} {value}: only with --as-view; omit it")
+    if layers and as_view is not None:
+        raise UsageError("--layers: not with --as-view; write ids with --parquet, and pass them to sa1b view")
     check_here("--out", out)
     check_here("--parquet", parquet)
     if parquet is not None and parquet.exists() and not overwrite:
@@ -102,7 +108,7 @@ def main(
     with loading():
         from sa1b.programs.query.sql import open_query, write_query_view
     quiet = csv_output or json_output
-    with open_query(root, sql, workers=workers, memory=memory, quiet=quiet) as query:
+    with open_query(root, sql, layers=layers, workers=workers, memory=memory, quiet=quiet) as query:
         if as_view is not None:
             found = write_query_view(
                 query, name=as_view, out=out, masks_where=masks_where, overwrite=overwrite
