@@ -303,7 +303,10 @@ def _open(reader: Reader, table: SampleTable, info: LayerInfo) -> Layer:
                 f"{reader.url(layer.file)}: not the {info.masks.bytes:,} bytes of layer.json; "
                 f"{_again(info.name)}"
             )
-    except (*UNREADABLE, MissingError, DamageError) as error:
+    except (FileNotFoundError, MissingError) as error:
+        missing = error.url if isinstance(error, MissingError) else error.filename
+        raise ManifestError(f"{missing}: missing; {_again(info.name)}") from None
+    except (*UNREADABLE, DamageError) as error:
         raise ManifestError(
             f"{reader.url(name)}: damaged ({str(error)[:200]}); {_again(info.name)}"
         ) from None

@@ -197,6 +197,9 @@ def test_a_flipped_byte_is_refused_with_the_name_of_the_file(root: Path, file: s
     path.write_bytes(data[:-3])
     with pytest.raises(ManifestError, match=f"layers/round2/{file}"):
         sa1b.open(root, layers=["round2"])
+    path.unlink()
+    with pytest.raises(ManifestError, match=f"layers/round2/{file}: (missing|no such layer)"):
+        sa1b.open(root, layers=["round2"])
 
 
 def test_a_missing_layer_is_named_with_the_command_that_lists_them(root: Path) -> None:

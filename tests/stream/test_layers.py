@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import secrets
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,10 @@ from sa1b.engine.step.feed import Feed
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.annotation import PROVENANCE
 from sa1b.shards.commit import write_dataset
-from sa1b.shards.layer import Change
+from sa1b.shards.layer import Change, layer_names
+from sa1b.shards.layer_writer import drop
 from sa1b.shards.manifest import read_tasks
+from sa1b.storage.open import open_store
 from sa1b.storage.reader import Range, Reader
 from sa1b.stream.plan import ResumeError
 from sa1b.views.predicate import mask_predicate
@@ -195,3 +199,28 @@ def test_training_names_the_flag_of_a_missing_layer(root: Path) -> None:
             Feed(config, 64, rank_info, root.parent, 0)
     feed = Feed(DataConfig(root=str(root), global_batch=2, layers=("round2",)), 64, rank_info, root.parent, 0)
     assert feed.stream.state_dict()["layers"][0][0] == "round2"
+
+
+@pytest.fixture
+def url(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory, name = fsspec.filesystem("memory"), secrets.token_hex(4)
+    memory.put(str(root), f"/{name}/shards", recursive=True)
+    yield f"memory://{name}/shards"
+    memory.rm(f"/{name}", recursive=True)
+
+
+def test_layers_of_a_url_are_those_of_the_folder(root: Path, url: str, tmp_path: Path) -> None:
+    options = {"damage_log": tmp_path / "damage.jsonl"}
+    assert digests(stream_of(url, "round2", **options)) == digests(stream_of(root, "round2"))
+    here, there = write(root, "new", two(4)), write(url, "new", two(4))
+    assert there.digest == here.digest
+    assert layer_names(open_store(url)) == {"new": True, "round2": True}
+    assert digests(stream_of(url, "new", **options)) == digests(stream_of(root, "new"))
+    drop(open_store(url), "new")
+    assert layer_names(open_store(url)) == {"round2": True}
+    with pytest.raises(ManifestError, match=f"{url}/layers/new/layer.json: no such layer"):
+        stream_of(url, "new", **options)
+    fsspec.filesystem("memory").rm_file(f"{url.removeprefix('memory:/')}/layers/round2/masks.bin")
+    with pytest.raises(ManifestError, match=f"{url}/layers/round2/masks.bin: missing; restore"):
+        stream_of(url, "round2", **options)
