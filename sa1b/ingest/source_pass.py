@@ -247,8 +247,9 @@ class SourcePass:
     def _problems(self) -> str:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
         found += [damage["message"] for damage in self.quarantine.damages]
-        alone = {"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()
-        alone |= {self.source.path.suffix} & {".parquet"}
+        alone = [*{"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()]
+        if self.source.path.suffix == ".parquet" and self.source.format.kind == "tar":  # no other took it
+            found = alone = ["a Parquet file without a column of image bytes or of annotations"]
         way = "; for images without annotations, pass --images-only" if alone else ""
         return f"{', '.join(found) or 'it is empty'}{way}"
 

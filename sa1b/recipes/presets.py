@@ -235,7 +235,9 @@ def _check_memory(model: ModelConfig) -> None:
 
 def _check_targets(config: SamConfig | GroundingConfig) -> None:
     if config.data.masks == 0:
-        raise UsageError("--data.masks 0: leaves the model nothing to learn; pass at least 1")
+        raise UsageError(
+            "--data.masks 0: leaves this model nothing to learn; pass at least 1, or --preset distill"
+        )
     low = config.image_size // 4
     if config.data.target_size is not None and config.data.target_size < low:
         raise UsageError(

@@ -33,8 +33,8 @@ _ANSWERS = ("gpt", "assistant")  # who gives the answers of a conversation
 def read_table(path: str, names: Collection[str], needed: str | None = None) -> pa.Table:
     """The columns of a local file that have one of these names, or all columns of JSON lines and CSV.
 
-    A Parquet file without the needed column gives all its columns, without rows. Raises ArrowException or
-    ValueError for a file that cannot be read.
+    A Parquet or JSON file without the needed column gives all its columns, without rows. Raises
+    ArrowException or ValueError for a file that cannot be read.
     """
     import pyarrow.csv
     import pyarrow.json
@@ -79,6 +79,9 @@ def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
                     needed: [getattr(one, value_field) for one in masks],
                 }
             )
+        found: dict[str, Any] = next(iter(_json_rows(data, dict)[1]), {})
+        if needed not in found:
+            return pa.table({name: [] for name in found})
     if keys is not None and given.keys().isdisjoint(IMAGE_COLUMNS):
         given = {"image_id": keys} | given
     return pa.table(given)

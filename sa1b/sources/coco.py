@@ -139,7 +139,7 @@ def as_jpeg(
     A JPEG keeps its bytes, unless its EXIF orientation makes it an image of the annotated height and width.
     BadSample: it is no image, has another size than annotated, or cannot become a JPEG.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -158,7 +158,8 @@ def as_jpeg(
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises errors of many classes for damaged files
-        raise BadSample("image_unreadable", f"{path}: not an image that can be read: {error}") from None
+        why = "its format is unknown" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise BadSample("image_unreadable", f"{path}: not an image that can be read: {why}") from None
 
 
 def encode_jpeg(image: "Image.Image", quality: int, max_pixels: int, *, upright: bool = False) -> bytes:

@@ -25,7 +25,7 @@ from sa1b.names import is_source_name, parse_shard_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_folder
-from sa1b.sources.images import ImageRows
+from sa1b.sources.images import ImageFolder, ImageRows
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
@@ -55,6 +55,7 @@ _MAGIC = {
     b"PK\x03\x04": "a zip archive",
     b"\x1f\x8b": "a gzip file that contains no tar",
 }
+_NO_SOURCE = "neither a tar nor a member of a pair"
 _UNFIT = (
     "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or give it another "
     "name with --rename"
@@ -177,10 +178,16 @@ class _Search:
         if not self.sources:
             found = [f"{one.path.name} ({one.reason})" for one in sorted(self.not_taken)]
             hint = f" (found and not taken: {first_names(found, 3)})" if found else ""
-            raise SourceError(
-                f"{self.path}: holds no tar and no sa_<id>.jpg beside sa_<id>.json{hint}; name the folder "
-                "of the downloaded tars or of extracted pairs, or pass --images-only for images alone"
+            what, way = (
+                ("no image, no tar and no Parquet file", "name a folder that contains some at any depth")
+                if isinstance(self.folder, ImageFolder)
+                else (
+                    "no tar and no sa_<id>.jpg beside sa_<id>.json",
+                    "name the folder of the downloaded tars or of extracted pairs, or pass --images-only for "
+                    "images alone",
+                )
             )
+            raise SourceError(f"{self.path}: holds {what}{hint}; {way}")
         return self.sources
 
     def _folder(self, path: Path, inside: bool) -> None:
@@ -229,6 +236,8 @@ class _Search:
                 return False
             format = next((one for one in self.formats if one.in_folders and one.takes(path)), self.tar)
             reason = _why_not_taken(path, found, is_known=format is not self.tar)
+            if reason == _NO_SOURCE and isinstance(self.folder, ImageFolder):
+                reason = "neither an image nor a text beside one"
         except OSError as error:
             reason = "a link to a missing file" if path.is_symlink() else f"cannot be read: {error.strerror}"
         else:
@@ -278,4 +287,4 @@ def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str 
     with path.open("rb") as file:
         head = file.read(6)
     what = next((what for magic, what in _MAGIC.items() if head.startswith(magic)), None)
-    return f"{what}; only plain and gzip tars are read" if what else "neither a tar nor a member of a pair"
+    return f"{what}; only plain and gzip tars are read" if what else _NO_SOURCE

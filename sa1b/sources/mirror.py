@@ -110,7 +110,9 @@ def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
-    """The first id of an object, a row and a name: a number, or in a name such as images/sa_7.jpg."""
+    """The first id of an object, a row and a name: a number, or in a name such as images/sa_7.jpg.
+    The name of an image may be the number of its row, which is no id.
+    """
     values = [place.get(key) for key in ("image_id", "file_name") for place in (entry, row)]
     for value in (*values, row.get("__key__"), name):
         if type(value) is int and value >= 0:
@@ -118,9 +120,10 @@ def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
         if isinstance(value, str):
             stem = value.rpartition("/")[2].partition(".")[0]
             named = parse_member_path(f"{stem}.jpg")
-            if named is not None or stem.isdecimal():
+            if named is not None or (stem.isdecimal() and value is not name):
                 return int(stem) if named is None else named.image_id
-    raise BadSample("unexpected_name", f"no column image_id, and {name!r} is not of the form sa_<id>.jpg")
+    why = f"no column image_id, file_name or __key__ has an id, and {name!r} is not of the form sa_<id>.jpg"
+    raise BadSample("unexpected_name", why)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

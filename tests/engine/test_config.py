@@ -128,7 +128,10 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--data.masks", "-1"], "--data.masks -1: must be at least 0"),
         ([*ROOT, "--data.min-pixels", "-1"], "--data.min-pixels -1: must be at least 0"),
         ([*ROOT, "--optim.epochs", "0"], "--optim.epochs 0: must be more than 0"),
-        ([*ROOT, "--data.masks", "0"], "--data.masks 0: leaves the model nothing to learn"),
+        (
+            [*ROOT, "--data.masks", "0"],
+            "leaves this model nothing to learn; pass at least 1, or --preset distill",
+        ),
         ([*ROOT, "--data.block-size", "0"], "--data.block-size 0: must be at least 1"),
         ([*ROOT, "--data.threads", "0"], "--data.threads 0: must be at least 1"),
         ([*ROOT, "--data.prefetch", "0"], "--data.prefetch 0: must be at least 1"),

@@ -25,6 +25,7 @@ from sa1b.programs.annotate.images import InputImage, read_image
 from sa1b.programs.export.coco import Coco
 from sa1b.programs.export.export import export
 from sa1b.programs.export.verb_export import main as export_command
+from sa1b.programs.query.sql import open_query
 from sa1b.programs.query.verb_query import main as query
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
@@ -657,6 +658,8 @@ def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path:
     assert [(one["text_input"], one["source"]) for one in fields] == [
         ("a cat", "manual"), ("a cat", "manual"), ("a red ball", "manual"),
     ]  # fmt: skip
+    with open_query(root, "SELECT texts FROM images WHERE image_id = 7", quiet=True) as query:
+        assert [row for rows in query.rows() for row in rows] == [(["a cat", "a dog", "a red ball"],)]
     stream = sa1b.Stream(root, global_batch=2, image_size=32, epochs=1, text="texts")
     (batch,) = sa1b.Loader(stream, quiet=True)
     texts = dict(zip(map(int, batch.ids), batch.extra["texts"], strict=True))

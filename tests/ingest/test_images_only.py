@@ -24,7 +24,8 @@ from sa1b.ingest.verb_reshard import main
 from sa1b.programs.export.verb_export import main as export_main
 from sa1b.programs.query.sql import open_query
 from sa1b.shards.documents import Options
-from sa1b.sources.discovery import discover
+from sa1b.sources.discovery import discover, formats_with
+from sa1b.sources.images import ImageFolder
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.verify.verify import verify
 from tests.train.command import start
@@ -253,7 +254,7 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
     bad = {
         "bad.jpg": FILES["a.jpg"][:-100],
         "x.png": b"no image",
-        "notes.md": b"",
+        "notes.md": b"notes",
         "phone.HEIC": b"an image",
         "z/sa_5.jpg": FILES["a.jpg"],
     }
@@ -262,7 +263,10 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
     assert summary["refused"] == {"duplicate": 2, "image_unreadable": 1, "jpeg_truncated": 1}
     assert "notes.md" in json.dumps(summary["not_taken"])
     assert "convert it to JPEG, PNG or WebP" in json.dumps(summary["not_taken"])
+    assert "neither an image nor a text beside one" in json.dumps(summary["not_taken"])
     kept = {path.read_bytes() for path in (tmp_path / "root" / "quarantine" / "photos").iterdir()}
+    refused = (tmp_path / "root/quarantine/photos/refused.jsonl").read_text()
+    assert "x.png: not an image that can be read: its format is unknown" in refused
     assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
 
 
@@ -286,6 +290,8 @@ def test_rows_without_a_name_have_their_number_and_other_files_are_refused(
 def test_a_run_without_the_flag_names_it(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="--images-only"):
         discover([written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]})])
+    with pytest.raises(SourceError, match="holds no image, no tar and no Parquet file .found"):
+        discover([written(tmp_path / "none", {"x/y": b"y"})], formats=formats_with(ImageFolder(1)))
     source = discover([tar_of(tmp_path / "web.tar", {"0.jpg": FILES["a.jpg"]})]).sources[0]
     with pytest.raises(
         NoPairError, match="unexpected_name: 1; for images without annotations, pass --images-only"
@@ -315,6 +321,7 @@ def test_training_that_learns_masks_is_refused_before_the_first_step(tmp_path: P
     ended = start(root, tmp_path / "run")
     assert ended.codes == [2]
     assert "has no masks, and this model learns masks; label images with `sa1b annotate`" in ended.outputs[0]
+    assert "or train a model that reads none: --preset distill" in ended.outputs[0]
     assert not (tmp_path / "run").exists()
 
 

@@ -159,4 +159,17 @@ def test_files_without_annotations_or_images_are_no_sources(
         capsys.readouterr()
         reshard(tmp_path / f"{name}.parquet", tmp_path / "mirror", code=1)
         out = capsys.readouterr().out
-        assert "pass --images-only" in out, out
+        assert (
+            "without a column of image bytes or of annotations; for images without annotations, pass" in out
+        )
+
+
+def test_the_number_of_a_row_is_no_image_id(root: Path, tmp_path: Path) -> None:
+    table = objects(root)
+    nameless = pa.table(
+        {"jpg": [one["bytes"] for one in table["image"].to_pylist()], "masks": table["annotations"]}
+    )
+    pq.write_table(nameless, tmp_path / "a.parquet")
+    reshard(tmp_path / "a.parquet", tmp_path / "mirror", code=1)
+    refused = (tmp_path / "mirror/quarantine/a/refused.jsonl").read_text()
+    assert "no column image_id, file_name or __key__ has an id, and '000000000.jpg' is not of" in refused

@@ -255,5 +255,6 @@ def test_an_object_by_image_gives_prompts_of_images_and_captions_of_masks(root: 
     for batch in sa1b.Loader(stream, quiet=True):
         assert batch.texts.key == "mask_id"
         assert batch.extra["caption"] == [f"mask {one}" for one in batch.mask_ids.tolist()]
-    with pytest.raises(sa1b.errors.Sa1bError, match="no column 'summary'; choose from"):
+    every = "image_id, folder_name, image_path, prompt, mask_annotation"
+    with pytest.raises(sa1b.errors.Sa1bError, match=f"no column 'summary'; choose from {every}"):
         sa1b.Stream(root, global_batch=4, join={"summary": path})

@@ -84,7 +84,7 @@ class Feed:
         if config.masks and not (dataset.manifest["totals"]["masks"] or dataset.layers):
             raise UsageError(
                 f"--data.root {config.root}: has no masks, and this model learns masks; label images with "
-                "`sa1b annotate`, or train a model that reads none (--data.masks 0)"
+                "`sa1b annotate`, or train a model that reads none: --preset distill, or one of your own"
             )
         # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)

@@ -167,9 +167,7 @@ class MaskFiles:
     ) -> Annotations:
         pair = coco_pair(image_id, height, width, annotations, categories, provenance)
         for reason, lost in pair.refused.items():
-            self.refusals.add(
-                reason, f"{path}: image {image_id}: annotation {pair.messages[reason]}", len(lost)
-            )
+            self.refusals.add(reason, f"{path}: image {image_id}: {pair.messages[reason]}", len(lost))
         return parse_annotation(pair.text, image_id, MAX_STORED_PIXELS).annotations
 
 

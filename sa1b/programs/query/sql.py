@@ -292,16 +292,16 @@ def _views(dataset: Dataset, changed: Path | None) -> Iterator[str]:
     listed = ", ".join(map(_literal, paths))
     readings = dataset.manifest.get(READING, {}).values()
     of_coco = any(reading["kind"] == "coco" for reading in readings)
-    texts = ", texts" * any(reading.get("images_only") for reading in readings)
-    # Indexes of other sources lack the columns of COCO files, and texts.
-    union = ", union_by_name = true" * (of_coco or bool(texts))
-    select = f"SELECT * FROM read_parquet([{listed}], filename = true{union})"
+    texts = of_coco or any(reading["kind"] == "parquet" or reading.get("images_only") for reading in readings)
+    select = f"SELECT * FROM read_parquet([{listed}], filename = true, union_by_name = {_literal(texts)})"
+    # Indexes of other sources lack the columns of COCO files, and texts, which even these may lack.
+    select += " UNION ALL BY NAME SELECT NULL::VARCHAR[] AS texts WHERE false" * texts
     if changed is not None:
         select, of_coco = with_layers(select, _literal(str(changed)), of_coco=of_coco), True
     yield f"CREATE VIEW sa1b_indexes AS {select}"
     yield (
-        f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source{texts} "
-        "FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
+        f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source"
+        f"{', texts' * texts} FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
     )
     # NaN in an index stands for a missing value, which is NULL in SQL.
     per_mask = ", ".join(
