@@ -167,4 +167,4 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm().clamp(min=1e-3))
+    return float((one - other).detach().norm() / other.detach().norm().clamp(min=1e-3))
