@@ -14,6 +14,9 @@ from sa1b.names import member_name, parse_member_path, source_name
 from sa1b.sources.tar_stream import HARD_LINK, OVERSIZED, UNREADABLE, Damage, Member
 
 _NAMES = "not of the form sa_<id>.jpg or sa_<id>.json, and no neighbours with an image id in their JSON"
+_TEXT = (
+    "texts beside pairs are not stored; pass --accept unexpected_name, and join them as a table of image_id"
+)
 _REASONS = {OVERSIZED: "member_oversized", UNREADABLE: "member_unreadable"}
 
 
@@ -111,7 +114,8 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
                 yield found
             else:
                 reason = "unexpected_name" if found is None else "duplicate"
-                message = _NAMES if found is None else f"a second pair of image {found.image_id}"
+                unknown = _TEXT if item.name.lower().endswith(".txt") else _NAMES
+                message = unknown if found is None else f"a second pair of image {found.image_id}"
                 for member in (neighbour, item):
                     if member is not None:
                         yield Refusal(reason, message, member)

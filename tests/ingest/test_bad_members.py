@@ -183,6 +183,14 @@ def test_neighbours_of_another_name_are_a_pair_by_the_id_in_their_json(ingest, t
     assert outcome.refused == []
 
 
+def test_a_text_beside_a_pair_is_refused_with_what_to_do(ingest):
+    outcome = ingest([*renamed(BAD, "000007"), ("000007.txt", b"a cat"), *pairs(GOOD)])
+    assert BAD in outcome.samples
+    (refused,) = outcome.refused
+    assert refused["name"] == "000007.txt"
+    assert "pass --accept unexpected_name, and join them as a table of image_id" in refused["message"]
+
+
 def test_other_names_that_are_no_neighbours_or_have_no_id_are_refused(ingest):
     image, text = renamed(BAD, "000007")
     nothing = [("000008.jpg", pair(BAD)[0]), ("000008.json", b'{"caption": "a cat"}')]
