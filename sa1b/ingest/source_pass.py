@@ -251,7 +251,7 @@ class SourcePass:
         if self.source.path.suffix == ".parquet" and self.source.format.kind == "tar":  # no other took it
             found = alone = ["a Parquet file without a column of image bytes or of annotations"]
         way = "; for images without annotations, pass --images-only" if alone else ""
-        return f"{', '.join(found) or 'it is empty'}{way}"
+        return f"{', '.join(found) or 'it is empty; download it again'}{way}"
 
 
 @dataclass(frozen=True, slots=True)

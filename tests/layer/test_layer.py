@@ -127,6 +127,8 @@ def test_results_in_coco_format_are_added_by_image_id(root: Path, tmp_path: Path
     path.write_text(json.dumps(entries))
     found = summary("add", root, path, "--name", "round2", code=3)
     assert found["refused"] == {"image_unlisted": 1, "mask_size": 1}
+    printed = layer("add", root, path, "--name", "again").stdout
+    assert f"left out mask_size: 1 ({path}: image 2: annotation None: " in printed
     annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
     assert (annotations.runs([3]).runs.sum(), annotations.predicted_iou[3]) == (48 * 64, 0.75)
     assert annotations.area[3] == 40
