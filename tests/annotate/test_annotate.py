@@ -26,6 +26,7 @@ from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
 from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
 from sa1b.programs.annotate.verb_annotate import main
+from sa1b.programs.layer.verb_layer import main as layer_main
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
@@ -293,6 +294,26 @@ def test_ids_from_names_numbers_and_dataset_directories(
     assert named.annotated == 1
     assert sorted(one["reason"] for one in named.refused) == ["id_taken", *["no_id"] * 7]
     assert len(list((tmp_path / "names").rglob("sa_55.json"))) == 1
+
+
+def test_masks_for_a_dataset_directory_become_a_layer_of_it_by_the_command_that_is_printed(
+    work: Callable[..., AnnotationSummary], tmp_path: Path
+) -> None:
+    make_tar(tmp_path / "sa_000020.tar", [7, 9])
+    ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
+    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
+    summary = work(tmp_path / "shards", out="again")
+    advice = summary.table().splitlines()[-1]
+    assert advice.endswith(f"layer add {tmp_path}/shards {tmp_path}/again --name annotated")
+    before = len(sa1b.open(tmp_path / "shards").by_id(7).annotations)
+    action, root, *files, _, name = advice.split()[advice.split().index("layer") + 1 :]
+    assert layer_main(action, root, tuple(files), name=name) == 0
+    changed = sa1b.open(tmp_path / "shards", layers=[name])
+    assert len(changed) == 2
+    assert sum(len(one.annotations) for one in changed) == summary.masks + sum(
+        len(one.annotations) for one in sa1b.open(tmp_path / "shards")
+    )
+    assert len(changed.by_id(7).annotations) >= before
 
 
 def test_a_renamed_folder_is_completed(

@@ -97,6 +97,7 @@ class AnnotationSummary:
     """The result of an annotation, of the images of this process."""
 
     out: str
+    root: str = ""  # the dataset directory, if all images are of one
     images: int = 0
     annotated: int = 0  # images of this run
     complete: int = 0  # images that an earlier run had annotated
@@ -143,7 +144,10 @@ class AnnotationSummary:
         if not self._done:
             return "\n".join([*lines, "Nothing is annotated: all images are refused."])
         lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
-        return "\n".join([*lines, f"Next: {command('reshard')} {self.out} --out shards"])
+        way = f"{command('reshard')} {self.out} --out shards"
+        if self.root:
+            way = f"{command('layer')} add {self.root} {self.out} --name annotated"
+        return "\n".join([*lines, f"Next: {way}"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +206,8 @@ def annotate(
     }
     folder = open_folder(out, settings, len(inputs.images))
     numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
-    summary = AnnotationSummary(str(out), len(numbered_images), others=inputs.others)
+    root = paths[0] if len(paths) == 1 and inputs.images[0].image_id is not None else ""
+    summary = AnnotationSummary(str(out), root, len(numbered_images), others=inputs.others)
 
     def prepare(numbered: tuple[int, InputImage]) -> _Prepared:
         number, image = numbered
