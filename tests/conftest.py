@@ -35,6 +35,7 @@ from tests import forked_workers, skipped
 # of a kernel compiles it.
 settings.register_profile("sa1b", derandomize=bool(os.environ.get("CI")), deadline=None)
 settings.load_profile("sa1b")
+torch.set_num_threads(1)  # whatever OMP_NUM_THREADS is: more are slower for small tensors
 
 # Files, functions and cases that take over a second or two on a machine with two cores.
 LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())

@@ -287,11 +287,3 @@ def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:
 def test_a_configuration_that_makes_no_sense_names_the_flag(field: str) -> None:
     with pytest.raises(UsageError, match=f"--checkpoint.{field.replace('_', '-')} -1: must be at least"):
         CheckpointConfig(**{field: -1})
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

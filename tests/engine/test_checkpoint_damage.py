@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.files import read, steps
@@ -155,11 +154,3 @@ def test_after_a_kill_at_any_time_the_newest_checkpoint_is_right_and_nothing_hal
             place(tmp_path, step).name for step in committed
         ]
     assert left > 0  # some kills happened during a write or a removal
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

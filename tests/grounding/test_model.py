@@ -1,7 +1,6 @@
 """The grounding model: its losses, its regions, and its gradient on several ranks."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -172,11 +171,3 @@ def test_weights_of_a_sam_are_those_of_the_image_encoder() -> None:
 
 def _sizes() -> dict[str, Any]:
     return {name: getattr(MODEL, name) for name in MODEL.__slots__}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -1,6 +1,5 @@
 """Initial weights: a plain ViT for the encoder, and a SAM of another image size."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +16,6 @@ from sa1b.sam.published import WeightsError
 from sa1b.sam.recipe import Recipe
 
 SMALL = ModelConfig(image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def vit(width: int = 48, depth: int = 3, side: int = 4, patch: int = 16) -> dict[str, Tensor]:

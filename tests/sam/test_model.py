@@ -1,7 +1,6 @@
 """Our model compared with the published one, and the properties that training needs."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ SMALL = ModelConfig(
     image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64, drop_path=0.4
 )
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(config: ModelConfig) -> tuple[nn.Module, Sam]:

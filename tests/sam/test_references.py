@@ -1,6 +1,5 @@
 """Outputs and gradients against two independent implementations with the same random weights."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,14 +14,6 @@ from tests.sam import huggingface, published
 SMALL = ModelConfig(image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64)
 SIDE, MASKS = SMALL.side, 3
 KINDS = ("points", "boxes", "points and boxes", "points and masks", "boxes and masks")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
