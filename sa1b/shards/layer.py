@@ -88,13 +88,15 @@ class Change:
             source = self._source(base, source)
         lengths = np.concatenate([base.rle_bytes, own.rle_bytes])
         rle = np.concatenate([base.rle, own.rle])
-        if len(source) < len(lengths):
+        if not len(source):
+            rle = rle[:0]
+        elif len(source) < len(lengths):
             ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             # Neighbours that stay neighbours are copied together.
             cuts = np.flatnonzero(np.diff(source) != 1) + 1
             first, last = np.append(0, cuts), np.append(cuts, len(source)) - 1
             pairs = zip(ends[source[first]].tolist(), ends[source[last] + 1].tolist(), strict=True)
-            rle = np.concatenate([rle[start:stop] for start, stop in pairs]) if len(source) else rle[:0]
+            rle = np.concatenate([rle[start:stop] for start, stop in pairs])
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(base, name), getattr(own, name)])[source] for name in _JOINED
         }

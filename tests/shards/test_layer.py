@@ -101,6 +101,15 @@ def in_form(document: Any, form: str, name: str) -> Any:
     return document
 
 
+def test_an_image_may_lose_all_its_masks() -> None:
+    document = tiny.document(3, 1, masks=3)
+    base, nothing = parsed(document), parsed({**document, "annotations": []})
+    ids = np.array([mask["id"] for mask in document["annotations"]], np.int64)
+    result = Change(nothing, np.zeros(0, np.bool_), ids).apply(base)
+    assert result.to_json() == {**document, "annotations": []}
+    assert len(result.runs()) == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_shard_with_a_layer_equals_annotations_that_are_made_directly(data: st.DataObject) -> None:
