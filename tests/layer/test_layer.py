@@ -211,7 +211,8 @@ def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None
     text = layer("list", root).stdout
     assert "unfinished unfinished: its command was stopped" in text
     assert "layers/damaged/layer.json: damaged" in text
-    layer("drop", root, "second", "first", "unfinished")
+    dropped = layer("drop", root, "second", "first", "unfinished").stdout
+    assert dropped == "Dropped: second\nDropped: first\nDropped: unfinished\n"
     assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
 
 

@@ -92,6 +92,8 @@ def main(
     if action == "drop":
         for one in files:
             drop(open_store(root), one)
+            if not json_output:
+                print(f"Dropped: {one}", flush=True)
         return 0
     assert name is not None
     summary = add_layer(
