@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 _log = logging.getLogger(__name__)
 MOST = 16  # kinds of inputs; calls with others are not recorded
@@ -23,7 +24,7 @@ class Graphs:
     """Recordings of a function on a CUDA device, one for each kind of its inputs.
 
     The first call with inputs of a kind runs the function, the second one records it. All recordings use the
-    same memory, so the outputs of a call are valid until the next call.
+    same memory.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,8 @@ class Graphs:
                 return function(*inputs)
         torch._foreach_copy_(recording.inputs, list(inputs))
         recording.graph.replay()
-        return recording.outputs
+        # A pipeline computes several micro-batches before their backward passes.
+        return tree_map_only(Tensor, torch.clone, recording.outputs)
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recording:
         graph, own = torch.cuda.CUDAGraph(), [x.detach().clone() for x in inputs]

@@ -60,6 +60,27 @@ def trained(interactive, counts, device="cpu", autocast=None, rate=0.01):
     return {name: value.detach().clone() for name, value in sums.items()}, found
 
 
+def test_sums_and_gradients_of_a_micro_batch_stay_when_the_next_one_is_replayed(one_thread):
+    _, recorded = pair(Recipe(clicks=1, unprompted=0))
+    recorded._graphs = Repeated()
+    images, targets, keys = micro_batch((4, 4))
+
+    def gradients(sums):
+        recorded.zero_grad()
+        sums["loss"].backward()
+        return [parameter.grad.clone() for parameter in recorded.parameters()]
+
+    expected = gradients(recorded(images, targets, keys))
+    first = recorded(images, targets, keys)
+    before = {name: float(value.detach()) for name, value in first.items()}
+    second = recorded(images, replace(targets, weights=0.5 * targets.weights), keys)
+    assert recorded._graphs.replays == 2
+    assert {name: float(value.detach()) for name, value in first.items()} == before
+    assert float(second["count"]) == 0.5 * before["count"]
+    for one, other in zip(gradients(first), expected, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"pixel_features": 8}])
 def test_replays_give_the_losses_and_gradients_of_other_batches_and_weights(one_thread, sizes):
     plain, recorded = pair(Recipe(clicks=2, unprompted=1), **sizes)
