@@ -201,16 +201,14 @@ class Interactive(nn.Module):
             targets = with_equal_counts(targets)
         if not self._iterations_are_independent(embeddings.device):
             return self._sums(embeddings, image_size, targets, compiled, None)
-        graphs = None if compiled or not self.model.config.cuda_graphs else self._graphs
-        if not (self._graphs.supports(embeddings) and targets.counts and max(targets.counts) > 0):
-            graphs = None
-        if graphs is not None and targets.counts is not None:
-            targets = with_equal_counts(targets, rounded_up(max(targets.counts)))
+        graphs, counts = None, targets.counts
+        recordable = self.model.config.cuda_graphs and self._graphs.supports(embeddings) and not compiled
+        if recordable and counts is not None and max(counts, default=0) > 0:
+            graphs, targets = self._graphs, with_equal_counts(targets, rounded_up(max(counts)))
         names = [field.name for field in fields(Targets) if field.name != "counts"]
         outer = {
             name: x for name, x in self.model.named_parameters() if not name.startswith("image_encoder.")
         }
-        trained = [image_size, embeddings.requires_grad, *(x.requires_grad for x in outer.values())]
 
         def work(*given: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
             # Other leaves in place of the parameters: their gradients belong to this stream.
@@ -227,7 +225,8 @@ class Interactive(nn.Module):
             sums, gradients = work(*inputs)
         else:
             fixed = [*outer.values(), *self.model.buffers()]
-            sums, gradients = graphs(work, inputs, fixed, tuple(trained))
+            kind = image_size, embeddings.requires_grad, tuple(x.requires_grad for x in outer.values())
+            sums, gradients = graphs(work, inputs, fixed, kind)
         return sums | {"loss": with_gradients(sums["loss"], gradients, (embeddings, *outer.values()))}
 
     def _sums(
