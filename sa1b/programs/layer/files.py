@@ -18,7 +18,7 @@ from sa1b.names import parse_member_path
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.annotation import Annotations, parse_annotation
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions, read_results
-from sa1b.sources.coco_pair import coco_pair
+from sa1b.sources.coco_pair import CocoPair, coco_pair
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage
@@ -135,9 +135,8 @@ class MaskFiles:
         if (own[0] or height, own[1] or width) != (height, width):
             raise BadSample("image_size", _sizes(f"{path}: image {image_id}", own[1], own[0], width, height))
         provenance = {"format": "coco", "file": path.name, "image": image.entry}
-        return self._converted(
-            path, image_id, height, width, file.annotations(image), file.categories, provenance
-        )
+        pair = coco_pair(image_id, height, width, file.annotations(image), file.categories, provenance)
+        return self._parsed(path, image_id, pair)
 
     def _results(self, path: Path) -> Iterator[FoundImage]:
         groups: dict[int, list[Any]] = {}
@@ -150,22 +149,14 @@ class MaskFiles:
         provenance = {"format": "coco results", "file": path.name}
 
         def parse(image_id: int, annotations: list[Any], height: int, width: int) -> Annotations:
-            return self._converted(path, image_id, height, width, annotations, {}, provenance)
+            pair = coco_pair(image_id, height, width, annotations, {}, provenance)
+            return self._parsed(path, image_id, pair)
 
         for image_id, annotations in groups.items():
             yield FoundImage(image_id, partial(parse, image_id, annotations))
 
-    def _converted(
-        self,
-        path: Path,
-        image_id: int,
-        height: int,
-        width: int,
-        annotations: list[Any],
-        categories: dict[int | str, str],
-        provenance: dict[str, Any],
-    ) -> Annotations:
-        pair = coco_pair(image_id, height, width, annotations, categories, provenance)
+    def _parsed(self, path: Path, image_id: int, pair: CocoPair) -> Annotations:
+        """The masks of an image in COCO's format; what was refused of them is counted."""
         for reason, lost in pair.refused.items():
             self.refusals.add(reason, f"{path}: image {image_id}: {pair.messages[reason]}", len(lost))
         return parse_annotation(pair.text, image_id, MAX_STORED_PIXELS).annotations
