@@ -22,7 +22,7 @@ MASK_KEYS = (  # of an annotation in SA-1B, in their order
     "stability_score",
 )
 SHARD_PREFIX = "sa1b-"
-_ID_END = 2**63
+ID_END = 2**63  # ids of images and masks are smaller
 _IMAGE_PREFIX = "sa_"
 _MEMBER = re.compile(r"sa_(0|[1-9][0-9]{0,18})\.(jpg|json|masks)")
 _SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -58,7 +58,7 @@ def member_name(image_id: int, ending: str) -> str:
 def parse_member_name(name: str) -> MemberName | None:
     """The parts of `sa_<id>.<ending>`; None if `name` does not have this form."""
     match = _MEMBER.fullmatch(name)
-    if match is None or int(match[1]) >= _ID_END:
+    if match is None or int(match[1]) >= ID_END:
         return None
     return MemberName(int(match[1]), match[2])
 

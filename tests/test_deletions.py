@@ -41,7 +41,8 @@ EMPTY = "an empty folder that the package made"
 STORE = "what its caller names"
 
 REASONS = {
-    "programs/annotate/folder.py _scan": PROCESS,
+    "programs/annotate/folder.py scan": PROCESS,
+    "programs/annotate/layer.py _remove": "files with the names of `sa1b annotate`, in the hidden folder that it made",
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
     "engine/checkpoint/bucket_checkpoints.py _make_free": CHECKPOINT,
     "engine/checkpoint/bucket_checkpoints.py _sweep": CHECKPOINT,

@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
 from sa1b.errors import UsageError
+from sa1b.names import ID_END
 from sa1b.report import first_names
 from sa1b.shards.tables import IMAGE_COLUMNS, JSON, LINES, ids_of_names, is_text, read_table
 
 _FORM = r"^(?:sa_)?0*(?P<id>[0-9]{1,19})(?:\.jpg)?$"
-_END = 2**63
 _SHOWN = 80  # largest number of characters of a value in a message
 _HEAD = 64 << 10  # bytes that show what a file is
 
@@ -83,7 +83,7 @@ def _binary(path: Path) -> npt.NDArray[np.uint64]:
             f"{path}: not the ids of a view, the size is no multiple of 8 bytes; pass an .ids file of a view"
         )
     ids = np.frombuffer(data, "<u8").astype(np.uint64)
-    if (ids >= np.uint64(_END)).any():
+    if (ids >= np.uint64(ID_END)).any():
         raise UsageError(
             f"{path}: not the ids of a view, an id is 2**63 or more; pass an .ids file of a view"
         )
@@ -177,7 +177,7 @@ def _of_values(path: Path, values: pa.ChunkedArray, chosen: str) -> npt.NDArray[
             )
         return _parse(path, values.cast(pa.string()), 1, "row", blank=False)
     if pa.types.is_unsigned_integer(values.type):
-        outside = pc.greater_equal(values.cast(pa.uint64()), pa.scalar(_END, pa.uint64()))
+        outside = pc.greater_equal(values.cast(pa.uint64()), pa.scalar(ID_END, pa.uint64()))
     else:
         outside = pc.less(values.cast(pa.int64()), pa.scalar(0, pa.int64()))
     row = _first(pc.fill_null(outside, True))
@@ -224,7 +224,7 @@ def _parse(
     if blank:
         bad = pc.and_(bad, pc.not_equal(trimmed, ""))
     # Texts of equal length have the order of their numbers.
-    long = pc.greater_equal(pc.utf8_lpad(pc.fill_null(digits, "0"), 19, "0"), str(_END))
+    long = pc.greater_equal(pc.utf8_lpad(pc.fill_null(digits, "0"), 19, "0"), str(ID_END))
     row = _first(pc.or_(pc.fill_null(bad, True), long))
     if row is not None:
         found = str(values[row].as_py())[:_SHOWN]
@@ -251,7 +251,7 @@ def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
         ids: npt.NDArray[np.uint64] = digits.cast(pa.uint64()).to_numpy()
     except pa.ArrowInvalid:  # an id of 2**63 or more
         return None
-    return ids if int(ids.max()) < _END else None
+    return ids if int(ids.max()) < ID_END else None
 
 
 def _first(flags: pa.ChunkedArray) -> int | None:

@@ -8,11 +8,12 @@ before leaves a layer without layer.json, which the next one of this name replac
 import contextlib
 import json
 import shutil
+import time
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import google_crc32c
 import numpy as np
@@ -20,7 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.console import command
-from sa1b.errors import LockedError, ManifestError, UsageError
+from sa1b.errors import BadSample, LockedError, ManifestError, UsageError
+from sa1b.names import ID_END
+from sa1b.shards.annotation import Annotations
 from sa1b.shards.documents import LAYER_FORMAT, SEAL, LayerInfo, check_layer, seal_of
 from sa1b.shards.layer import (
     COLUMNS,
@@ -41,7 +44,9 @@ from sa1b.shards.staging import remove_local_leftovers
 from sa1b.storage.atomic import flush, json_bytes, sha256_of, temporary_path
 from sa1b.storage.claim import Claim, holder
 from sa1b.storage.store import Store
+from sa1b.version import __version__
 
+Existing = Literal["keep", "replace", "hide"]  # of the masks that an image has already
 _UNSORTED = "unsorted"
 
 
@@ -75,7 +80,7 @@ class LayerWriter:
         order = np.argsort(columns["image_id"], kind="stable")
         masks, index = self.folder / MASKS, self.folder / INDEX
         sizes = columns["bytes"][order]
-        starts = np.concatenate([[len(MAGIC)], len(MAGIC) + np.cumsum(sizes, dtype=np.int64)[:-1]])
+        starts = np.cumsum(np.concatenate([[len(MAGIC)], sizes]), dtype=np.int64)[:-1]
         with (self.folder / _UNSORTED).open("rb") as unsorted, masks.open("wb") as file:
             file.write(MAGIC)
             for offset, length in zip(columns["offset"][order].tolist(), sizes.tolist(), strict=True):
@@ -107,6 +112,13 @@ class LayerWriter:
         self.store.commit([masks, index], f"{LAYERS}/{self.name}")
         self.store.put(f"{LAYERS}/{self.name}/{DOCUMENT}", json_bytes(document))
         return check_layer(document)
+
+
+def provenance(program: str, settings: dict[str, Any], weights: list[str], **others: Any) -> dict[str, Any]:
+    """What the document of a layer says about its origin; `weights`: digests of the models."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    about = {"program": program, "version": __version__, "date": date, "settings": settings}
+    return {**about, "weights_sha256": weights, **others}
 
 
 @contextlib.contextmanager
@@ -188,3 +200,46 @@ def _check_own(store: Store, name: str) -> None:
     raise UsageError(
         f"{store.url(folder)}: has files that belong to no layer; move them, or choose another name"
     )
+
+
+def make_change(base: Annotations, own: Annotations, existing: Existing) -> tuple[Change, int]:
+    """The change that the masks `own` of a file make to those of an image, and how many got a new id.
+
+    A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
+    mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no
+    such id.
+    """
+    replaces = np.zeros(len(own), np.bool_)
+    if existing != "keep":
+        known, counts = np.unique(base.mask_id, return_counts=True)
+        names, first, times = np.unique(own.mask_id, return_index=True, return_counts=True)
+        single = np.isin(names, known[counts == 1]) & (times == 1) & (names != -1)
+        replaces[first[single]] = True
+    hidden = np.empty(0, np.int64)
+    if existing == "hide":
+        hidden = np.setdiff1d(base.mask_id, own.mask_id[replaces])
+    taken = {*base.mask_id.tolist(), *own.mask_id[replaces].tolist()} - {-1}
+    ids = own.mask_id.tolist()
+    following = max([*taken, *ids, -1]) + 1
+    changed: dict[int, int] = {}
+    for i in np.flatnonzero(~replaces).tolist():
+        if ids[i] in taken or ids[i] == -1:
+            if following >= ID_END:
+                raise BadSample("mask_ids", f"mask id {ids[i]} needs another one above all ids; none is left")
+            changed[i], following = following, following + 1
+        else:
+            taken.add(ids[i])
+    return Change(_renumbered(own, changed), replaces, hidden), len(changed)
+
+
+def _renumbered(own: Annotations, changed: dict[int, int]) -> Annotations:
+    if not changed:
+        return own
+    ids, text = own.mask_id.copy(), own.text
+    ids[[*changed]] = [*changed.values()]
+    if text is not None:
+        document = json.loads(text)
+        for i, new in changed.items():
+            document["annotations"][i]["id"] = new
+        text = json.dumps(document).encode()
+    return replace(own, mask_id=ids, text=text)

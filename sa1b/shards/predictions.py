@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sa1b.errors import UsageError
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
+from sa1b.names import ID_END
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +65,7 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
             try:
                 document = json.loads(line)
                 image_id = int(document["image_id"])
-                if not 0 <= image_id < 1 << 63:
+                if not 0 <= image_id < ID_END:
                     raise ValueError("image_id must be from 0 to 2**63 - 1")
                 predictions[image_id] = _parse(document["masks"])
             except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:

@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sa1b.names import ID_END
+
 IMAGE_COLUMNS = ("image_id", "file_name", "image", "img_path", "image_path", "id")  # searched in this order
 PARQUET, LINES, JSON = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), (".json",)
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -115,7 +117,7 @@ def ids_of_names(values: pa.ChunkedArray, *, numbers: bool) -> pa.ChunkedArray:
     if numbers and not pc.any(pc.match_substring(text, "/")).as_py():
         ids = pc.coalesce(ids, pc.struct_field(pc.extract_regex(text, _NUMBER), "id"))
     # Texts of equal length have the order of their numbers.
-    outside = pc.greater_equal(pc.utf8_lpad(ids, 19, "0"), str(2**63))
+    outside = pc.greater_equal(pc.utf8_lpad(ids, 19, "0"), str(ID_END))
     return pc.if_else(outside, None, ids).cast(pa.int64())
 
 

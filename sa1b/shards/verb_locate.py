@@ -20,6 +20,7 @@ from tyro.conf import Positional
 
 from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
+from sa1b.names import ID_END
 from sa1b.report import aligned
 from sa1b.sources.path_arguments import takes_endpoint
 from sa1b.sources.stored_file import read_links
@@ -68,7 +69,7 @@ def main(
     if not named and ids is None:
         unknown = [word for word in inputs if "://" not in word and not Path(word).exists()]
         raise UsageError(f"{(*unknown, *inputs, links)[0]}: no image id; pass ids, or a file with --ids")
-    if (large := max(named, default=0)) >= 2**63:
+    if (large := max(named, default=0)) >= ID_END:
         raise UsageError(f"{large}: not an image id; pass a number below 2**63")
     with loading():
         import numpy as np

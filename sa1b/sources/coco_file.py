@@ -24,11 +24,10 @@ import numpy as np
 
 from sa1b.console import command
 from sa1b.errors import SourceError
-from sa1b.names import parse_member_path
+from sa1b.names import ID_END, parse_member_path
 from sa1b.storage.atomic import naming_path
 
 Ids = Literal["keep", "hash"]
-_ID_END = 2**63
 _HASH_BITS = 53  # integers of this size are exact in JSON for every reader
 _SHOWN = 3
 _LISTS = ("images", "annotations", "categories")
@@ -276,7 +275,7 @@ def _image_id(path: Path, source: str, entry: dict[str, Any], name: str, ids: Id
     if ids == "hash":
         return hashed_id(source, name)
     found = entry.get("id")
-    if type(found) is not int or not 0 <= found < _ID_END:
+    if type(found) is not int or not 0 <= found < ID_END:
         raise SourceError(
             f"{path}: the image {name!r} has the id {str(found)[:60]!r}, and ids must be integers from 0 to "
             "2**63 - 1; take ids that are hashes of the file names with --image-ids hash"

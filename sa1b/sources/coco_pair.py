@@ -18,9 +18,8 @@ from sa1b.masks import coco, geometry
 from sa1b.masks.geometry import nth_foreground
 from sa1b.masks.polygons import encode_polygons
 from sa1b.masks.runs import MaskError, Runs
-from sa1b.names import member_name
+from sa1b.names import ID_END, member_name
 
-_MASK_END = 2**63
 _LARGEST = 1e300
 _DROPPED = ("segmentation", "image_id")  # keys of an annotation that the pair has in another form
 
@@ -200,7 +199,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def _mask_id(mask: _Mask) -> int:
     for key in ("mask_id", "id"):  # mask_id: in files that sa1b export writes
-        if type(found := mask.annotation.get(key)) is int and -_MASK_END <= found < _MASK_END:
+        if type(found := mask.annotation.get(key)) is int and -ID_END <= found < ID_END:
             return found
     return -1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.names import member_name, parse_member_path, source_name
+from sa1b.names import ID_END, member_name, parse_member_path, source_name
 from sa1b.sources.tar_stream import HARD_LINK, OVERSIZED, UNREADABLE, Damage, Member
 
 _NAMES = "not of the form sa_<id>.jpg or sa_<id>.json, and no neighbours with an image id in their JSON"
@@ -158,7 +158,7 @@ def _named_by_json(*members: Member) -> MemberPair | None:
         return None
     with suppress(ValueError, TypeError, KeyError):
         image_id = json.loads(texts[0].data)["image"]["image_id"]
-        if type(image_id) is int and 0 <= image_id < 2**63:
+        if type(image_id) is int and 0 <= image_id < ID_END:
             return MemberPair(image_id, images[0], texts[0])
     return None
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from sa1b.console import command, counted
+from sa1b.names import ID_END
 from sa1b.report import first_names
 from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view
 from sa1b.shards.image_ids import missing_ids
@@ -238,7 +239,7 @@ class QuarantineCheck:
 
     def _holds(self, image_id: Any) -> bool:
         """Whether the dataset has an image, as far as is known."""
-        if type(image_id) is not int or not 0 <= image_id < 2**63:
+        if type(image_id) is not int or not 0 <= image_id < ID_END:
             return False
         if self.table is None or not len(self.table):
             return True

@@ -25,6 +25,8 @@ from sa1b.console import parse
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
 from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
+from sa1b.programs.annotate.folder import AnnotationFolder
+from sa1b.programs.annotate.layer import open_target
 from sa1b.programs.annotate.verb_annotate import main
 from sa1b.programs.layer.verb_layer import main as layer_main
 from sa1b.sam.mask_generator import GeneratorConfig
@@ -32,14 +34,21 @@ from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.layer import layer_names
 from sa1b.shards.manifest import read_tasks
 from sa1b.storage.atomic import this_process
+from sa1b.storage.claim import Claim
+from sa1b.storage.open import open_store
+from sa1b.views.view import write_view
+from tests.cli.verb import called
 from tests.processes import Process, run
 from tests.shards.tiny import ingest_tar, make_tar
 
 SMALL = ModelConfig(image_size=32, patch_size=8, width=32, depth=1, heads=2, global_blocks=(0,), channels=32)
 CONFIG = GeneratorConfig(points_per_side=3, min_predicted_iou=0, min_stability=0, max_box_iou=0.9)
 FLAGS = ("--points-per-side", "3", "--min-predicted-iou", "0", "--min-stability", "0", "--max-box-iou", "0.9")
+
+annotate_here = called("annotate")
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +325,151 @@ def test_masks_for_a_dataset_directory_become_a_layer_of_it_by_the_command_that_
     assert len(changed.by_id(7).annotations) >= before
 
 
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    make_tar(tmp_path / "sa_000020.tar", range(1, 7))
+    ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
+    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
+    return tmp_path / "shards"
+
+
+def layer_of(
+    work: Callable[..., AnnotationSummary], root: Path, name: str, **options: Any
+) -> AnnotationSummary:
+    own = {key: options.pop(key) for key in ("existing", "on", "view", "out") if key in options}
+    return work(layer=open_target(str(root), name, **own), **options)
+
+
+def files_in(root: Path) -> dict[str, bytes]:
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != "layer.json")
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("existing", ["keep", "hide"])
+def test_the_images_of_a_dataset_directory_get_a_layer_with_the_masks_of_the_model(
+    work: Callable[..., AnnotationSummary], model: Sam, shards: Path, existing: str
+) -> None:
+    before = files_in(shards)
+    summary = layer_of(work, shards, "round2", existing=existing)
+    assert (summary.images, summary.annotated, summary.exit_code()) == (6, 6, 0)
+    assert "Complete: layer round2 (" in summary.table()
+    assert summary.table().endswith(f"train --data.root {shards} --data.layers round2")
+    after = files_in(shards)
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"layers/round2/masks.bin", "layers/round2/index.parquet"}
+    changed, count = sa1b.open(shards, layers=["round2"]), 0
+    for sample, old in zip(changed, sa1b.open(shards), strict=True):
+        found = sa1b.generate_masks(
+            model,
+            simplejpeg.decode_jpeg(sample.jpeg),
+            points_per_side=3,
+            min_predicted_iou=0,
+            min_stability=0,
+            max_box_iou=0.9,
+        )
+        kept = len(old.annotations) if existing == "keep" else 0
+        count += len(found)
+        assert len(sample.annotations) == kept + len(found)
+        new = np.arange(kept, kept + len(found))
+        assert np.array_equal(sample.annotations.runs(new).runs, found.runs.runs)
+        assert np.allclose(sample.annotations.predicted_iou[new], found.predicted_iou)
+        assert np.allclose(sample.annotations.stability_score[new], found.stability_score)
+    assert summary.masks == count > 5
+    info = changed.layers[0].info
+    assert info.provenance["weights_sha256"] == [info.provenance["settings"]["weights_sha256"]]
+    assert (info.provenance["program"], info.provenance["settings"]["existing"]) == (
+        "sa1b annotate",
+        existing,
+    )
+
+
+def test_the_last_of_several_processes_writes_the_layer_that_one_process_writes(
+    work: Callable[..., AnnotationSummary], shards: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(shards, tmp_path / "alone")
+    wanted = layer_of(work, tmp_path / "alone", "round2").info
+    assert wanted is not None
+    parts = [layer_of(work, shards, "round2", part=ImageShare(index, 3)) for index in (1, 0, 1)]
+    assert [part.info for part in parts] == [None] * 3
+    assert [(part.annotated, part.complete) for part in parts] == [(2, 0), (2, 0), (0, 2)]
+    assert parts[0].table().endswith("the last one writes round2")
+    assert parts[0].exit_code() == 0
+    lost = next((shards / "layers/.round2-annotated").rglob("sa_2.json"))
+    lost.unlink()  # as if its process had been killed before
+    last = layer_of(work, shards, "round2", part=ImageShare(2, 3))
+    assert last.info is None
+    assert layer_names(open_store(shards)) == {}
+    repeated = layer_of(work, shards, "round2", part=ImageShare(1, 3))
+    assert repeated.annotated == 1
+    assert repeated.info is not None
+    assert repeated.info.digest == wanted.digest
+    assert not (shards / "layers/.round2-annotated").exists()
+    again = layer_of(work, shards, "round2")
+    assert (again.complete, again.annotated, again.info) == (6, 0, repeated.info)
+    with pytest.raises(UsageError, match="--name round2: .* was made in another way"):
+        layer_of(work, shards, "round2", existing="hide")
+
+
+def test_a_process_that_finds_the_layer_written_by_another_one_has_it_too(
+    work: Callable[..., AnnotationSummary], shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = layer_of(work, shards, "round2", part=ImageShare(0, 2))
+    real = AnnotationFolder.scan
+
+    def scan(folder: AnnotationFolder) -> None:
+        real(folder)
+        if len(folder.complete) == 6:  # between the look and the claim
+            monkeypatch.setattr(AnnotationFolder, "scan", real)
+            others.append(layer_of(work, shards, "round2", part=ImageShare(0, 2)))
+
+    others: list[AnnotationSummary] = []
+    monkeypatch.setattr(AnnotationFolder, "scan", scan)
+    second = layer_of(work, shards, "round2", part=ImageShare(1, 2))
+    assert (first.info, len(others)) == (None, 1)
+    assert second.info == others[0].info is not None
+    claim = Claim.take(open_store(shards), "layers/.round3.claim")
+    assert claim is not None
+    with claim:  # another process writes it now
+        busy = layer_of(work, shards, "round3")
+    assert (busy.info, busy.annotated) == (None, 6)
+    assert layer_of(work, shards, "round3").info is not None
+
+
+def test_a_damaged_image_is_listed_and_is_not_in_the_layer(
+    work: Callable[..., AnnotationSummary], shards: Path
+) -> None:
+    dataset = sa1b.open(shards)
+    row = dataset.row(3)
+    path = shards / dataset.shards[0]
+    data = bytearray(path.read_bytes())
+    data[int(dataset.table.offset[row]) + 700] ^= 1
+    path.write_bytes(data)
+    summaries = [layer_of(work, shards, "round2", part=ImageShare(index, 2)) for index in range(2)]
+    assert [len(one.refused) for one in summaries] == [1, 0]
+    assert [one.exit_code() for one in summaries] == [3, 0]
+    assert "sa_3.jpg is damaged" in summaries[0].refused[0]["message"]
+    assert summaries[1].info is not None
+    assert sa1b.open(shards, layers=["round2"]).layers[0].columns["image_id"].tolist() == [1, 2, 4, 5, 6]
+
+
+def test_a_layer_on_a_layer_of_the_images_of_a_view_with_a_folder_of_the_user(
+    work: Callable[..., AnnotationSummary], shards: Path, tmp_path: Path
+) -> None:
+    layer_of(work, shards, "round2", existing="hide")
+    table = sa1b.open(shards).table
+    view = write_view(shards, table, np.array([1, 3], np.uint32), name="some")
+    summary = layer_of(work, shards, "round3", on="round2", view="some", out=tmp_path / "work")
+    assert (summary.images, summary.annotated) == (2, 2)
+    assert len(list((tmp_path / "work").rglob("sa_*.json"))) == 2
+    assert not list((tmp_path / "work").rglob("*.jpg"))
+    two, three = sa1b.open(shards, layers=["round2"]), sa1b.open(shards, layers=["round3"])
+    for before, after in zip(two, three, strict=True):
+        times = 2 if after.image_id in (2, 4) else 1  # the same masks again, with other ids
+        assert len(after.annotations) == times * len(before.annotations)
+        assert len({*after.annotations.mask_id.tolist()}) == len(after.annotations)
+    assert three.layers[1].info.provenance["settings"]["view"] == view.digest
+
+
 def test_a_renamed_folder_is_completed(
     work: Callable[..., AnnotationSummary], photos: Path, tmp_path: Path
 ) -> None:
@@ -417,6 +571,33 @@ def test_the_command_and_ranks_of_torchrun(weights: Path, photos: Path, tmp_path
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "gone: no such file or folder" in done.stderr
+
+
+def test_ranks_of_torchrun_make_one_layer_and_wrong_combinations_are_named(
+    weights: Path, shards: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "sa1b", "annotate", "--shards", shards, "--weights", weights, *FLAGS]
+    found = []
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        done = run([*command, "--name", "round2", "--json"], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [one["annotated"] for one in found] == [3, 3]
+    assert found[0]["info"] is None
+    assert found[1]["info"]["digest"] == sa1b.open(shards, layers=["round2"]).layers[0].info.digest
+    for words, message in (
+        (command[4:], "--name: missing; choose a name for the layer"),
+        ([tmp_path, *command[4:], "--name", "a"], "not with --shards, whose images are annotated"),
+        ([*command[4:], "--name", "../a"], "must be at most 64 letters"),
+        ([*command[4:], "--name", "a", "--view", "none"], "no view 'none'"),
+        ([*command[4:], "--name", "a", "--quality", "90"], "--image-ids and --quality: not with --shards"),
+        ([tmp_path, "--weights", weights, "--name", "a"], "only for a layer; pass --shards ROOT"),
+        ([tmp_path, "--weights", weights], "--out: missing; name a folder"),
+    ):
+        done = annotate_here(*words)
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 def test_a_rank_of_torchrun_does_not_end_before_the_others(

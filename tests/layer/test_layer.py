@@ -10,7 +10,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 import sa1b
-from sa1b.programs.layer.add import make_change
+from sa1b.shards.layer_writer import make_change
 from tests.cli.verb import called
 from tests.shards import tiny
 from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write

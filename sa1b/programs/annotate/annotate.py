@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,13 +26,15 @@ from sa1b.hashing import Purpose, random_words
 from sa1b.masks import coco, geometry
 from sa1b.names import parse_member_name
 from sa1b.programs.annotate.folder import AnnotationFolder, open_folder
-from sa1b.programs.annotate.images import InputImage, find_images, read_image
+from sa1b.programs.annotate.images import FoundImages, InputImage, find_images, read_image
+from sa1b.programs.annotate.layer import LayerTarget
 from sa1b.progress import bar
 from sa1b.report import first_lines
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig, generate
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest
 from sa1b.shards.annotation import MAX_JSON_BYTES, Annotations
+from sa1b.shards.documents import LayerInfo
 
 _ID_BITS = 52
 
@@ -98,6 +101,8 @@ class AnnotationSummary:
 
     out: str
     root: str = ""  # the dataset directory, if all images are of one
+    layer: str | None = None  # name of the layer to make
+    info: LayerInfo | None = None  # of the layer, if it is complete
     images: int = 0
     annotated: int = 0  # images of this run
     complete: int = 0  # images that an earlier run had annotated
@@ -120,7 +125,8 @@ class AnnotationSummary:
         return self.annotated + self.complete + self.duplicates
 
     def document(self) -> dict[str, Any]:
-        return asdict(self) | {"exit_code": self.exit_code()}
+        layer = {"info": None if self.info is None else msgspec.to_builtins(self.info)}
+        return asdict(self) | layer | {"exit_code": self.exit_code()}
 
     def table(self) -> str:
         notes = [f"{self.complete:,} already annotated"] if self.complete else []
@@ -143,11 +149,25 @@ class AnnotationSummary:
             )
         if not self._done:
             return "\n".join([*lines, "Nothing is annotated: all images are refused."])
+        if self.layer is not None:
+            return "\n".join([*lines, *self._of_layer()])
         lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
         way = f"{command('reshard')} {self.out} --out shards"
         if self.root:
             way = f"{command('layer')} add {self.root} {self.out} --name annotated"
         return "\n".join([*lines, f"Next: {way}"])
+
+    def _of_layer(self) -> list[str]:
+        if self.info is None:
+            return [
+                f"Not complete: other processes annotate further images; the last one writes {self.layer}"
+            ]
+        info, root = self.info, self.root
+        changes = f"{info.added:,} masks added, {info.hidden:,} hidden in {counted(info.images, 'image')}"
+        return [
+            f"Complete: layer {info.name} ({info.digest[:12]}): {changes}",
+            f"Next: {command('train')} --data.root {root} --data.layers {info.name}",
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +188,7 @@ def annotate(
     out: Path,
     config: GeneratorConfig,
     *,
+    layer: LayerTarget | None = None,
     image_ids: str = "content",
     quality: int | None = None,
     max_pixels: int,
@@ -183,6 +204,7 @@ def annotate(
     Args:
         paths: files, folders and dataset directories.
         out: folder for the pairs; the folder of an earlier run with the same settings is completed.
+        layer: annotate its images instead, and make the layer; `paths` and `out` are not used.
         image_ids: origin of the ids: "content", "name" or the first of consecutive numbers.
         quality: of JPEGs that images of other formats are converted to; None: refuse these.
         part: the images of this process; None: all images.
@@ -195,7 +217,10 @@ def annotate(
         set_float32(precision, device)
     except UsageError as error:  # names the flag of training
         raise UsageError(str(error).replace("--parallel.", "--")) from None
-    inputs = find_images(paths, out)
+    if layer is not None:
+        inputs, out = FoundImages(layer.images()), layer.out
+    else:
+        inputs = find_images(paths, out)
     first = _first_id(image_ids)
     settings = {
         "weights": weights,
@@ -204,13 +229,23 @@ def annotate(
         "precision": precision,
         "image_ids": image_ids,
     }
-    folder = open_folder(out, settings, len(inputs.images))
+    if layer is not None:
+        settings |= layer.own_settings
+        of_layer = {name: value for name, value in settings.items() if name != "weights"}
+        if (made := layer.written(of_layer)) is not None:
+            done = len(inputs.images)
+            return AnnotationSummary(str(out), layer.dataset.root, layer.name, made, done, complete=done)
+    folder = open_folder(out, settings, len(inputs.images), with_images=layer is None)
     numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
     root = paths[0] if len(paths) == 1 and inputs.images[0].image_id is not None else ""
-    summary = AnnotationSummary(str(out), root, len(numbered_images), others=inputs.others)
+    summary = AnnotationSummary(str(out), root, images=len(numbered_images), others=inputs.others)
+    if layer is not None:
+        summary.root, summary.layer = layer.dataset.root, layer.name
 
     def prepare(numbered: tuple[int, InputImage]) -> _Prepared:
         number, image = numbered
+        if layer is not None and image.image_id in folder.complete:
+            return _Prepared(image.name, image_id=image.image_id)
         try:
             read = read_image(image, max_pixels, quality)
             image_id = _image_id(image, read.source, None if first is None else first + number, image_ids)
@@ -221,7 +256,7 @@ def annotate(
                 image.name, image_id=image_id, jpeg=read.jpeg, digest=digest, pixels=read.pixels()
             )
         except BadSample as error:
-            return _Prepared(image.name, error)
+            return _Prepared(image.name, error, image.image_id or 0)
 
     with (
         bar(len(numbered_images), "annotate", "image", quiet) as progress,
@@ -236,8 +271,12 @@ def annotate(
                 printable = os.fsencode(prepared.name).decode(errors="replace")
                 refusal = {"image": printable, "reason": error.reason, "message": str(error)}
                 summary.refused.append(refusal)
+                if layer is not None:
+                    folder.refuse(prepared.image_id, prepared.name, error.reason)
             progress.update(1)
         work.wait(0)
+    if layer is not None:
+        summary.info = layer.finish(folder, of_layer, quiet=quiet)
     summary.seconds = time.monotonic() - began
     return summary
 

@@ -5,6 +5,8 @@
     OUT/<name>-0000/sa_5.jpg      pairs, in folders of about 10,000 images, each a source of `sa1b reshard`
     OUT/<name>-0000/sa_5.json     written after the image, atomically: with it the image is complete
 
+For a layer, there are no images, and annotate.jsonl also lists those that were refused.
+
 Several processes may write to one folder, on one or several machines: no file depends on another process, and
 two processes that write the same file write the same bytes.
 """
@@ -42,11 +44,13 @@ class AnnotationFolder:
     folders: int  # number of folders of pairs
     name: str  # start of their names: that of the output folder in the first run
     image_ids: str  # origin of the ids, see `annotate`
+    with_images: bool = True
     complete: set[int] = field(default_factory=set)  # ids of images with an annotation file
     # names by id of the images that have a line in annotate.jsonl
     listed: dict[int, set[str]] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)  # ids of images that cannot be annotated
 
-    def _path(self, image_id: int, ending: str) -> Path:
+    def path(self, image_id: int, ending: str) -> Path:
         folder = f"{self.name}-{image_id % self.folders:04d}"
         return self.out / folder / member_name(image_id, ending)
 
@@ -59,7 +63,7 @@ class AnnotationFolder:
         """Whether this image is annotated; BadSample if another image has this id."""
         if image_id not in self.complete:
             return False
-        path = self._path(image_id, "jpg")
+        path = self.path(image_id, "jpg")
         if not path.exists():
             return False
         if path.read_bytes() == jpeg:
@@ -74,8 +78,8 @@ class AnnotationFolder:
 
     def write(self, image_id: int, jpeg: bytes, document: bytes) -> None:
         """Write a pair, the annotation file last; OSError names the file."""
-        for ending, data in (("jpg", jpeg), ("json", document)):
-            path = self._path(image_id, ending)
+        for ending, data in (("jpg", jpeg), ("json", document))[not self.with_images :]:
+            path = self.path(image_id, ending)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, data, temporary_path(path))
 
@@ -87,8 +91,43 @@ class AnnotationFolder:
             line: dict[str, Any] = {"image_id": image_id, "file": name}
             append_line(self.out / LINES, json.dumps(line if masks is None else line | {"masks": masks}))
 
+    def refuse(self, image_id: int, name: str, reason: str) -> None:
+        """Add a line for an image that cannot be annotated, unless it has one."""
+        if image_id not in self.refused:
+            self.refused.add(image_id)
+            line = {"image_id": image_id, "file": name, "refused": reason}
+            append_line(self.out / LINES, json.dumps(line))
 
-def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> AnnotationFolder:
+    def scan(self) -> None:
+        """Read which images are complete, listed and refused; remove temporary files of killed processes."""
+        for path in (child for part in self.out.iterdir() if part.is_dir() for child in part.iterdir()):
+            named = parse_member_name(path.name)
+            if named is not None and named.ending == "json":
+                self.complete.add(named.image_id)
+            elif is_of_dead_process(process_of_temporary(path) or ""):
+                path.unlink(missing_ok=True)
+        try:
+            line = b"\n"
+            with (self.out / LINES).open("rb") as file:
+                for line in file:
+                    try:
+                        listed = json.loads(line)
+                        image_id, name = int(listed["image_id"]), str(listed["file"])
+                        if "refused" in listed:
+                            self.refused.add(image_id)
+                        else:
+                            self.listed.setdefault(image_id, set()).add(name)
+                    except (ValueError, KeyError, TypeError):
+                        continue  # a line truncated by a crash of the machine; the image gets a new line
+            if not line.endswith(b"\n"):
+                append(self.out / LINES, b"\n")
+        except FileNotFoundError:
+            pass
+
+
+def open_folder(
+    out: Path, settings: Mapping[str, Any], images: int, *, with_images: bool = True
+) -> AnnotationFolder:
     """Create the folder, or open that of an earlier run with the same settings, which change the annotations.
 
     Temporary files of killed processes are removed. The number of folders follows from the number of images.
@@ -125,28 +164,6 @@ def open_folder(out: Path, settings: Mapping[str, Any], images: int) -> Annotati
             f"--out {out}: has annotations with other settings ({changes}); repeat the settings of "
             f"{path}, or name another folder"
         )
-    folder = AnnotationFolder(out, folders, name, str(settings["image_ids"]))
-    _scan(folder)
+    folder = AnnotationFolder(out, folders, name, str(settings["image_ids"]), with_images)
+    folder.scan()
     return folder
-
-
-def _scan(folder: AnnotationFolder) -> None:
-    for path in (child for part in folder.out.iterdir() if part.is_dir() for child in part.iterdir()):
-        named = parse_member_name(path.name)
-        if named is not None and named.ending == "json":
-            folder.complete.add(named.image_id)
-        elif is_of_dead_process(process_of_temporary(path) or ""):
-            path.unlink(missing_ok=True)
-    try:
-        line = b"\n"
-        with (folder.out / LINES).open("rb") as file:
-            for line in file:
-                try:
-                    listed = json.loads(line)
-                    folder.listed.setdefault(int(listed["image_id"]), set()).add(str(listed["file"]))
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line truncated by a crash of the machine; the image gets a new line
-        if not line.endswith(b"\n"):
-            append(folder.out / LINES, b"\n")
-    except FileNotFoundError:
-        pass

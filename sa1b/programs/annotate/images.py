@@ -3,7 +3,7 @@
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
         if is_url(path) or (Path(path) / DATASET).exists():
             dataset = open_dataset(path)
             check_images(dataset, "the model")
-            images = list(_stored(dataset))
+            images = stored_images(dataset, range(len(dataset)))
         elif Path(path).is_file() and (is_tar_name(path) or holds_tar(Path(path))):
             raise UsageError(
                 f"{path}: a tar; extract its images to a folder, or pass the dataset directory that "
@@ -84,11 +84,13 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     return images_of_paths
 
 
-def _stored(dataset: Dataset) -> Iterator[InputImage]:
-    for row, image_id in enumerate(dataset.table.image_id.tolist()):
-        yield InputImage(
-            f"{dataset.root}: {image_name(image_id)}", partial(_read_stored, dataset, row), image_id
-        )
+def stored_images(dataset: Dataset, rows: Iterable[int]) -> list[InputImage]:
+    """The images of some rows of a dataset directory."""
+    numbered = ((int(row), int(dataset.table.image_id[row])) for row in rows)
+    return [
+        InputImage(f"{dataset.root}: {image_name(image_id)}", partial(_read_stored, dataset, row), image_id)
+        for row, image_id in numbered
+    ]
 
 
 def _read_stored(dataset: Dataset, row: int) -> bytes:

@@ -2,12 +2,13 @@
 
 Example: sa1b annotate photos --weights run --out labelled
          sa1b annotate photos more.jpg --weights sam_vit_b_01ec64.pth --out labelled --device cuda
-         sa1b annotate shards --weights run --out labelled --crop-layers 1 --part 1/8
+         sa1b annotate --shards shards --weights run --name round2 --view unlabelled --existing hide
 
 The output has a pair of image and annotation file for each image: `sa1b reshard labelled --out shards` makes
-shards of it. To resume an interrupted run, or to add images, run the same command again: complete images are
-skipped. Exit code 0: all images are annotated; 2: nothing was annotated, or the disk failed; 3: annotated,
-and an image was refused; 130: interrupted.
+shards of it. With --shards and --name, the result is a layer of the dataset directory. To resume an
+interrupted run, or to add images, run the same command again: complete images are skipped. Exit code 0: all
+images are annotated; 2: nothing was annotated, or the disk failed; 3: annotated, and an image was refused;
+130: interrupted.
 """
 
 import os
@@ -23,7 +24,7 @@ from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
-from sa1b.sources.path_arguments import check_here, takes_endpoint
+from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
 TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights run --out labelled")
 
@@ -41,7 +42,12 @@ def main(
     /,
     *,
     weights: str,
-    out: Path,
+    out: Path | None = None,
+    shards: Annotated[str | None, tyro.conf.arg(metavar="ROOT")] = None,
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
+    view: str | None = None,
+    existing: Literal["keep", "hide"] = "keep",
+    on: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     points_per_side: int = 32,
     points_per_batch: int = 64,
     min_predicted_iou: float = 0.88,
@@ -70,7 +76,15 @@ def main(
         images: Image files, folders of images at any depth, and dataset directories (folders or URLs).
         weights: A run folder, a checkpoint, or a .pth or .safetensors file with SAM weights; or the URL of
             one of these.
-        out: Folder for the pairs; created if it is missing. The JPEGs have their original bytes.
+        out: Folder for the pairs; created if it is missing. The JPEGs have their original bytes. With
+            --shards: folder for the annotations until the layer is complete, by default one in ROOT.
+        shards: Annotate the images of this dataset directory (a folder or a URL) instead of IMAGES. The masks
+            become the layer --name of it, written by the process after which no image is missing.
+        name: With --shards: name of the new layer.
+        view: With --shards: only the images of this view.
+        existing: With --shards: what happens to the masks that the images have. keep: they stay. hide: the
+            images have only the new masks in the layer.
+        on: With --shards: name of the layer that the new one builds on.
         points_per_side: Points along each side of the image: 32 make 1024 points.
         points_per_batch: Points that are decoded together. A larger number needs more memory; the masks are
             the same.
@@ -100,12 +114,25 @@ def main(
         json_output: Print the summary as JSON, without progress.
     """
     check_here("--out", out)
-    if not images:
+    if shards is not None:
+        if name is None:
+            raise UsageError("--name: missing; choose a name for the layer of --shards")
+        if images:
+            raise UsageError(f"{images[0]}: not with --shards, whose images are annotated; omit one of them")
+        if (image_ids, quality) != ("content", None):
+            raise UsageError("--image-ids and --quality: not with --shards; omit them")
+        check_writable(f"annotate writes a layer of {shards}", shards)
+    elif name or view or on or existing != "keep":
+        raise UsageError("--name, --view, --existing and --on: only for a layer; pass --shards ROOT")
+    elif out is None:
+        raise UsageError("--out: missing; name a folder for the annotations, or pass --shards and --name")
+    elif not images:
         raise UsageError(
             f"--out {out}: no IMAGES to annotate; name image files, or folders that contain them"
         )
     with loading():
         from sa1b.programs.annotate.annotate import annotate
+        from sa1b.programs.annotate.layer import open_target
         from sa1b.recipes.weights import load_model
         from sa1b.sam.mask_generator import GeneratorConfig
     try:
@@ -125,13 +152,17 @@ def main(
         name, _, reason = str(error).partition("=")
         message = f"--{name.replace('_', '-')} {reason.replace(' must', ': must', 1)}"
         raise UsageError(message) from None
+    layer = None
+    if shards is not None and name is not None:
+        layer = open_target(shards, name, view=view, existing=existing, on=on, out=out)
     own = _part(part)
     where = _device(device)
     summary = annotate(
         images,
         load_model(weights, where),
-        out,
+        out or Path(),
         config,
+        layer=layer,
         image_ids=image_ids,
         quality=quality,
         max_pixels=max_pixels,

@@ -15,6 +15,7 @@ from tyro.conf import Positional, UseAppendAction
 
 from sa1b.console import loading
 from sa1b.errors import UsageError
+from sa1b.names import ID_END
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_here, takes_endpoint
 
@@ -69,7 +70,7 @@ def main(
         json_output: Print the summary as JSON, without progress.
     """
     chosen = tuple(dict.fromkeys(image_id for some in ids for image_id in some))
-    if any(not 0 <= image_id < 1 << 63 for image_id in chosen):
+    if any(not 0 <= image_id < ID_END for image_id in chosen):
         raise UsageError(f"--id ({len(chosen)} ids): every id must be from 0 to 2**63 - 1")
     check_here("--out", out)
     with loading():

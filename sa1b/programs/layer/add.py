@@ -4,15 +4,11 @@ Images are matched by id, their masks are checked with the size of the stored im
 image has already, also by the layer that the new one builds on, decide what is added, replaced and hidden.
 """
 
-import json
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.errors import BadSample, UsageError
@@ -22,15 +18,11 @@ from sa1b.report import first_names
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import LayerInfo
-from sa1b.shards.layer import Change
-from sa1b.shards.layer_writer import LayerWriter, writing
+from sa1b.shards.layer_writer import Existing, LayerWriter, make_change, provenance, writing
 from sa1b.storage.open import open_store
-from sa1b.version import __version__
 
-Existing = Literal["keep", "replace", "hide"]
 _BATCH = 64  # images whose stored masks are read together
 _SHOWN = 5
-_LAST_ID = 2**63 - 1
 
 
 @dataclass(slots=True)
@@ -126,16 +118,14 @@ def add_layer(
         if not len(writer.columns["image_id"]) and (why := _nothing(root, files, summary)):
             raise UsageError(why)
         weights = {str(one["annotate"].get("weights_sha256")) for one in files.sources if "annotate" in one}
-        provenance = {
-            "program": "sa1b layer add",
-            "version": __version__,
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "settings": {"existing": existing, "image_ids": image_ids},
-            "weights_sha256": sorted(weights),
-            "sources": files.sources,
-        }
+        origin = provenance(
+            "sa1b layer add",
+            {"existing": existing, "image_ids": image_ids},
+            sorted(weights),
+            sources=files.sources,
+        )
         parent = None if on is None else dataset.layers[-1].info
-        summary.info = writer.commit(dataset.table, parent, provenance)
+        summary.info = writer.commit(dataset.table, parent, origin)
     summary.refused, summary.messages = files.refusals.counts, files.refusals.messages
     summary.missing.sort()
     summary.not_taken = files.not_taken
@@ -197,46 +187,3 @@ def _with_stored(
         found.append(one)
         rows.append(row)
     return zip(found, rows, dataset.masks(rows), strict=True)
-
-
-def make_change(base: Annotations, own: Annotations, existing: Existing) -> tuple[Change, int]:
-    """The change that the masks `own` of a file make to those of an image, and how many got a new id.
-
-    A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
-    mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no
-    such id.
-    """
-    replaces = np.zeros(len(own), np.bool_)
-    if existing != "keep":
-        known, counts = np.unique(base.mask_id, return_counts=True)
-        names, first, times = np.unique(own.mask_id, return_index=True, return_counts=True)
-        single = np.isin(names, known[counts == 1]) & (times == 1) & (names != -1)
-        replaces[first[single]] = True
-    hidden = np.empty(0, np.int64)
-    if existing == "hide":
-        hidden = np.setdiff1d(base.mask_id, own.mask_id[replaces])
-    taken = {*base.mask_id.tolist(), *own.mask_id[replaces].tolist()} - {-1}
-    ids = own.mask_id.tolist()
-    following = max([*taken, *ids, -1]) + 1
-    changed: dict[int, int] = {}
-    for i in np.flatnonzero(~replaces).tolist():
-        if ids[i] in taken or ids[i] == -1:
-            if following > _LAST_ID:
-                raise BadSample("mask_ids", f"mask id {ids[i]} needs another one above all ids; none is left")
-            changed[i], following = following, following + 1
-        else:
-            taken.add(ids[i])
-    return Change(_renumbered(own, changed), replaces, hidden), len(changed)
-
-
-def _renumbered(own: Annotations, changed: dict[int, int]) -> Annotations:
-    if not changed:
-        return own
-    ids, text = own.mask_id.copy(), own.text
-    ids[[*changed]] = [*changed.values()]
-    if text is not None:
-        document = json.loads(text)
-        for i, new in changed.items():
-            document["annotations"][i]["id"] = new
-        text = json.dumps(document).encode()
-    return replace(own, mask_id=ids, text=text)
