@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from sa1b.engine.config import build
+from sa1b.engine.planner import check_memory
 from sa1b.engine.planner.fake_step import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
+from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.graphs import Graphs
 from sa1b.stream.batch import Batch
@@ -53,6 +55,17 @@ def test_steps_after_the_second_neither_wait_nor_allocate(preset: str, precision
     recorded = [one for one in graphs._found.values() if one is not None]
     assert len(recorded) == (0 if precision == "fp16" else 2)
     assert allocated[-1] == allocated[-2]
+
+
+def test_a_step_beyond_the_free_memory_is_refused_before_it() -> None:
+    config = PRESETS["vit_b"]
+    rank_info = RankInfo(0, 1, 0, torch.device("cuda", 0))
+    with torch.device("meta"):
+        module = build(config, None)
+    with pytest.raises(
+        UsageError, match=r"of 128 images needs [\d,]+ bytes, and [\d,]+ are free on cuda:0; pass"
+    ):
+        check_memory(config, module, rank_info)
 
 
 def test_a_model_of_each_preset_is_built_and_trained_in_bf16() -> None:

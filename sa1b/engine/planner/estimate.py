@@ -1,12 +1,17 @@
-"""Estimates for --dry-run: operations, memory and time of a step; and the memory of a step on a CPU."""
+"""Estimates for --dry-run: operations, memory and time of a step; and whether a step fits its device."""
 
+import os
+import sys
 import warnings
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sa1b.console import counted, rounded
-from sa1b.engine.config import Config, build, initial_weights, with_steps
+from sa1b.engine.config import Config, build, has_checkpoints, initial_weights, with_steps
 from sa1b.engine.data_config import available_memory
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared
@@ -16,6 +21,7 @@ from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import mode_of, rank_shares
 from sa1b.engine.ranks.process_group import stop
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze, lr_line
 from sa1b.engine.watch.hardware import peak_seconds
@@ -23,6 +29,9 @@ from sa1b.engine.weights import load_weights
 from sa1b.errors import UsageError
 
 _MEASURED = 2e11  # operations of a micro-batch, above which a CPU computes it for longer than `measure` takes
+# Part of the measured activations that a GPU has at least: an H100 had 0.78 with the fused kernels.
+_LEAST_ON_GPU = 2 / 3
+_REFUSED = "refused"
 
 
 def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
@@ -81,45 +90,92 @@ def print_memory(config: Config, rank_info: RankInfo) -> None:
         f"peak memory   {rounded(memory.peak / 1e9)} GB a rank for tensors, measured on tensors without "
         f"contents: {listed}{hosted}"
     )
-    if _on_cpu(config, rank_info) and (why := _excess(config, memory)):
-        print(f"refused       {why}")
+    kind, why = _verdict(config, memory, rank_info)
+    if kind:
+        print(f"{kind:<14}{why}")
 
 
 def check_memory(config: Config, module: nn.Module, rank_info: RankInfo) -> None:
-    """Refuse a step of one process on a CPU that takes more memory than is free: Linux would end the run
-    without a message. A large step is measured; others fit. UsageError: needed and available bytes.
+    """Refuse a step that takes more memory than is free, on all ranks together; collective. Linux would end
+    ranks on a CPU without a message, and a GPU would fail in the first step. Rank 0 measures a large step;
+    others fit. UsageError: needed and available bytes.
     """
-    images = config.data.micro_batch or config.data.global_batch
-    if (
-        not _on_cpu(config, rank_info)
-        or declared(module).flops(images, images * config.data.masks) < _MEASURED
-    ):
+    # A run that resumes on a GPU has fitted, and a start after a failure should not wait for this.
+    resumes = rank_info.device.type == "cuda" and has_checkpoints(config)
+    images = config.micro_batches(rank_info.world_size)[0]
+    small = declared(module).flops(images, images * config.data.masks) < _MEASURED
+    if small or resumes or not mode_of(config.parallel).divides_steps:
         return
+    found: list[Any] = [_share(config, rank_info) if rank_info.rank == 0 else None]
+    several = rank_info.world_size > 1
+    if several:
+        dist.broadcast_object_list(found, src=0)
+    if found[0] is None:  # it cannot be measured
+        return
+    verdicts = [_verdict(config, found[0], rank_info)] * rank_info.world_size
+    if several:
+        dist.all_gather_object(verdicts, verdicts[0])
+    for kind, why in sorted(verdicts):
+        if kind == _REFUSED:
+            raise UsageError(why)
+        if kind and rank_info.rank == 0:
+            sys.stderr.write(f"{kind}: {why}\n")
+            break
+
+
+def _share(config: Config, rank_info: RankInfo) -> StepMemory | None:
+    """The least memory of a rank's step, with a process group or without; None: it cannot be measured.
+    Measured for one process; parts that ranks share are divided. For none and ddp, this is all of it.
+    """
+    images, mode = config.micro_batches(rank_info.world_size)[0], config.parallel.mode
+    if rank_info.world_size > 1 or mode != "none":
+        # The second micro-batch: the gradients exist from the beginning of a step, as in DDP's buckets.
+        data = replace(config.data, global_batch=2 * images, micro_batch=images, block_size=1)
+        alone = replace(config, data=data, parallel=ParallelConfig(precision=config.parallel.precision))
+    else:
+        alone = config
     try:
-        why = _excess(config, measure(config, 1))
+        memory = measure(alone, 1)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return  # it cannot be measured
-    if why:
-        raise UsageError(why)
+        return None
+    shards = rank_info.shards
+    parameters, gradients = memory.parameters // shards, memory.gradients // shards
+    optimizer = memory.optimizer // (rank_info.world_size if mode == "zero1" else shards)
+    hosted = parameters + gradients + optimizer if config.parallel.offload != "none" else 0
+    return replace(memory, parameters=parameters, gradients=gradients, optimizer=optimizer, offloaded=hosted)
 
 
-def _on_cpu(config: Config, rank_info: RankInfo) -> bool:
-    return rank_info.device.type == "cpu" and config.parallel.mode == "none"
+def _verdict(config: Config, memory: StepMemory, rank_info: RankInfo) -> tuple[str, str]:
+    """`refused` and why a step does not fit the free memory of its device; or `warning` and why it may not;
+    or two empty strings.
+    """
+    if rank_info.device.type == "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free, where = available_memory() / here, f" for each of {here} ranks" if here > 1 else ""
+        why = _excess(config, memory, rank_info.world_size, free, f"available{where}", "train on a GPU")
+        return (_REFUSED, why) if why else ("", "")
+    free = torch.cuda.mem_get_info(rank_info.device)[0]
+    place, way = f"free on {rank_info.device}", "--parallel.mode fsdp"
+    least = replace(memory, activations=int(memory.activations * _LEAST_ON_GPU))
+    for kind, one in ((_REFUSED, least), ("warning", memory)):
+        if why := _excess(config, one, rank_info.world_size, free, place, way):
+            return kind, why
+    return "", ""
 
 
-def _excess(config: Config, memory: StepMemory) -> str:
-    """Why a step of one process does not fit the free memory; empty if it fits."""
-    free, data = available_memory(), config.data
-    if memory.peak <= free:
+def _excess(config: Config, memory: StepMemory, ranks: int, free: float, where: str, way: str) -> str:
+    """Why a rank's step does not fit its free bytes; empty if it fits."""
+    need, data = memory.peak, config.data
+    if need <= free:
         return ""
-    images = config.micro_batches(1)[0]
+    images = config.micro_batches(ranks)[0]
     each = (memory.batches + memory.activations) / images
-    fitting = int((free - memory.peak) / each + images)  # images of a micro-batch
+    fitting = int((free - need) / each + images)  # images of a micro-batch
     flag = "--data.global-batch" if data.micro_batch is None else "--data.micro-batch"
     smaller = f"--data.micro-batch {1 << fitting.bit_length() - 1}" if fitting > 0 else "a smaller model"
     return (
-        f"{flag} {data.micro_batch or data.global_batch}: a micro-batch of {images:,} images needs "
-        f"{memory.peak:,} bytes, and {free:,.0f} are available; pass {smaller}, or train on a GPU"
+        f"{flag} {data.micro_batch or data.global_batch}: a micro-batch of {counted(images, 'image')} needs "
+        f"{need:,} bytes, and {free:,.0f} are {where}; pass {smaller}, or {way}"
     )
 
 
