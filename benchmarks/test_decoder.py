@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sa1b.sam.clicks import random_words
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, Sam
-from sa1b.sam.random_values import random_words
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import Targets
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, logits, raster, raster_torch
+from sa1b.masks import coco, geometry, raster, raster_torch
 from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import at_source
 
@@ -205,12 +205,12 @@ def predicted(seed: int) -> np.ndarray:
 
 @pytest.mark.benchmark(group="16 masks from logits")
 def test_logits(benchmark, images):
-    rows = logits.logit_axis(HEIGHT, 683, 1024, 256)
-    columns = logits.logit_axis(WIDTH, 1024, 1024, 256)
+    rows = raster.logit_axis(HEIGHT, 683, 1024, 256)
+    columns = raster.logit_axis(WIDTH, 1024, 1024, 256)
 
     def enlarged(found):
-        logits.areas(found, rows, columns, 1.0)
-        return logits.runs_of_logits(found, np.arange(len(found)), rows, columns)
+        raster.areas(found, rows, columns, 1.0)
+        return raster.runs_of_logits(found, np.arange(len(found)), rows, columns)
 
     run(benchmark, enlarged, [predicted(seed) for seed in range(3)])
 

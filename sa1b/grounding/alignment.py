@@ -18,7 +18,7 @@ from torch.nn import functional
 from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
-from sa1b.sam.random_values import random_words
+from sa1b.sam.clicks import random_words
 from sa1b.sam.transformer import feed_forward
 from sa1b.stream.batch import Batch
 

@@ -27,11 +27,11 @@ from sa1b.grounding.alignment import (
     region_features,
 )
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
+from sa1b.sam.clicks import kept_branches
 from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.published import read_tensors
-from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
 from sa1b.stream.tokenizer import BYTES

@@ -3,12 +3,10 @@
 A mask is stored as runs (`Runs`) and is rasterised last, directly at the requested size. The modules:
 
     runs          all masks of an image as two arrays: run lengths and offsets
-    coco          COCO's compressed strings to runs and back
+    coco          COCO's compressed strings and polygons to runs and back
     geometry      area, boxes, points, crop, flips, resize, padded frame, intersection and IoU, on runs
-    logits        masks that a model predicts, enlarged to the pixels of their image, as runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
-    polygons      polygons to runs and back, with the pixels of pycocotools
-    raster        runs to pixels on the CPU, and pixels to runs
+    raster        runs to pixels on the CPU, and pixels or a model's logits to runs
     raster_torch  the same bits in plain torch, on any device
     raster_triton the same bits from Triton kernels, on a CUDA device
     *_kernels     loops over runs, compiled by numba: see sa1b.kernel

@@ -180,7 +180,7 @@ def enlarge(
     """Write the runs of enlarged logits above 0, and the areas at three thresholds.
 
     Only the part of a mask is computed that reads a logit above -offset: all other enlarged logits are
-    weighted means of numbers that are at most -offset. Rows and columns: see `sa1b.masks.logits.LogitAxis`.
+    weighted means of numbers that are at most -offset. Rows and columns: see `sa1b.masks.raster.LogitAxis`.
 
     Args:
         logits: float32 [M, R, R].

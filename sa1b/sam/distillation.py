@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
+from sa1b.sam.clicks import random_words
 from sa1b.sam.interactive import EvaluationProtocol, Interactive
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.random_values import random_words
 from sa1b.sam.recipe import Recipe, encoder_flops
 from sa1b.sam.targets import Targets
 

@@ -19,12 +19,11 @@ from torch.func import functional_call
 
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
-from sa1b.sam.graphs import Graphs
+from sa1b.sam.clicks import kept_branches
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.iteration import Iteration, IterationOutcome, pick, scene_of
+from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, pick, scene_of
 from sa1b.sam.model import Sam
-from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe, is_frozen, step_flops
 from sa1b.sam.targets import Samples, Targets, inputs_of, overlaps, rounded_up, with_equal_counts
 

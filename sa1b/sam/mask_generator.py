@@ -19,7 +19,7 @@ from torch import Tensor
 from sa1b.arguments import check_names, number, whole_number
 from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
-from sa1b.masks.logits import LogitAxis, areas, logit_axis, runs_of_logits
+from sa1b.masks.raster import LogitAxis, areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
 from sa1b.sam.clicks import FOREGROUND, NOTHING
 from sa1b.sam.mask_decoder import AMBIGUOUS

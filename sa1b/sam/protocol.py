@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.masks.geometry import area, intersection
-from sa1b.masks.logits import logit_axis, runs_of_logits
 from sa1b.masks.pixel_kernels import farthest
-from sa1b.masks.raster import rasterize, runs_of
+from sa1b.masks.raster import logit_axis, rasterize, runs_of, runs_of_logits
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sa1b.hashing import Purpose
-from sa1b.sam.random_values import random_words
+from sa1b.sam.clicks import random_words
 from sa1b.sam.transformer import kernels_of
 
 

@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from sa1b.masks import coco, geometry
+from sa1b.masks.coco import encode_polygons
 from sa1b.masks.geometry import nth_foreground
-from sa1b.masks.polygons import encode_polygons
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.names import ID_END, member_name
 

@@ -15,7 +15,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
-from sa1b.sam.graphs import Graphs
+from sa1b.sam.iteration import Graphs
 from sa1b.stream.batch import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda_host]

@@ -20,8 +20,8 @@ from sa1b.programs.export.export_format import joined
 from sa1b.programs.export.export_part import ExportRecord
 from sa1b.programs.export.image_files import EfficientVit, Folders, Images, Sam2
 from sa1b.programs.export.parquet import Parquet
+from sa1b.programs.export.source_tars import WebDataset
 from sa1b.programs.export.verb_export import main
-from sa1b.programs.export.web_dataset import WebDataset
 from sa1b.shards.dataset import Dataset
 from sa1b.stream.columns import open_columns
 from sa1b.views.selection import Selection, select

@@ -22,10 +22,10 @@ from sa1b.errors import ManifestError, ShardError, SourceError, UsageError
 from sa1b.masks import coco, geometry, raster
 from sa1b.programs.gallery import members
 from sa1b.programs.gallery.chart import MAX_BARS, Distribution, Survey, charts
+from sa1b.programs.gallery.inputs import GallerySummary
 from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
 from sa1b.programs.gallery.picture import SORTS
-from sa1b.programs.gallery.summary import GallerySummary
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
 from sa1b.shards.commit import write_dataset

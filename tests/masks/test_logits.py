@@ -10,7 +10,7 @@ from torch.nn import functional
 from sa1b.kernel import plain
 from sa1b.masks import SizeError, geometry, pixel_kernels, raster, shape_kernels
 from sa1b.masks.grid import framed_size
-from sa1b.masks.logits import areas, logit_axis, runs_of_logits
+from sa1b.masks.raster import areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
 from tests.masks.samples import assert_canonical, examples
 

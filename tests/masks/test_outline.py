@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pycocotools import mask as pycocotools
 
-from sa1b.masks.polygons import polygons
+from sa1b.masks.coco import polygons
 from sa1b.masks.raster import runs_of
 
 

@@ -5,7 +5,7 @@ import pytest
 from pycocotools import mask as pycocotools
 
 from sa1b import masks
-from sa1b.masks.polygons import encode_polygons
+from sa1b.masks.coco import encode_polygons
 
 
 def polygon(rng: np.random.Generator, height: int, width: int) -> list[float]:

@@ -11,8 +11,7 @@ from pycocotools import mask as coco_mask
 
 from sa1b import masks
 from sa1b.masks import coco, raster
-from sa1b.masks.logits import logit_axis, runs_of_logits
-from sa1b.masks.raster import runs_of
+from sa1b.masks.raster import logit_axis, runs_of, runs_of_logits
 from sa1b.masks.runs import MaskError, Runs, SizeError
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 

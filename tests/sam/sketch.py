@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from sa1b.sam.clicks import random_words
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.mask_decoder import ALL
 from sa1b.sam.model import ModelConfig
-from sa1b.sam.random_values import random_words
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import Targets
 

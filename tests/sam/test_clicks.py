@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
-from sa1b.sam.random_values import random_words
+from sa1b.sam.clicks import random_words
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 

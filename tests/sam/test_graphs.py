@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from sa1b.sam.graphs import MOST, Graphs, _Recording
 from sa1b.sam.interactive import Interactive
+from sa1b.sam.iteration import MOST, Graphs, _Recording
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import rounded_up

@@ -9,8 +9,8 @@ import torch
 
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
+from sa1b.sam.clicks import kept_branches
 from sa1b.sam.interactive import Interactive
-from sa1b.sam.random_values import kept_branches
 from sa1b.sam.recipe import Recipe
 from tests.sam.sketch import PLAIN, SIZE, Sketch, case, trained
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sa1b import hashing
-from sa1b.sam.random_values import below, kept_branches, normals, random_words, uniforms
+from sa1b.sam.clicks import below, kept_branches, normals, random_words, uniforms
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 words = st.integers(-(2**63), 2**63 - 1)

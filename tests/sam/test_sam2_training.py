@@ -22,9 +22,9 @@ from sa1b.hashing import Purpose
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam import clicks
+from sa1b.sam.clicks import random_words, uniforms
 from sa1b.sam.iteration import Iteration, Scene
 from sa1b.sam.protocol import next_click
-from sa1b.sam.random_values import random_words, uniforms
 from tests.train.command import make_root
 
 SOURCES = os.environ.get("SA1B_SAM2_SOURCES", "")

@@ -13,10 +13,18 @@ import pytest
 import simplejpeg
 from pycocotools import mask as coco_mask
 
-from sa1b.programs.synthetic.annotation import annotate, mask_runs
 from sa1b.programs.synthetic.phrases import colour_name
 from sa1b.programs.synthetic.scene import draw, plan
-from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, PHRASES, _scene, scene, write_tar, write_tars
+from sa1b.programs.synthetic.source_tars import (
+    IDS_PER_TAR,
+    PHRASES,
+    _scene,
+    annotate,
+    mask_runs,
+    scene,
+    write_tar,
+    write_tars,
+)
 from tests import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools

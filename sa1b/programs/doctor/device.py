@@ -19,7 +19,7 @@ from sa1b.programs.doctor.machine import driver
 from sa1b.programs.doctor.report import Finding
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.report import first_names
-from sa1b.sam.random_values import random_words
+from sa1b.sam.clicks import random_words
 from sa1b.sam.targets import Targets
 
 # Oldest driver of each major version of CUDA on Linux, by the table "CUDA Toolkit and Minimum Required Driver

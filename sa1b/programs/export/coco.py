@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.errors import UsageError
-from sa1b.masks import geometry, polygons
+from sa1b.masks import coco, geometry
 from sa1b.names import MASK_KEYS, member_name
 from sa1b.programs.export.export_format import (
     IMAGES_PER_PART,
@@ -237,7 +237,7 @@ def annotations(
     if segmentation == "rle":
         masks = runs.to_coco(text=True)
     else:
-        masks = [[part.reshape(-1).tolist() for part in parts] for parts in polygons.polygons(runs)]
+        masks = [[part.reshape(-1).tolist() for part in parts] for parts in coco.polygons(runs)]
         # pycocotools cannot read a list without a polygon.
         empty = [index for index, mask in enumerate(masks) if not mask]
         for index, mask in zip(empty, runs.select(empty).to_coco(text=True), strict=True):

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from sa1b.errors import BadSample, ShardError
-from sa1b.masks import polygons
+from sa1b.masks import coco
 from sa1b.names import image_name, member_name
 from sa1b.programs.export.export_format import IMAGES_PER_PART, Format, Ids, PartFiles, Rows, blocks, joined
 from sa1b.programs.export.export_format import by_source as sources_of
@@ -196,7 +196,7 @@ class Yolo(Format):
 
     # `yolo` is for the segmentation models of ultralytics. A line of labels/ has class 0 and x y of the
     # polygon of a mask, divided by the size. The parts of a mask and its holes are joined by lines that are
-    # followed in both directions, see sa1b.masks.polygons. The polygon has exactly the pixels of the mask.
+    # followed in both directions, see sa1b.masks.coco. The polygon has exactly the pixels of the mask.
     # Ultralytics itself loses some of them: it resamples polygons to 1,000 points, scales them to the size of
     # training, paints their borders, so that joined parts get a line of one pixel between them, and keeps one
     # of several equal boxes.
@@ -251,7 +251,7 @@ def label_text(sample: Sample) -> bytes:
     # A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels.
     size = np.array([sample.annotations.width, sample.annotations.height])
     lines = []
-    for (polygon,) in filter(None, polygons.polygons(sample.runs, single=True)):
+    for (polygon,) in filter(None, coco.polygons(sample.runs, single=True)):
         numbers = (polygon / size).reshape(-1).tolist()
         lines.append("0 " + " ".join(f"{number:.6f}" for number in numbers) + "\n")
     return "".join(lines).encode()

@@ -205,7 +205,7 @@ def _format(
         return EfficientVit()
     texts = "texts" in join
     if to == "webdataset":
-        from sa1b.programs.export.web_dataset import IMAGES_PER_TAR, WebDataset
+        from sa1b.programs.export.source_tars import IMAGES_PER_TAR, WebDataset
 
         return WebDataset(number or IMAGES_PER_TAR, _columns(join), texts)
     if to == "coco":

@@ -20,10 +20,16 @@ from sa1b.console import counted
 from sa1b.errors import BadSample, SourceError, UsageError
 from sa1b.names import image_name
 from sa1b.programs.gallery.chart import charts
-from sa1b.programs.gallery.inputs import gather, is_dataset, read_warnings
+from sa1b.programs.gallery.inputs import (
+    GallerySummary,
+    check_replaceable,
+    gather,
+    is_dataset,
+    origin_mark,
+    read_warnings,
+)
 from sa1b.programs.gallery.members import Choice, Gathered
 from sa1b.programs.gallery.picture import SORTS, Picture, figure, prepare, sort_key
-from sa1b.programs.gallery.summary import GallerySummary, check_replaceable, origin_mark
 from sa1b.progress import bar
 from sa1b.report import size_text
 from sa1b.shards.predictions import Predicted, read_predictions
