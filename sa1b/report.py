@@ -1,8 +1,11 @@
 """Results of commands: their interface, and figures, lists and columns as text."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+from tqdm import tqdm
 
 from sa1b.console import show
 
@@ -100,3 +103,22 @@ def aligned(rows: Iterable[Sequence[str]], right: Sequence[bool] = (), indent: s
     widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(count)]
     sides = [">" if is_right else "<" for is_right in right or [False] * count]
     return [indent + "  ".join(map("{:{}{}}".format, row, sides, widths)).rstrip() for row in rows]
+
+
+Bar: TypeAlias = "tqdm[Any]"  # tqdm is generic only in its type stubs
+
+
+def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:
+    """A progress bar; a context manager with `update(n)` and `set_postfix(...)`. The unit "B" is shown with
+    prefixes (kB, MB, ...). `delay`: seconds until the bar is shown, for work that usually takes less.
+    """
+    return tqdm(
+        total=total,
+        desc=desc,
+        unit=unit,
+        unit_scale=unit == "B",
+        disable=quiet,
+        delay=delay,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+        dynamic_ncols=True,
+    )

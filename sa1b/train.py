@@ -28,29 +28,29 @@ from torch import Tensor
 
 from sa1b.engine import config as settings
 from sa1b.engine import vocabulary
-from sa1b.engine.checkpoint.files import folder_name
+from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.ranks import network
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.buffers import Buffers
-from sa1b.engine.step.gradients import clear, micro_batch, reduction_of, warm_up
+from sa1b.engine.step.gradients import Buffers, clear, micro_batch, reduction_of, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
 from sa1b.engine.step.run import PLANNER, Run, fitted, watched
-from sa1b.engine.watch.failure import (
+from sa1b.engine.watch.health import HealthError
+from sa1b.engine.watch.phase import OTHER, Phases
+from sa1b.engine.watch.profiler import StepProfiler
+from sa1b.engine.watch.signals import (
+    TABLE_SIGNAL,
     exit_at_once,
     explain,
+    handle,
     how_it_stopped,
     refused,
     stdout_is_closed,
     tell_torchrun,
 )
-from sa1b.engine.watch.health import HealthError
-from sa1b.engine.watch.phase import OTHER, Phases
-from sa1b.engine.watch.profiler import StepProfiler
-from sa1b.engine.watch.signals import TABLE_SIGNAL, handle
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.evaluate_only import score, scored_model
 from sa1b.recipes.presets import PRESETS, SamConfig
@@ -203,7 +203,7 @@ def train_and_close(run: Run) -> int:
         if run.step > begun:
             print("\n".join(how_it_ended(config, run.step, run.metrics.result)), flush=True)
     elif control.stopping and rank_info.rank == 0:
-        print(how_it_stopped(run.step, config.deadline, control), flush=True)
+        print(how_it_stopped(run.step, config.deadline, control.stop), flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)

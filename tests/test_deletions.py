@@ -53,7 +53,7 @@ REASONS = {
     "engine/checkpoint/bucket_checkpoints.py prepare": COPY,
     "engine/checkpoint/bucket_checkpoints.py remove": CHECKPOINT,
     "engine/checkpoint/checkpoints.py _commit": CHECKPOINT,
-    "engine/checkpoint/files.py clear": CHECKPOINT,
+    "engine/checkpoint/folder.py clear": CHECKPOINT,
     "engine/checkpoint/folder.py commit": CHECKPOINT,
     "engine/checkpoint/folder.py remove": CHECKPOINT,
     "engine/model.py check_sums": "removes a hook, not a file",
@@ -133,8 +133,8 @@ REASONS = {
     "verify/rebuild.py _rebuild": TEMPORARY,
     "verify/recover.py restore_names": TEMPORARY,
     "verify/rebuild.py rebuild_root": "the record that this run wrote",
-    "storage/resume_record.py add_all": "its own record, whose first line was checked",
-    "storage/resume_record.py remove": "its own record, whose first line was checked",
+    "storage/atomic.py add_all": "its own record, whose first line was checked",
+    "storage/atomic.py remove": "its own record, whose first line was checked",
     "verify/verify.py verify": "its own record, whose first line was checked",
 }
 

@@ -56,7 +56,7 @@ CORE = (
     *(ENGINE / "step" / f"{name}.py" for name in ("run", "gradients", "optim", "feed")),
     *(ENGINE / "ranks" / f"{name}.py" for name in ("parallel", "rank_info")),
     *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation", "technique")),
-    *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "files", "folder", "tensors")),
+    *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "folder", "tensors")),
 )
 TECHNIQUES = (
     *("ranks.zero1", "ranks.compression", "ranks.pipeline"),

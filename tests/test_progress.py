@@ -2,13 +2,13 @@
 
 import io
 
-from sa1b import progress
+from sa1b import report
 
 
 def shown(monkeypatch, quiet, delay=0.0, unit="B"):
     out = io.StringIO()
     monkeypatch.setattr("sys.stderr", out)
-    with progress.bar(3_000_000, "work", unit, quiet, delay=delay) as bar:
+    with report.bar(3_000_000, "work", unit, quiet, delay=delay) as bar:
         bar.update(3_000_000)
     return out.getvalue()
 

@@ -63,7 +63,7 @@ def _tour() -> str:
 def _run(verb: str, arguments: list[str]) -> NoReturn:
     if verb == "train":
         before_training()
-        from sa1b.engine.watch.failure import exit_at_once
+        from sa1b.engine.watch.signals import exit_at_once
         from sa1b.train import main
 
         exit_at_once(main(arguments=arguments, prog=command("train")))

@@ -23,7 +23,7 @@ from torch import nn
 from sa1b.arguments import Range, plain_root, plain_words, was_url
 from sa1b.console import command, usage_errors
 from sa1b.engine import vocabulary
-from sa1b.engine.checkpoint import files
+from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.data_config import DataConfig
@@ -159,7 +159,7 @@ def has_checkpoints(config: Config) -> bool:
     """Whether the run has a checkpoint, good or damaged."""
     if config.is_remote:
         return bool(committed(open_store(config.out, scratch=config.scratch)))
-    return bool(files.steps(config.folder / "checkpoints"))
+    return bool(checkpoint_files.steps(config.folder / "checkpoints"))
 
 
 def parse(
@@ -311,7 +311,7 @@ def _check_out(config: Config) -> None:
         raise UsageError(
             f"--out {config.out}: is a dataset directory or inside one, not for a run; name another URL"
         )
-    if run := files.run_around(config.out if config.is_remote else str(config.folder.resolve())):
+    if run := checkpoint_files.run_around(config.out if config.is_remote else str(config.folder.resolve())):
         raise UsageError(
             f"--out {config.out}: is in the checkpoints of a run, which it would damage; pass --out {run} to "
             "resume that run, or another --out with --init"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sa1b.engine.checkpoint import bucket_checkpoints, files, tensors
-from sa1b.engine.checkpoint.files import Found, folder_name, none_good, read, step_of, steps
+from sa1b.engine.checkpoint import bucket_checkpoints, tensors
+from sa1b.engine.checkpoint import folder as checkpoint_files
+from sa1b.engine.checkpoint.folder import Found, folder_name, none_good, read, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
 from sa1b.shards.staging import clean_scratch
@@ -50,13 +51,13 @@ def find_weights(
                 f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
                 "other weights"
             )
-    elif source.name == "checkpoints" and files.steps(source):
+    elif source.name == "checkpoints" and checkpoint_files.steps(source):
         raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
     elif not is_checkpoint(source):
         tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
         raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
-        found = files.read(source)
+        found = checkpoint_files.read(source)
     return str(found.folder), tensors.read_weights(found.folder, found.metadata)
 
 
@@ -69,7 +70,7 @@ def _fetched_weights(
             if not path.exists():
                 raise CheckpointError(f"{url}: no such object; pass {KINDS}")
             return url, read_file(path)
-    step = files.step_of(last)
+    step = checkpoint_files.step_of(last)
     store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
     steps = bucket_checkpoints.committed(store) if step is None else [step]
     if not steps:
@@ -82,17 +83,17 @@ def _fetched_weights(
         for number in reversed(steps):
             try:
                 found = bucket_checkpoints.download(store, number, folder)
-            except files.RetrievalError:
+            except checkpoint_files.RetrievalError:
                 raise
             except CheckpointError as error:
                 if step is not None:
                     raise
                 refused.append(str(error))
-                _LOG.warning("skipping checkpoint %s: %s", files.folder_name(number), error)
+                _LOG.warning("skipping checkpoint %s: %s", checkpoint_files.folder_name(number), error)
                 continue
-            where = store.url(f"checkpoints/{files.folder_name(number)}")
+            where = store.url(f"checkpoints/{checkpoint_files.folder_name(number)}")
             return where, tensors.read_weights(found.folder, found.metadata)
-    raise files.none_good(url, refused)
+    raise checkpoint_files.none_good(url, refused)
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:

@@ -26,7 +26,7 @@ from sa1b.ingest.start_checks import (
 )
 from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, is_unchanged, other_md5, work_on
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.commit import abort_abandoned_uploads
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import known_tasks, task_name

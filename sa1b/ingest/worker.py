@@ -13,7 +13,7 @@ from sa1b.ingest.ingest import ingest, limit_threads
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.search import Searched, ingest_wanted, known_ids, stored_ids
 from sa1b.ingest.source_pass import Counts
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.commit import abort_uploads, shard_files
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import read_task, task_name, write_task

@@ -14,7 +14,7 @@ from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.score import GroundingScore
 from sa1b.recipes.scorer import ClickScorer
-from sa1b.recipes.teacher import TeacherConfig, open_cache, open_teacher, teacher_digest
+from sa1b.recipes.weights import TeacherConfig, open_cache, open_teacher, teacher_digest
 from sa1b.sam.distillation import Distillation
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS

@@ -26,7 +26,7 @@ import torch
 
 from sa1b.console import counted
 from sa1b.errors import UsageError
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
 from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of

@@ -17,8 +17,7 @@ from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
-from sa1b.progress import bar
-from sa1b.report import rate_text
+from sa1b.report import bar, rate_text
 from sa1b.shards import manifest
 from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_tables, write_dataset
 from sa1b.shards.documents import ShardInfo, Task
@@ -26,10 +25,9 @@ from sa1b.shards.image_ids import listing
 from sa1b.shards.index import UNREADABLE
 from sa1b.shards.manifest import DATASET, TASKS
 from sa1b.shards.staging import clean_scratch, remove_leftovers
-from sa1b.storage.atomic import naming_path, temporary_path
+from sa1b.storage.atomic import ResumeRecord, naming_path, temporary_path
 from sa1b.storage.claim import Claim, live_holders
 from sa1b.storage.open import open_store
-from sa1b.storage.resume_record import ResumeRecord
 from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
 from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index

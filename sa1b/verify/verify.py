@@ -15,13 +15,13 @@ from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.commit import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
 from sa1b.shards.staging import clean_scratch
+from sa1b.storage.atomic import ResumeRecord
 from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
-from sa1b.storage.resume_record import ResumeRecord
 from sa1b.storage.store import Root, Store
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.report import Problem, VerifyRemedy, VerifyReport, short

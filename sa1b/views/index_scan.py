@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from sa1b.console import command
 from sa1b.errors import ShardError
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.annotation import no_origin
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.buffers import Buffers
+from sa1b.engine.step.gradients import Buffers
 from tests.engine.launch import group
 from tests.engine.training import begin
 

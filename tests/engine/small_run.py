@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.files import folder_name
+from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.checkpoint.sealed_folder import MANIFEST, measure, seal
 from sa1b.engine.settings import CheckpointConfig
 

@@ -20,7 +20,7 @@ import torch
 
 from sa1b.engine.checkpoint import remote_run
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.files import RetrievalError
+from sa1b.engine.checkpoint.folder import RetrievalError
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from sa1b.engine.checkpoint import checkpoints as module
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.files import read, steps
+from sa1b.engine.checkpoint.folder import read, steps
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, UsageError

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.files import read, steps
+from sa1b.engine.checkpoint.folder import read, steps
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.engine.weights import newest
 from sa1b.errors import CheckpointError

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from sa1b.engine.ranks.process_group import start
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.failure import explain
 from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.signals import explain
 from sa1b.engine.watch.watchdog import Watchdog
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from sa1b.programs.scaling.measurement import collect
 from sa1b.programs.scaling.rank import StepTimes
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.workers import Event, Failure
 from tests.scaling.measured import case
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sa1b
-from sa1b.engine.checkpoint import files
+from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.weights import newest as newest_good
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.programs.synthetic.phrases import Phrases
@@ -279,7 +279,7 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def checkpoint_steps(out: Path) -> list[int]:
-    return files.steps(out / "checkpoints")
+    return checkpoint_files.steps(out / "checkpoints")
 
 
 def newest(out: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.errors import UsageError
-from sa1b.storage.resume_record import ResumeRecord
+from sa1b.storage.atomic import ResumeRecord
 from sa1b.verify import verify as verify_module
 from sa1b.verify.report import KEPT, SHOWN, Findings, Problem, VerifyReport
 from tests.verify.checking import check, flip

@@ -15,9 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sa1b.engine.checkpoint import files as checkpoint_files
-from sa1b.engine.checkpoint.files import Found, RetrievalError, folder_name, is_own, step_of
-from sa1b.engine.checkpoint.folder import Location
+from sa1b.engine.checkpoint import folder as checkpoint_files
+from sa1b.engine.checkpoint.folder import Found, Location, RetrievalError, folder_name, is_own, step_of
 from sa1b.engine.checkpoint.remote_run import CHECKPOINTS, RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import MANIFEST, SealedFile, damaged, encode, manifest_files
 from sa1b.errors import CheckpointError

@@ -37,10 +37,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from sa1b.engine.checkpoint import files as checkpoint_files
+from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.files import STATE, Found, RetrievalError
-from sa1b.engine.checkpoint.folder import FolderLocation, Location
+from sa1b.engine.checkpoint.folder import STATE, FolderLocation, Found, Location, RetrievalError
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import METADATA, SealedFile, measure, read_metadata
 from sa1b.engine.checkpoint.tensors import MismatchError

@@ -35,7 +35,7 @@ from sa1b.engine.model import declared
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.buffers import shared_statistics
+from sa1b.engine.step.gradients import shared_statistics
 from sa1b.engine.step.precision import compute_dtype
 from sa1b.engine.technique import Place
 from sa1b.errors import UsageError
@@ -83,7 +83,7 @@ class Ddp(Mode):
     """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy."""
 
     # DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
-    # `shared_statistics`; or `sa1b.engine.step.buffers.Buffers` shares them after each step.
+    # `shared_statistics`; or `sa1b.engine.step.gradients.Buffers` shares them after each step.
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
         """See `Mode`."""

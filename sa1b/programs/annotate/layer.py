@@ -17,7 +17,7 @@ from sa1b.errors import LockedError, UsageError
 from sa1b.names import parse_member_name
 from sa1b.programs.annotate.folder import LINES, SETTINGS, AnnotationFolder
 from sa1b.programs.annotate.images import InputImage, stored_images
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.dataset import Dataset, check_images

@@ -27,8 +27,7 @@ from sa1b.programs.export.export_part import (
     sample_bytes,
     write_part,
 )
-from sa1b.progress import Bar, bar
-from sa1b.report import first_names, rate_text
+from sa1b.report import Bar, bar, first_names, rate_text
 from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_dataset
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import dataset_around

@@ -20,7 +20,7 @@ from sa1b.shards.dataset import Dataset, open_dataset
 from sa1b.shards.layer import reopen_layers
 from sa1b.shards.sample import Sample
 from sa1b.shards.sample_table import SampleTable
-from sa1b.storage.resume_record import ResumeRecord, header
+from sa1b.storage.atomic import ResumeRecord, header
 from sa1b.views.predicate import Predicate
 
 RECORD = ".export.jsonl"

@@ -22,8 +22,7 @@ from sa1b.errors import ShardError, UsageError
 from sa1b.names import image_name
 from sa1b.programs.gallery.chart import Survey
 from sa1b.programs.gallery.members import Choice, Exhibit, Gathered, Skipped, read_members
-from sa1b.progress import Bar
-from sa1b.report import first_names
+from sa1b.report import Bar, first_names
 from sa1b.shards import manifest, quarantine
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images

@@ -30,8 +30,7 @@ from sa1b.programs.gallery.inputs import (
 )
 from sa1b.programs.gallery.members import Choice, Gathered
 from sa1b.programs.gallery.picture import SORTS, Picture, figure, prepare, sort_key
-from sa1b.progress import bar
-from sa1b.report import size_text
+from sa1b.report import bar, size_text
 from sa1b.shards.predictions import Predicted, read_predictions
 from sa1b.storage.atomic import temporary_path, write_whole
 

@@ -13,8 +13,7 @@ from typing import Any
 from sa1b.console import command, counted
 from sa1b.errors import BadSample, UsageError
 from sa1b.programs.layer.files import FoundImage, ImageIds, MaskFiles, check_files
-from sa1b.progress import bar
-from sa1b.report import first_names
+from sa1b.report import bar, first_names
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import LayerInfo

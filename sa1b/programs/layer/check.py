@@ -6,8 +6,7 @@ from typing import Any
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, Sa1bError
 from sa1b.masks.runs import MaskError
-from sa1b.progress import bar
-from sa1b.report import aligned, first_lines
+from sa1b.report import aligned, bar, first_lines
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import LayerInfo
 from sa1b.shards.layer import layer_names, open_layers, read_info

@@ -9,8 +9,7 @@ from typing import Any
 from sa1b.console import counted
 from sa1b.ingest.start_checks import Space, admitted, by_name, check_options, needed_space
 from sa1b.ingest.worker import is_partial, is_unchanged
-from sa1b.progress import bar
-from sa1b.report import duration_text, fact_lines, failed_lines, size_text
+from sa1b.report import bar, duration_text, fact_lines, failed_lines, size_text
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import known_tasks
 from sa1b.sources.discovery import Discovered

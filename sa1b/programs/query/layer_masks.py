@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.layer import open_layers

@@ -24,7 +24,7 @@ from fsspec import AbstractFileSystem
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.programs.query.layer_masks import with_layers, write_changed
-from sa1b.progress import bar
+from sa1b.report import bar
 from sa1b.shards.annotation import NO_ORIGIN
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset

@@ -15,11 +15,11 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from sa1b.engine.config import Config
-from sa1b.engine.watch.failure import PEER_LOST
+from sa1b.engine.watch.signals import PEER_LOST
 from sa1b.programs.scaling.cases import Case, Device, Placement, Series, cases_of
 from sa1b.programs.scaling.rank import Launch, StepTimes, run
 from sa1b.programs.scaling.result import CaseResult, Round, Scaling
-from sa1b.progress import Bar, bar
+from sa1b.report import Bar, bar
 from sa1b.workers import Event, Failure, supervise
 
 

@@ -61,7 +61,7 @@ def main(
     check_here("OUT", out)
     with loading():
         from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, write_tars
-        from sa1b.progress import bar
+        from sa1b.report import bar
         from sa1b.workers import available_cpus
     if not 0 < images_per_tar <= IDS_PER_TAR:
         raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")

@@ -24,7 +24,7 @@ from sa1b.console import command
 from sa1b.errors import UsageError
 from sa1b.names import SHARD_PREFIX, is_quarantine_file
 from sa1b.programs.transfer.plan import CopyPlan, CopySummary, make_plan, partial_task
-from sa1b.progress import Bar, bar
+from sa1b.report import Bar, bar
 from sa1b.shards.commit import (
     abort_uploads,
     dataset_claim,

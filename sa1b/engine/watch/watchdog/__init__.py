@@ -31,8 +31,8 @@ from typing import IO
 
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.failure import lost_peer
 from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.signals import lost_peer
 from sa1b.engine.watch.watchdog.states import (
     Observed,
     StateExchange,
