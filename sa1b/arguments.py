@@ -201,9 +201,7 @@ def path(name: str, value: object, what: str = "a path") -> str | os.PathLike[st
 
 
 def of_type(name: str, value: Any, hint: Any) -> Any:
-    """The value of a flag that Python passes: a path from its text, and a tuple from a text or a list.
-    ValueError: the value is not of this type.
-    """
+    """The value of a flag that Python passes: a path or tuple of a text; ValueError: of another type."""
     if get_origin(hint) is tuple:
         values = (value,) if isinstance(value, str | os.PathLike) else value
         return tuple(of_type(name, one, get_args(hint)[0]) for one in values)

@@ -35,9 +35,7 @@ _IDLE = 30.0  # seconds without a running task until a note is printed
 
 @contextmanager
 def cluster(address: str | None, workers: int | None) -> Iterator[int]:
-    """Connect to a Ray cluster, or without address start one here; yields the tasks that run at a time.
-    UsageError: Ray is not installed, or the cluster does not answer.
-    """
+    """Connect to a Ray cluster or start one here; yields its number of workers. UsageError: no answer."""
     os.environ.setdefault("RAY_task_oom_retries", "0")  # by default without limit
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -164,7 +162,6 @@ class _Pool:
             ) from None
 
     def start(self) -> None:
-        """Submit the next task."""
         task = self.waiting.popleft()
         self.attempts[task] += 1
         name = (task, self.attempts[task])
@@ -172,12 +169,10 @@ class _Pool:
         self.running[reference] = _Running(*name, reference, time.monotonic())
 
     def wait(self) -> list[_Running]:
-        """Wait a moment for tasks that end."""
         ended, _ = self.ray.wait(list(self.running), num_returns=len(self.running), timeout=_POLL)
         return [self.running[reference] for reference in ended]
 
     def reports(self) -> Iterator[Event]:
-        """The reports of the running attempts since the last call."""
         attempts = {(running.task, running.attempt): running for running in self.running.values()}
         for name, value in self.take():
             running = attempts.get(name)
@@ -188,7 +183,6 @@ class _Pool:
                 yield Event(running.task, "progress", value)
 
     def end(self, running: _Running) -> Event:
-        """The event for a task that has ended."""
         del self.running[running.reference]
         try:
             kind, value = self.ray.get(running.reference)
@@ -218,7 +212,6 @@ class _Pool:
             )
 
     def close(self) -> None:
-        """Kill the workers of all tasks."""
         for reference in self.running:
             with suppress(Exception):
                 self.ray.cancel(reference, force=True)

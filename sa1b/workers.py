@@ -281,7 +281,6 @@ class _Pool:
         return events
 
     def stalled(self) -> list[_Running]:
-        """Processes that have sent nothing for `stall_timeout` seconds."""
         if self.stall_timeout is None:
             return []
         limit = time.monotonic() - self.stall_timeout
@@ -290,13 +289,11 @@ class _Pool:
         return [one for one in silent if not one.pipe.poll()]
 
     def end_answered(self) -> None:
-        """Kill processes that have sent their result and do not exit, as with a thread that hangs."""
         limit = time.monotonic() - _EXIT_SECONDS
         for one in [one for one in self.running.values() if one.answered and one.last <= limit]:
             self._end(one)
 
     def kill(self, one: _Running) -> Event:
-        """Kill a stalled process."""
         self._end(one)
         said = f"no progress for {self.stall_timeout:g} s"
         if one.process.is_alive():
@@ -305,7 +302,6 @@ class _Pool:
         return self._ended(one.task, self.stalls[one.task] <= STALL_RETRIES, said)
 
     def close(self) -> None:
-        """End every process."""
         for one in self.running.values():
             one.process.kill()
         for one in self.running.values():

@@ -31,11 +31,7 @@ sa1b --version prints the version. "python -m sa1b" is the same command.
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the verb in the first argument, and exit with its code.
-
-    Args:
-        arguments: the arguments of `sa1b`; by default those of this process.
-    """
+    """Run the verb in the first of the arguments, by default this process's; exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
         end(2, _tour(), sys.stderr)  # an error, because a script may have passed an empty variable

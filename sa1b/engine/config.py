@@ -137,9 +137,7 @@ class Config(ABC):
 
 
 def build(config: Config, weights: str | None) -> nn.Module:
-    """The model with weights from the seed, or those of --init; rank 0 prints what was loaded. UsageError:
-    the weights cannot be read, or do not fit the model.
-    """
+    """The model with weights from the seed or --init, which rank 0 prints; UsageError: they do not fit."""
     torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = checked(config.build())
     if weights is not None:

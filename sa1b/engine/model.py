@@ -86,11 +86,7 @@ class Model(Protocol):
     def shown(self) -> Mapping[str, str]: ...
 
     def inputs(self, batch: Batch, seed: int) -> tuple[Any, ...]:
-        """The arguments of `forward` for a micro-batch on the device.
-
-        Args:
-            seed: seed of the run; random values are hashes of the seed and the batch's positions.
-        """
+        """The arguments of `forward` for a micro-batch on the device; `seed` is that of the run."""
         ...
 
     def weights(self) -> nn.Module:
@@ -98,9 +94,7 @@ class Model(Protocol):
         ...
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:
-        """The tensors of a published file, by the names of `weights()`, on the CPU.
-        Sa1bError: the file is damaged, or contains another kind of model.
-        """
+        """The tensors of a published file, by the names of `weights()`, on the CPU; Sa1bError: damaged."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:

@@ -110,9 +110,7 @@ class ParallelConfig:
     network: Network = "auto"
 
     def check(self, world_size: int) -> None:
-        """Refuse settings that do not fit together, or not this number of ranks.
-        UsageError: the message names the flag.
-        """
+        """UsageError names the flag of settings that do not fit together, or not this number of ranks."""
         check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
             raise UsageError(
@@ -217,13 +215,7 @@ class OptimConfig:
             )
 
     def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
-        """These settings with the steps of `epochs`, if it is set, in complete steps; see `fitted`.
-
-        Args:
-            images: images of an epoch.
-            global_batch: images of a step.
-        UsageError: these steps do not fit the schedule.
-        """
+        """These settings with the steps of `epochs` of so many `images`, if it is set; else as `fitted`."""
         if self.epochs is None:
             return self, []
         steps = max(math.ceil(self.epochs * images / global_batch), 1)

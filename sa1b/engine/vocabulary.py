@@ -73,9 +73,7 @@ _ANSWERS = {
 
 
 def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> None:
-    """UsageError for flags of other programs, with the flag that has their effect here. `own` are names of
-    the settings, with underscores, which may be the same.
-    """
+    """UsageError for flags of other programs, with the own flag; `own`: names that may be the same."""
     if passed(arguments).get("parallel.shard") == "hybrid":
         ranks = process_rank()[1]
         fit = [str(number) for number in range(2, ranks // 2 + 1) if ranks % number == 0]

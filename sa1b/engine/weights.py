@@ -97,9 +97,7 @@ def _fetched_weights(
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:
-    """Load the weights of --init into a model; return a line that describes them. UsageError: they cannot be
-    read, or do not fit the model.
-    """
+    """Load the weights of --init; a line that describes them. UsageError: unreadable, or they do not fit."""
     try:
         where, found = find_weights(source, model.read_weights, scratch)
         try:

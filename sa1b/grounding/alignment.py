@@ -47,10 +47,7 @@ def _gathered(rows: Tensor) -> Tensor:
 
 
 def gather(rows: Tensor) -> Tensor:
-    """The rows of all ranks, in the order of ranks, with gradient: [N, ...] -> [world size * N, ...].
-
-    Collective, forward and backward; every rank has the same number of rows.
-    """
+    """The rows [N, ...] of all ranks, with gradient: [world size * N, ...]. Collective, both passes."""
     # The engine needs sums over the global batch whose gradients add up over the ranks. Let L = sum over i of
     # L_i, where L_i depends on the features of all ranks. Rank r computes the sum of L_i of its own pairs.
     # Its backward pass yields the derivative of that part with respect to the features of every rank; the

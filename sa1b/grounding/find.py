@@ -40,9 +40,7 @@ class Grounded:
         return len(self.masks)
 
     def regions(self) -> npt.NDArray[np.int64]:
-        """The most similar region of each phrase: int64 [N].
-        ValueError: there are no regions.
-        """
+        """The most similar region of each phrase: int64 [N]. ValueError: there are no regions."""
         if not self.similarity.shape[1]:
             raise BadValue("regions(): there are no regions; pass regions= to sa1b.ground")
         return np.asarray(self.similarity.argmax(axis=1), np.int64)

@@ -238,7 +238,6 @@ def _sources(
 
 
 def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
-    """The state of the dataset directory after the run."""
     stored = _joined(stored_ids(store, task) for task in known_tasks(store).values())
     left = np.setdiff1d(ids, stored)
     summary.stored = len(ids) - len(left)

@@ -194,9 +194,7 @@ def read_failed(store: Store) -> dict[str, str]:
 
 
 def stored_source(root: Root, text: str) -> str:
-    """The name of the source of a dataset directory that `text` names, by its name, its tar or its folder.
-    UsageError: the text is not a name, or the directory has no such source.
-    """
+    """The source that `text` names by name, tar or folder; UsageError: it is none of the directory."""
     store = open_store(root)
     tasks = known_tasks(store)
     known = {*tasks, *read_failed(store), *_claimed(store), *(_known_before(store) or ())}

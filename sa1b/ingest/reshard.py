@@ -131,10 +131,7 @@ def work_through(
     summary: ReshardSummary,
     supervise: Supervise,
 ) -> None:
-    """Ingest sources, several at a time, and wait for the sources that other runs have claimed.
-
-    The results are added to the summary. A reason that would stop every source ends the work early.
-    """
+    """Ingest sources, and wait for those that other runs have claimed; results go into the summary."""
     totals, earlier = Counts(), summary.stored_bytes
     told: set[str] = set()
     total = sum(source.size for source in sources)

@@ -164,7 +164,6 @@ class Search:
 
 
 def _between(ids: Ids, first: int, end: int | None) -> Ids:
-    """The ids from `first` up to, but without, `end`."""
     start = int(np.searchsorted(ids, np.uint64(first)))
     return ids[start:] if end is None else ids[start : int(np.searchsorted(ids, np.uint64(end)))]
 

@@ -354,7 +354,6 @@ class _Queue(Iterator[T], Generic[T]):
         self._error: BaseException | None = None
 
     def fill(self, items: Iterable[T]) -> None:
-        """Put all items into the queue; the function of the thread."""
         error = None
         try:
             for item in items:

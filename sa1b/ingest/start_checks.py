@@ -97,9 +97,7 @@ def admitted(
     ignore: Sequence[str] = (),
     formats: Sequence[SourceFormat] = FORMATS,
 ) -> Discovered:
-    """All sources in the order of their names, and the files that are not taken; see `discover`. UsageError:
-    a name in `rename` is not valid.
-    """
+    """All sources by name, and the files that are not taken; UsageError: a name in `rename` is not valid."""
     for path, name in rename.items():
         if not is_source_name(name):
             raise UsageError(
@@ -115,9 +113,7 @@ def admitted(
 
 
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:
-    """The local sources, and the links to other sources, by name. SourceError: a name is not valid.
-    UsageError: two have the same name.
-    """
+    """Local sources and links by name. SourceError: a name is not valid; UsageError: two are the same."""
     local = {source.name: source for source in discovered.sources}
     remote = named_links(links)
     if both := local.keys() & remote.keys():
@@ -181,9 +177,7 @@ def check_options(root: Root, tasks: Mapping[str, Task], options: Options) -> No
 
 
 def check_listed(root: Root, tasks: dict[str, Task], names: Iterable[str]) -> None:
-    """Of the sources of a run, leave out those whose task file is lost: they are converted again.
-    ManifestError: a task file of the run is damaged, which needs --redo.
-    """
+    """The tasks without those of the run whose file is lost; ManifestError: one is damaged, see --redo."""
     for name in [name for name in names if name in tasks and tasks[name].listed is not None]:
         with contextlib.suppress(FileNotFoundError):
             read_task(root, name)

@@ -298,7 +298,6 @@ def _names(
     ignore: tuple[str, ...],
     formats: "tuple[SourceFormat, ...]",
 ) -> list[str]:
-    """Names of the sources of a run with these arguments."""
     from sa1b.ingest.start_checks import admitted
     from sa1b.sources.remote_sources import named_links
 
@@ -350,7 +349,6 @@ def _without_ingest(
 def _formats(
     images: Path | None, image_ids: Literal["keep", "hash"], max_pixels: int, images_only: bool
 ) -> "tuple[SourceFormat, ...]":
-    """How sources of each kind are read."""
     from sa1b.sources.coco import CocoFormat
     from sa1b.sources.discovery import formats_with
     from sa1b.sources.images import ImageFolder, ImageRows, ImageTar

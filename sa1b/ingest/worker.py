@@ -95,7 +95,6 @@ def _with_claim(
 
 
 def _held_by(store: Store, name: str) -> str:
-    """The holder of a claim and the end of the claim, for the note of a waiting run."""
     found = holder(store, name)
     path = store.url(name)
     return (
@@ -215,9 +214,7 @@ def is_unchanged(
 
 
 def missing_file(task: Task, root: Root, sizes: Callable[[str], int | None] | None = None) -> str | None:
-    """The path or URL of the first file of a finished source that is missing or has another size. `sizes`:
-    name -> bytes of an object; by default the store's `size`, one request for each.
-    """
+    """The first file of a finished source that is missing or of another size; `sizes`: bytes by name."""
     store = open_store(root)
     sizes = sizes or store.size
     for shard in task.shards:

@@ -121,9 +121,7 @@ def decode_joined(
 def decode_selected(
     text: Text, lengths: npt.NDArray[np.integer], indices: npt.ArrayLike, height: int, width: int
 ) -> Runs:
-    """`decode_joined` for some of the masks: `indices` are integers [K] or bool [N], as for `Runs.select`.
-    MaskError names the first of these that does not decode, by its position in `indices`.
-    """
+    """`decode_joined` for some masks, see `Runs.select`; MaskError has the position in `indices`."""
     height, width = check_size(height, width)
     chosen = chosen_indices(indices, len(lengths))
     ends = np.cumsum(lengths, dtype=np.int64)

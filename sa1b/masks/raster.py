@@ -182,9 +182,7 @@ def logit_axis(length: int, taken: int, image_size: int, side: int) -> LogitAxis
 
 
 def areas(logits: Logits, rows: LogitAxis, columns: LogitAxis, offset: float) -> npt.NDArray[np.int64]:
-    """Pixels of each mask whose enlarged logit is above 0, above `offset` and above -`offset`: int64 [M, 3].
-    Logits are float32 [M, R, R], of the padded square; `offset` is at least 0.
-    """
+    """Pixels of each mask above 0, `offset` and -`offset`: int64 [M, 3], from logits float32 [M, R, R]."""
     counts = np.empty((len(logits), 3), np.int64)
     every = np.arange(len(logits), dtype=np.int64)
     image = (len(rows), len(columns))

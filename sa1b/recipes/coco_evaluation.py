@@ -134,7 +134,6 @@ def _take_each(entries: Iterable[Any], where: str, take: Callable[[Any], None]) 
 
 
 def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
-    """A field of an entry, converted by `read`."""
     if not isinstance(one, dict):
         raise _EntryError("is not a JSON object")
     if name not in one:

@@ -55,7 +55,6 @@ class _Writing(Control):
     """A control whose failed write does not end the evaluation: `check` reports it after the scores."""
 
     def write(self, path: Path, work: Callable[[], object]) -> None:
-        """See `Control`."""
         try:
             self.within(path, work)
         except OSError as error:

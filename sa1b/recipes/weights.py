@@ -138,9 +138,7 @@ class Converted:
 def convert(
     source: str | PathLike[str], target: Path, *, overwrite: bool = False, scratch: Path | None = None
 ) -> Converted:
-    """Write the weights of a checkpoint or published file to one file. UsageError: the target exists, or its
-    name has an unknown ending. For other errors see `find_weights`.
-    """
+    """Write weights to one file; UsageError: it exists, or has an unknown ending. Else see `find_weights`."""
     if target.suffix not in FORMATS or target.is_dir():
         why = "must be a file that ends with .safetensors or .pth; tars become shards by `sa1b reshard`"
         raise UsageError(f"--out {target}: {why}")
@@ -248,9 +246,7 @@ class TeacherConfig:
 
 
 def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
-    """The teacher with the student's image size; position embeddings are resized to it. The name of a model
-    gives a teacher without weights. UsageError: the weights cannot be read, or are not those of a SAM.
-    """
+    """The teacher with the student's image size; a model's name gives random weights. UsageError: no SAM."""
     weights = None if _is_name(source) else _weights(source, scratch)
     config = PRESETS[source] if weights is None else config_of(weights)
     if student.image_size % config.patch_size:

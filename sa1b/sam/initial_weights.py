@@ -49,9 +49,7 @@ class FittedWeights:
 
 
 def read_initial_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file for `fit_weights`, float32, on the CPU. Runs no code of the file. WeightsError:
-    the file is damaged, or contains neither a SAM nor a plain ViT.
-    """
+    """The tensors of a file, float32, on the CPU; runs no code of it. WeightsError: damaged, or no ViT."""
     tensors = read_tensors(path)
     if not _is_vit(tensors):
         check_weights(path, tensors)
@@ -61,9 +59,7 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
-    """Fit weights of `read_initial_weights` or of a checkpoint to the sizes of a model. UsageError names the
-    flag of a size other than the image size that differs.
-    """
+    """Weights resized to the image size of a model; UsageError names the flag of another size."""
     return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)
 
 

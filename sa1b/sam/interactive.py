@@ -322,7 +322,6 @@ def _check_sizes(images: Tensor, targets: Targets) -> None:
 
 
 def _with_click(points: Tensor, labels: Tensor, click: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """The prompts with one more click."""
     return torch.cat((points, click[:, None]), dim=1), torch.cat((labels, label[:, None]), dim=1)
 
 

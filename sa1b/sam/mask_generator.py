@@ -251,7 +251,6 @@ class _Target(NamedTuple):
         quality: npt.NDArray[np.float32],
         points: npt.NDArray[np.float64],
     ) -> GeneratedMasks:
-        """The masks that are stable and do not continue outside of the crop."""
         pixel_counts = areas(logits, self.rows, self.columns, self.config.stability_offset)
         stability = (pixel_counts[:, 1] / np.maximum(pixel_counts[:, 2], 1)).astype(np.float32)
         chosen = np.flatnonzero((stability >= self.config.min_stability) & (pixel_counts[:, 0] > 0))

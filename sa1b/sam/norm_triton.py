@@ -168,6 +168,5 @@ def gradients(
 
 
 def _sizes(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
-    """Channels, rows, and rows of a tile."""
     channels = x.shape[-1]
     return channels, x.numel() // channels, tiles.numbers // channels

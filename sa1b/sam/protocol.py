@@ -206,7 +206,6 @@ class _Masks:
             self.dense = at_source(flat, source, taken, image_size)
 
     def chosen(self, best: Tensor) -> Tensor:
-        """One candidate of each mask: bool [m, height, width]."""
         index = best + torch.arange(len(best), device=best.device) * self.shape[1]
         if self.dense is not None:
             return self.dense[index]
@@ -290,7 +289,6 @@ def _overlaps(masks: _Masks, truth: _Truth, chosen: Tensor | None = None) -> tup
 
 
 def _pixels(masks: Tensor) -> Tensor:
-    """Pixels of each mask: int64 [...], from bool [..., height, width]."""
     return masks.flatten(-2).sum(dim=-1)
 
 

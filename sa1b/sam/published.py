@@ -38,18 +38,14 @@ class WeightsError(Sa1bError):
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in a file, float32, on the CPU; runs no code of the file, whose name does not matter.
-    WeightsError: the file is damaged, or is not a SAM: it has other names or inconsistent shapes.
-    """
+    """The weights in a file, float32, on the CPU; runs no code of it. WeightsError: it is not a SAM's."""
     tensors = read_tensors(path)
     check_weights(path, tensors)
     return {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The unchanged tensors in a file, by name; if a .pth has an entry "model", the tensors of that entry.
-    WeightsError: the file is damaged, or not a dictionary of tensors.
-    """
+    """The unchanged tensors in a file or in its entry "model"; WeightsError: damaged, or no such table."""
     with path.open("rb") as file:
         start = file.read(16)
     return _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
@@ -73,9 +69,7 @@ def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights in the format of the ending of the name, atomically. UsageError: the name
-    has another ending; OSError: the file cannot be written, and the message names it.
-    """
+    """Write weights atomically, by the ending of the name; UsageError: another ending. OSError: the path."""
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,10 +139,7 @@ def preset_of(config: ModelConfig) -> str | None:
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
-    """Why weights do not fit a model, in one sentence that names the flag; None: they fit.
-
-    For example "vit_b weights, but the model is vit_l: pass --preset vit_b".
-    """
+    """Why weights do not fit a model, in a sentence that names the flag; None: they fit."""
     with torch.device("meta"):
         needed = {name: tensor.shape for name, tensor in Sam(model).state_dict().items()}
     shapes = {name: tensor.shape for name, tensor in weights.items()}

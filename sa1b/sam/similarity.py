@@ -39,10 +39,7 @@ class Clicks(NamedTuple):
 
 
 class PixelFeatures(nn.Module):
-    """Features of the pixels of masks, from the image and its embedding.
-
-    A mask pixel covers patch_size / 4 pixels of the image per axis.
-    """
+    """Features of the pixels of masks, each of patch_size / 4 pixels of the image per axis."""
 
     def __init__(self, patch_size: int, channels: int, features: int) -> None:
         super().__init__()

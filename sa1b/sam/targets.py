@@ -206,5 +206,4 @@ def iou(intersections: Tensor, unions: Tensor) -> Tensor:
 
 
 def _pixels(masks: Tensor) -> Tensor:
-    """Number of True pixels: int64 [...] for [..., H, W]."""
     return masks.sum(dim=-1, dtype=torch.int32).sum(dim=-1)  # faster on the CPU than a sum in int64

@@ -318,8 +318,6 @@ def _read_image(
 
 
 def _compare(annotations: Annotations, runs: Runs, warnings: ImageWarnings) -> None:
-    """Verify the numbers against the masks and the image."""
-
     def check(
         reason: str,
         wrong: npt.NDArray[np.bool_] | np.bool_,

@@ -179,9 +179,7 @@ class Dataset(Displayed):
         return (self[i] for i in range(len(self)))
 
     def submit(self, rows: Sequence[int], *, text: bool = True) -> list[PendingRead]:
-        """Start to read samples, each a row of the table. TableError: damage of the table shows here.
-        `text`: with layers, also join the texts that are stored with masks, see `Change.apply`.
-        """
+        """Start to read rows; `text`: see `Change.apply`. TableError: damage of the table shows here."""
         try:
             locations = [location_of(self.table, row, self.shards) for row in rows]
             return submit(self.reader, locations, self.layers, text=text)
@@ -222,9 +220,7 @@ class Dataset(Displayed):
         return i
 
     def by_id(self, image_id: int) -> Sample:
-        """The sample of an image. KeyError: the dataset does not hold it; ShardError: the bytes do not match
-        their checksum.
-        """
+        """The sample of an image; KeyError: the dataset does not hold it. ShardError: it is damaged."""
         return self[self.row(image_id)]
 
     def annotations(self, i: int) -> Any:
@@ -308,9 +304,7 @@ def _reopen(
     cache: RangeCache | None,
     layers: list[tuple[str, str]],
 ) -> Dataset:
-    """The same version of a dataset in another process, which has `kept`, the files of table and manifest,
-    open. `digest` is that of the table.
-    """
+    """The same version in another process, with the open files of table and manifest in `kept`."""
     dataset = Dataset.__new__(Dataset)
     dataset._open(*arguments)
     dataset.reader.cache = cache

@@ -109,9 +109,7 @@ def _html(image: "Image", caption: str) -> str:
 
 
 def preview(read: Callable[[], Pictured], side: int) -> tuple["Image", str]:
-    """An image with its masks and a line of text; its longer side has at most `side` pixels. If `read` raises
-    an error, the image shows its text.
-    """
+    """An image of at most `side` pixels with its masks and a line of text, or the error of `read`."""
     words = ""
     try:
         sample = read()
@@ -143,7 +141,6 @@ def contact_sheet(reads: Sequence[tuple[int, Callable[[], Pictured]]], images: i
 
 
 def _notice(text: str, side: int) -> "Image":
-    """A grey image that shows a text."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (side, side * 3 // 4), (225, 225, 225))
@@ -161,9 +158,7 @@ def _write(pen: Any, place: tuple[int, int], text: str) -> None:
 
 
 def show(image: "Image", title: str) -> None:
-    """Show an image in the notebook of this process, or in PIL's viewer if there is no notebook. UsageError
-    if this machine has no display, or no program that shows images.
-    """
+    """Show an image in the notebook or PIL's viewer; UsageError: no display, or no such program."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if getattr(shell, "kernel", None) is not None:  # IPython in a terminal cannot show images

@@ -191,7 +191,6 @@ def _of_values(path: Path, values: pa.ChunkedArray, chosen: str) -> npt.NDArray[
 
 
 def _column(path: Path, names: list[str], column: str | None) -> str:
-    """The column that holds the ids."""
     wanted = (column,) if column is not None else IMAGE_COLUMNS
     for name in wanted:
         if name in names:
@@ -255,6 +254,5 @@ def _parse_alike(values: pa.ChunkedArray) -> npt.NDArray[np.uint64] | None:
 
 
 def _first(flags: pa.ChunkedArray) -> int | None:
-    """The position of the first true value."""
     place = int(pc.index(flags, True).as_py())
     return None if place < 0 else place

@@ -355,9 +355,7 @@ def _replaced(reader: Reader, layer: Layer) -> ReplacedError:
 
 
 def check_layers(layers: object, *, is_open: bool = False) -> tuple[str, ...]:
-    """Names of layers, from the arguments of a caller. ValueError: not a list of names, a name occurs twice,
-    or the dataset is open already.
-    """
+    """Names of layers from a caller; ValueError: no list, a name twice, or the dataset is open already."""
     if isinstance(layers, str) or not isinstance(layers, Sequence):
         raise BadValue(f"layers={layers!r} must be a list of names, such as layers=['round2']")
     names = tuple(map(str, layers))

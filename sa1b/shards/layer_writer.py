@@ -147,9 +147,7 @@ def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[Lay
 
 
 def drop(store: Store, name: str) -> None:
-    """Remove a layer, complete or not. UsageError: there is none, another layer builds on it, or its folder
-    has files of others. LockedError: another process writes it.
-    """
+    """Remove a layer, complete or not; UsageError: none, or others need it. LockedError: it is written."""
     check_layer_name(name, "layer")
     if name not in layer_names(store):
         raise UsageError(

@@ -173,7 +173,6 @@ def _source_of(shard: str, by_stem: dict[str, str]) -> str:
 
 
 def _take(found: Located, rows: Rows) -> None:
-    """Fill in the images that are not located yet."""
     if not len(rows.image_id):
         return
     at = np.minimum(np.searchsorted(rows.image_id, found.image_id), len(rows.image_id) - 1)
@@ -188,7 +187,6 @@ def _take(found: Located, rows: Rows) -> None:
 
 
 def _estimate(found: Located, blocks: dict[str, tuple[int, int]], listed: set[str]) -> None:
-    """Estimate the sources of images that are in no place."""
     for name, (first, last) in blocks.items():
         inside = slice(*np.searchsorted(found.image_id, np.array([first, last + 1], np.uint64)))
         new = np.flatnonzero(found.status[inside] == UNKNOWN) + inside.start

@@ -88,9 +88,7 @@ def _read_task(store: Store, name: str) -> Task | ManifestError | None:
 
 
 def read_task(root: Root, source_name: str) -> Task:
-    """The task file of a source. FileNotFoundError: the source is not finished. ManifestError: the file has
-    another format, or is damaged.
-    """
+    """The task file of a source; FileNotFoundError: not finished. ManifestError: damaged."""
     store = open_store(root)
     name = task_name(source_name)
     return parse_task(store.read(name), source_name, store.url(name))

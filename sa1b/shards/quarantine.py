@@ -143,7 +143,6 @@ class Quarantine:
 
 
 def _printable(message: str) -> str:
-    """The message on one line, shortened, with unprintable characters escaped."""
     shown = printable(message[:_MESSAGE].replace("\n", "\\n").replace("\t", "\\t"))
     return shown if len(message) <= _MESSAGE else f"{shown} …"
 
@@ -163,9 +162,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def read_warnings(root: Root) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Source and line of each image that was kept with a warning, by source. A line has `reason`, `image_id`
-    and `message`; ManifestError names a damaged one.
-    """
+    """Source and line of each image that was kept with a warning; ManifestError names a damaged line."""
     store = open_store(root)
     for source in store.folders(QUARANTINE):
         name = f"{QUARANTINE}/{source}/{WARNINGS}"

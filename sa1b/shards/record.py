@@ -60,9 +60,7 @@ class RecordError(ValueError):
 
 
 def encode(annotations: Annotations, of_layer: Mapping[str, npt.NDArray[Any]] | None = None) -> bytes:
-    """The mask record of one image, as stored in `sa_<id>.masks`; equal columns give equal bytes.
-    `of_layer`: the further tensors of a layer. MemoryError: the compressor cannot allocate memory.
-    """
+    """The mask record of an image, equal for equal columns; `of_layer`: its further tensors."""
     # Masks stay COCO strings because they are small and verbatim. A real file with 84 masks, 12,516 runs,
     # zstd level 3, one thread:
     #
@@ -143,9 +141,7 @@ def decode(data: bytes | memoryview) -> Annotations:
 
 
 def decode_of_layer(data: bytes | memoryview) -> tuple[Annotations, npt.NDArray[np.bool_], npt.NDArray[Any]]:
-    """The masks in the record of a layer, which of them replace a mask, bool [N], and the ids of hidden
-    masks, int64 [H]. Raises as `decode`.
-    """
+    """The masks in the record of a layer, which of them replace one, bool [N], and hidden ids, int64 [H]."""
     annotations, (replaces, hidden) = _decode(data, tuple(_OF_LAYERS))
     if replaces.shape != (len(annotations),) or hidden.ndim != 1:
         raise RecordError(f"replaces and hidden have shapes {replaces.shape} and {hidden.shape}")

@@ -324,9 +324,7 @@ def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
 def submit(
     reader: Reader, locations: Sequence[SampleLocation], layers: Sequence[Layer] = (), *, text: bool = True
 ) -> list[PendingRead]:
-    """Start to read samples with the changes of layers, in the order given; adjacent samples of a shard share
-    one read. `text`: as for `Change.apply`.
-    """
+    """Start to read samples in this order, with layers; neighbours in a shard share a read."""
     readings: list[PendingRead] = []
     ends = [
         i + 1

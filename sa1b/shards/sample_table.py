@@ -109,9 +109,7 @@ def encode(columns: dict[str, npt.NDArray[Any]]) -> bytes:
 
 
 def write_table(path: Path, parts: Sequence[SampleTable], first_shards: Sequence[int]) -> TableFacts:
-    """Join tables into one file, flushed; ValueError names an image id that occurs twice. Memory: 24 bytes a
-    row. `first_shards` has the number of each part's first shard in the joined table.
-    """
+    """Join tables into one flushed file; ValueError: an image id twice. 24 bytes a row in memory."""
     parts = [*parts, _EMPTY]
     first_shards = [*first_shards, 0]
     ids = np.concatenate([part.image_id for part in parts])
@@ -164,9 +162,7 @@ def _header(ids: npt.NDArray[Any], sha256: bytes) -> bytes:
 
 
 def open_table(path: Path, *, check: bool = False) -> SampleTable:
-    """Map a sample table. `check` also computes the digest of its columns. TableError: not a sample table,
-    another version, a wrong size or digest.
-    """
+    """Map a sample table, with `check` also verified; TableError: none, another version, or damaged."""
     try:
         with path.open("rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

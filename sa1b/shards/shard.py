@@ -196,9 +196,7 @@ def walk_shard(
 
 
 def index_row(shard: Path, image: StoredImage) -> Row:
-    """The row of the index for an image, from its JPEG's frame header and its decoded mask record.
-    ShardError: JPEG, record or a mask cannot be read, or the record is of another image.
-    """
+    """The row of the index for an image, from its bytes; ShardError: they cannot be read."""
     jpg, masks = image.jpg, image.masks
     try:
         frame = jpeg.frame(jpg.data) if jpg.data else None
@@ -289,9 +287,7 @@ class _Reads:
 
 
 def seal(shard: Path) -> ShardInfo:
-    """Read a finished shard, compare every image with the index, and flush both files to the disk.
-    ShardError: the tar does not read back as it was written, or differs from the index.
-    """
+    """Read a finished shard, compare it with the index and flush both; ShardError: they differ."""
     index = index_path(shard)
     reader = pq.ParquetFile(index.absolute())
     rows = reader.read([name for name in reader.schema_arrow.names if name in _COLUMNS]).to_pylist()

@@ -96,9 +96,7 @@ def remove_leftovers(root: Root, spill: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def clean_scratch(store: Store) -> Iterator[None]:
-    """Context of work on copies of objects of a bucket: removes those of ended processes, before and after: a
-    worker process that is killed leaves its copies in the scratch folder.
-    """
+    """Context of work on copies of objects: removes those of ended processes, before and after."""
     if store.is_local:
         yield
         return
@@ -205,7 +203,6 @@ def _is_abandoned(process: str, age: float) -> bool:
 
 
 def _last_write(path: Path) -> float:
-    """Time of the last write to a file, or to any file in a folder: seconds, by the file system's clock."""
     newest = 0.0
     # Not rglob, which fails if a process removes its folder in between.
     inside = (Path(folder, name) for folder, *names in os.walk(path) for name in itertools.chain(*names))

@@ -59,9 +59,7 @@ def stored_shards(store: Store, source: str) -> set[str]:
 
 
 def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list[str]]:
-    """Sources that have shards and no task file in `known`, and the names of these shards in order. The name
-    of a source is that of its rows in tasks/, or the usual one of its shards.
-    """
+    """Sources with shards and no task file in `known`, and the names of these shards in order."""
     rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
     names = {source_stem(name): name for name in (*rows, *known)}
     found: dict[str, list[str]] = {}

@@ -55,10 +55,7 @@ def read_table(path: str, names: Collection[str], needed: str | None = None) -> 
 
 
 def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
-    """The columns of a list of objects, of the list `images` of an object, or of an object by image.
-
-    A needed column that only the masks of SACap's form have comes with their ids instead.
-    """
+    """The columns of a list of objects, of the list `images` in an object, or of an object by image."""
     fields, renamed = _fields(names)
     row: Any = msgspec.defstruct("Row", fields, rename=renamed, gc=False)
     data = Path(path).read_bytes()
@@ -152,9 +149,7 @@ def with_ids(table: pa.Table, column: str) -> tuple[pa.Table, int]:
 
 
 def collected(ids: npt.NDArray[np.int64], values: pa.Array) -> tuple[npt.NDArray[np.int64], pa.Array]:
-    """Each id once, of ids int64 [N], ascending, with the list of all texts of its rows. The values are large
-    strings, or lists of them.
-    """
+    """Each id once, ascending, with the list of all texts of its rows, large strings or lists of them."""
     first = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
     ends = np.append(first, len(ids))
     if hasattr(values.type, "value_type"):

@@ -106,7 +106,6 @@ def _print_tsv(found: "Located") -> None:
 
 
 def _table(found: "Located") -> str:
-    """A row for each image, and the counts."""
     rows = [("image id", "source", "shard", "offset", "bytes")]
     columns = [values[:_SHOWN].tolist() for values in found.columns().values()]
     for image_id, status, source, shard, offset, jpg_bytes, masks_bytes in zip(*columns, strict=True):

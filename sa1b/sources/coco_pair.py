@@ -163,7 +163,6 @@ def _rasterize(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> N
 
 
 def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) -> None:
-    """Refuse strings that do not decode."""
     verdicts = coco.reasons([mask.text for mask in masks], height, width)
     for mask, verdict in zip(masks, verdicts, strict=True):
         if verdict != "valid":

@@ -228,7 +228,6 @@ class _Search:
         self.waiting += [one for one in reversed(below) if not one[0].name.startswith(".")]
 
     def _file(self, path: Path) -> bool:
-        """Take the file if it is a tar; return whether it is one."""
         try:
             found = path.stat()
             inode = found.st_dev, found.st_ino

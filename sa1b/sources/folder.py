@@ -39,10 +39,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def subfolders(path: Path, ignore: Ignore) -> list[Path]:
-    """`images/` and `annotations/` of a folder that contains both, with all subfolders; otherwise nothing.
-
-    Hidden folders are left out. A folder that symbolic links reach again is returned once.
-    """
+    """`images/`, `annotations/` and all their subfolders, each once; nothing if one is missing."""
     folders = [path / name for name in LAYOUT]
     if not all(folder.is_dir() and not ignore(folder) for folder in folders):
         return []
@@ -65,9 +62,7 @@ def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
 
 
 def pair_files(path: Path, ignore: Ignore) -> list[Path]:
-    """The files of a folder source by image id, jpg before json, and folders or links with names of members.
-    Subfolders that cannot be listed come first. Memory: 1 kB per name.
-    """
+    """The files of a folder source by image id, jpg before json; unreadable subfolders first."""
     found = []
     files, unreadable = listed(path, subfolders(path, ignore))
     for file in files:
@@ -162,7 +157,6 @@ class FolderPass(SourceReading):
         return Member(file.name, "file", 0, data)
 
     def _leaves(self, file: Path) -> bool:
-        """Whether a file is a link out of the source: it may name any file of the machine."""
         if not file.is_symlink():
             return False
         target = file.resolve()

@@ -153,10 +153,7 @@ class ImageTar(TarFormat):
 
 
 class RowsPass(SourceReading):
-    """One pass over a Parquet file: the image of each row and the further columns beside it as a JSON file.
-
-    The order is that of the rows; a row without an image is refused.
-    """
+    """A pass over a Parquet file: the image of each row, and its other columns as a JSON file."""
 
     def __init__(self, path: Path, further: Sequence[str], *, progress: Progress | None) -> None:
         self.categories = []
@@ -218,9 +215,7 @@ def _belongs(name: str, image: str) -> bool:
 
 
 def _texts(file: Member) -> list[str]:
-    """The texts of a text file, of a list in JSON, or of the known fields of a JSON object.
-    BadSample: the file cannot be read.
-    """
+    """The texts of a text file, a JSON list or known fields of an object; BadSample: unreadable."""
     if len(file.data) > _MAX_TEXT_BYTES:
         raise BadSample(
             "text_unreadable", f"{len(file.data):,} bytes; a text has at most {_MAX_TEXT_BYTES:,}"

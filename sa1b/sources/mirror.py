@@ -92,7 +92,6 @@ class _PairsPass(RowsPass):
 
 
 def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The object `image`, empty if there is none, and the annotations."""
     if isinstance(given, str | bytes):
         try:
             given = json.loads(given)

@@ -68,9 +68,7 @@ def check_here(flag: str, value: Path | None) -> None:
 
 
 def check_writable(what: str, root: str) -> None:
-    """UsageError for a URL that can only be read: of a web server or of the Hugging Face Hub. The command
-    writes `what`.
-    """
+    """UsageError for a URL that can only be read, of a web server or the Hub; for `what` is written."""
     if kind_of(root).is_read_only:
         raise UsageError(
             f"{root}: {protocol_of(root)} can only be read, and {what}; copy it to a folder with "

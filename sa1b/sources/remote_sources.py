@@ -21,9 +21,7 @@ _DEADLINE = 60.0  # seconds until a server counts as unreachable
 
 
 def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
-    """The link to a tar, or the links to all tars directly in a folder of an object store. SourceError: the
-    URL names neither. StorageError: the store cannot be reached.
-    """
+    """The link to a tar, or to all tars directly in a folder of a store; SourceError: neither."""
     options = dict(options or {})
     if is_tar_name(url.partition("?")[0]):
         return [replace(link_of(url), options=options)]

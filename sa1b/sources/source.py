@@ -75,9 +75,7 @@ class SourceFormat(ABC):
 
     @abstractmethod
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        """Bytes of all files of a source, and the newest modification time in nanoseconds. SourceError: the
-        source cannot be used.
-        """
+        """Bytes of all files of a source, and the newest modification time in ns; SourceError: unusable."""
 
     @abstractmethod
     def open(self, source: "Source", *, md5: bool, progress: Progress | None) -> SourceReading:
@@ -141,9 +139,7 @@ class SourceReader:
         return self._pass.digests()
 
     def check_unchanged(self) -> None:
-        """SourceError if size, inode, mtime or ctime changed since the source was found and since it was
-        opened. `LocalFile.check_unchanged` lists the changes that this cannot detect.
-        """
+        """SourceError if size, inode, mtime or ctime changed; see `LocalFile.check_unchanged`."""
         self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
@@ -165,9 +161,7 @@ def digest_of_source(source: Source, progress: Progress | None = None, kind: str
 
 
 def read_checklist(path: Path) -> dict[str, str]:
-    """File name -> md5, from lines of md5sum: `<32 hex digits>  <name>`. SourceError names a line of another
-    form, or with another md5 for a name than before.
-    """
+    """File name -> md5, from lines of md5sum; SourceError names a line that is none, or contradicts."""
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():

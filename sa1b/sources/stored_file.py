@@ -76,9 +76,7 @@ def link_of(url: str) -> Link:
 
 
 def read_links(path: Path) -> tuple[list[Link], list[str]]:
-    """The tars of SA-1B in a list of links, sorted by name, and the names of the other files in it.
-    SourceError names a line of another form, or with another link for a file than before.
-    """
+    """The tars of SA-1B in a list of links by name, and other files in it; SourceError names a bad line."""
     found: dict[str, Link] = {}
     others = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
@@ -165,9 +163,7 @@ class LocalFile:
 
 
 class RemoteFile:
-    """An object at a URL. SourceError: the link has expired, or the object does not exist. StorageError: the
-    server cannot be reached, or does not serve ranges.
-    """
+    """An object at a URL; SourceError: expired, or missing. StorageError: no answer, or no ranges."""
 
     def __init__(self, link: Link) -> None:
         self.link, self.label = link, link.label

@@ -58,10 +58,7 @@ class Extension:
 
 
 def members(stream: StoredStream) -> Iterator[Member | Damage]:
-    """All members of the archive in order, and damage for every stretch that is no member.
-
-    The content of the archive never causes an error. Pax and GNU long-name headers are applied, not yielded.
-    """
+    """All members in order, and damage for every stretch that is none; never an error of the content."""
     extension: Extension | None = None
     damaged = False
     while True:

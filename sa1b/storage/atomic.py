@@ -92,9 +92,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append bytes to a file in one write, which is not interleaved with writes of other processes. OSError
-    names the path: not all bytes were written.
-    """
+    """Append bytes in one write, not interleaved with those of others; OSError: not all were written."""
     with naming_path(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -117,10 +115,7 @@ def json_bytes(document: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, which the system releases when the process ends.
-
-    With `wait`, wait without limit until it is free; else LockedError if another process holds it.
-    """
+    """Hold an exclusive lock on a folder while the process lives; LockedError unless `wait`."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

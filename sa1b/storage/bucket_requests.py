@@ -314,9 +314,7 @@ class Conditions:
         return self._bucket.age(stat)
 
     def _check_conditions(self) -> None:
-        """Check once that the store obeys conditions of writes, with an object that no other process uses.
-        StorageError: it ignores them. DeniedError: objects cannot be read, written or removed.
-        """
+        """Check once that the store obeys conditions of writes; StorageError: no. DeniedError: no access."""
         if self._has_if_match is not None:
             return
         name = temporary_name(PROBE)
@@ -340,9 +338,7 @@ class Conditions:
         self._bucket.objects, self._has_if_match = objects, has_if_match
 
     def _kind(self, name: str) -> tuple[Objects, bool]:
-        """The requests with the form of `If-Match` that the store obeys, and whether it obeys one. `name` is
-        an object for the test.
-        """
+        """The requests with the form of `If-Match` that the store obeys, if any; `name`: to try it."""
         for quoted in (True, False):
             objects, stat = S3Objects(quoted=quoted), self._bucket.stat(name)
             if not isinstance(self._bucket.objects, S3Objects) or stat is None or not stat.etag:

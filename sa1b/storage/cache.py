@@ -81,7 +81,6 @@ def _fetch(reader: Reader, name: str, digest: str, folder: Path, final: Path) ->
 
 
 def _digest(path: Path) -> str | None:
-    """sha256 of a file in hexadecimal, None if there is no file."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -81,9 +81,7 @@ class Holder:
 
 
 class Claim:
-    """A claim of this process: a context manager that sends heartbeats and releases the claim at the end.
-    `previous` is the holder from whom it was taken over, else None.
-    """
+    """A claim of this process, a context with heartbeats; `previous`: holder before, or None."""
 
     def __init__(
         self, store: Store, name: str, token: str, timeout: float, previous: Holder | None, data: bytes
@@ -132,10 +130,7 @@ class Claim:
         return found is not None and found.token == self._token
 
     def release(self) -> None:
-        """End the heartbeat and remove the file, unless another process has taken it over.
-
-        The claim of an unreachable store stays until its timeout.
-        """
+        """End the heartbeat and remove the file unless another process has it, or the store is away."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -163,9 +158,7 @@ class Claim:
 
 @contextlib.contextmanager
 def exclusive(store: Store, name: str, written: str) -> Iterator[None]:
-    """Hold a claim; wait for another process to release it. `written` is the file that the holder writes, for
-    the message of a long wait.
-    """
+    """Hold a claim, after another process; `written`: the file, for the message of a long wait."""
     began = time.monotonic()
     told = False
     while (claim := Claim.take(store, name)) is None:
@@ -226,9 +219,7 @@ def live_holders(store: Store, folder: str) -> dict[str, Holder]:
 
 
 def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
-    """Remove a claim of an ended process of this machine, or one without a heartbeat for `timeout` seconds or
-    its own timeout if that is longer.
-    """
+    """Remove a claim of an ended process of this machine, or without heartbeat for its timeout."""
     found = observe(store, name)
     if found is not None and not found.is_live(timeout):
         _remove(store, name, found.token)

@@ -93,9 +93,7 @@ class Connection:
         self._uses_http = True
 
     async def read_range(self, url: str, start: int, end: int, *, uncached: bool = False) -> bytes:
-        """The bytes from `start` to `end` of an object, or what there is of them. `uncached`: proxies of
-        plain HTTP are to request them from the store.
-        """
+        """The bytes from `start` to `end`, or what there is; `uncached`: past proxies of plain HTTP."""
         return await self._either(
             lambda http: http.read_range(url, start, end, uncached=uncached),
             lambda: self._range_by_system(url, start, end),

@@ -307,6 +307,5 @@ def _name(error: BaseException) -> str:
 
 
 def _message(chain: list[BaseException]) -> str:
-    """The message of the innermost error, on one line."""
     inner = chain[-1]
     return f"{_name(inner)}: {' '.join(str(inner).split()) or 'no message'}"[:300]

@@ -103,9 +103,7 @@ class HttpRanges:
         return await self.read_range(url, start, end, uncached=uncached)
 
     async def size(self, url: str, *, uncached: bool = False) -> int:
-        """Size of an object in bytes; `uncached` and errors as in `read_range`. StorageError also if the
-        server does not return the size.
-        """
+        """Size of an object in bytes; as `read_range`, also StorageError: the server does not say."""
         target = await self._targets.target(url)
         headers = {**target.headers, "Range": "bytes=0-0", **(_UNCACHED if uncached else {})}
         async with target.session.get(target.url, headers=headers, **target.options, **_STORED) as response:

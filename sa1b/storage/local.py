@@ -192,9 +192,7 @@ class LocalOrigin:
             self._policy.sleep(state.backoff())
 
     def submit(self, name: str, start: int, length: int, crc: Crc) -> "LocalRead":
-        """Request the prefetch of a range from the operating system; `result()` reads the range.
-        UnavailableError: the file cannot be opened within the deadline.
-        """
+        """Let the system prefetch a range; `result()` reads it. UnavailableError: not opened in time."""
         path = f"{self._root}/{name}"
         with contextlib.suppress(OSError, OverflowError):  # the read raises the error
             file = self._files.find(path)

@@ -81,9 +81,7 @@ class Objects:
     async def put(
         self, system: Any, url: str, data: bytes, *, absent: bool = False, match: str | None = None
     ) -> Stat:
-        """Write a small object; with `absent` only if it does not exist. `match`, an entity tag that it must
-        have, is not supported here. ConditionError: the condition does not hold.
-        """
+        """Write a small object; ConditionError: it exists, with `absent`. `match` is not supported here."""
         if match is not None:
             raise NotImplementedError
         try:

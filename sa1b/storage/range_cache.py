@@ -135,10 +135,7 @@ class RangeCache:
     def submit(
         self, origin: Origin, name: str, start: int, length: int, crc: Crc
     ) -> "CachedRead | Future[bytes] | LocalRead":
-        """Start to read a range of at least one byte, from the cache if it is there.
-
-        A range without a crc is never cached. Parts of a cached range without a crc are not verified.
-        """
+        """Start to read a range from the cache, or else the origin; one without crc is not cached."""
         parts = parts_of(crc, length)
         if not parts:
             return origin.submit(name, start, length, crc)
@@ -192,7 +189,6 @@ class RangeCache:
         return found or self._processes.setdefault(generation(), _Process(is_filling=self._is_filling))
 
     def _file(self, path: str, size: int) -> OpenFile | None:
-        """The file of an object; None if there is none and none can be created."""
         process = self._process()
         file = process.files.find(path)
         if file is not None:
@@ -330,7 +326,6 @@ def _is_sparse(folder: Path) -> bool:
 
 
 def _device(path: str) -> int:
-    """The device of a path, or of the nearest folder above it that exists."""
     found = Path(path).absolute()
     while not found.exists() and found != found.parent:
         found = found.parent

@@ -242,10 +242,7 @@ class Reader:
                 self.close()
 
     def close(self) -> None:
-        """Close files and connections, end the threads of this process and reset the counters.
-
-        Pending reads of other threads are cancelled. A later read opens new connections.
-        """
+        """Close files and connections, end the threads, reset the counters; a later read reconnects."""
         if self.cache is not None:
             self.cache.close()
         _close(self._origins)

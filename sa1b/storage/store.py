@@ -118,17 +118,11 @@ class Store(ABC):
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a small object unless it exists; True if this call wrote it.
-
-        Exactly one of several concurrent callers writes the object. The object appears with its content.
-        """
+        """Write a small object with its content unless it exists; True for exactly one of the callers."""
 
     @abstractmethod
     def replace_if(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
-        """Replace an object if its content matches; whether this call replaced it.
-
-        Exactly one of several concurrent callers replaces the object.
-        """
+        """Replace an object if its content matches; True for exactly one of several callers."""
 
     @abstractmethod
     def commit(
@@ -158,29 +152,18 @@ class Store(ABC):
 
     @abstractmethod
     def age(self, name: str) -> float | None:
-        """Seconds since the last write of an object by the store's clock; None if it does not exist.
-
-        Below 0: the object is dated in the future.
-        """
+        """Seconds since the last write by the store's clock, below 0 in the future; None: missing."""
 
     @abstractmethod
     def renew(self, name: str, data: bytes) -> bool:
-        """Date an object now if its content is `data`; whether it was.
-
-        On a folder the content is not compared.
-        """
+        """Date an object now if its content, in a bucket, is `data`; whether it was."""
 
     @abstractmethod
     def remove_if(self, name: str, matches: Callable[[bytes], bool]) -> bool:
-        """Remove an object if its content matches; whether this call removed it.
-
-        Exactly one of several concurrent callers removes the object.
-        """
+        """Remove an object if its content matches; True for exactly one of several callers."""
 
     def remove_temporary(self, has_ended: Callable[[str, float], bool]) -> int:
-        """Remove the temporary objects of a bucket whose process has ended; their number. `has_ended` takes
-        the name of a process, see sa1b.storage.atomic, and the object's age in seconds.
-        """
+        """Remove temporary objects of processes, by name and age in seconds, that ended; their number."""
         return 0
 
     def uploads(self) -> list[Upload]:
@@ -188,10 +171,7 @@ class Store(ABC):
         return []
 
     def abort_uploads(self, matches: Callable[[str], bool]) -> int:
-        """Remove the unfinished uploads of the objects whose names match; their number.
-
-        For the holder of the claim of these objects, because the upload of a running process fails then.
-        """
+        """Remove unfinished uploads of matching objects, whose claim the caller holds; their number."""
         return 0
 
 

@@ -175,9 +175,7 @@ def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -
 
 
 def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
-    """Copy an object to a file, verified by its entity tag where that is an md5, else by a second read.
-    DamageError: a part differs in every read. Else raises as Reader.read_range.
-    """
+    """Copy an object to a file, verified by entity tag or a second read; else DamageError."""
     reader.forget(name)
     if _fetch(reader, name, stat, path):
         return
@@ -214,7 +212,6 @@ def _md5_of(path: Path) -> str:
 
 
 def _is_same(reader: Reader, name: str, path: Path) -> bool:
-    """Whether an object has the bytes of a file of the same size."""
     reader.forget(name)
     with path.open("rb") as file:
         for piece in pieces_of(name, path.stat().st_size):

@@ -52,9 +52,7 @@ def rebuild_index(
     with_runs: bool,
     progress: Callable[[int], object] | None = None,
 ) -> RebuiltIndex:
-    """Write the index of a shard, with its name in the dataset directory, to `temporary`, flushed. Memory: a
-    row group. ShardError: the tar is damaged, so an index would record wrong bytes; `temporary` is removed.
-    """
+    """Write the index of a shard to `temporary`, flushed; ShardError: the tar is damaged."""
     digest = hashlib.sha256()
     writer = IndexWriter(temporary, with_runs=with_runs)
     images = masks = jpg_bytes = 0

@@ -308,6 +308,5 @@ class ContentCheck:
 
 
 def _same(values: npt.NDArray[np.generic], expected: npt.NDArray[np.generic]) -> bool:
-    """Bit by bit: NaN equals NaN, 0.0 differs from -0.0."""
     same_form = values.dtype == expected.dtype and values.size == expected.size
     return same_form and values.tobytes() == expected.tobytes()

@@ -348,7 +348,6 @@ def _rebuild(
 
 
 def _sizes(store: Store, shards: Sequence[str], recorded: Recorded) -> list[int]:
-    """Bytes of shards, as recorded or as stored."""
     infos = recorded.infos
     return [infos[name].bytes if name in infos else store.size(name) or 0 for name in shards]
 

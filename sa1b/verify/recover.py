@@ -212,9 +212,7 @@ class Changed:
 
 
 def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded) -> list[str]:
-    """Copy shards that have the content of other shards to the names of those, unless these are intact.
-    Returns the restored shards. `misplaced`: shard -> the shard whose content it has.
-    """
+    """Copy shards with the content of `misplaced` others to their names; the restored ones."""
     folder = temporary_path(store.scratch / "shards")
     try:
         folder.mkdir(parents=True)
@@ -238,9 +236,7 @@ def digest_of(store: Store, name: str) -> str | None:
 
 
 def check_digests(root: Root, recorded: Recorded, rewritten: Mapping[str, str]) -> None:
-    """ManifestError if dataset.json lists a task file with another digest. `rewritten` is source -> digest of
-    the task file that an interrupted rebuild wrote.
-    """
+    """ManifestError if dataset.json lists another digest of a task file, also of `rewritten`."""
     sources = (recorded.dataset or {}).get("sources", {})
     for name, task in recorded.tasks.items():
         digest = manifest.task_digest(task)

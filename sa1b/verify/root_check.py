@@ -78,7 +78,6 @@ class RootCheck:
         return found
 
     def _is_current(self) -> bool:
-        """Whether dataset.json is still the version that was read."""
         try:
             return self.store.read(DATASET) == self.raw
         except OSError:
@@ -126,7 +125,6 @@ class RootCheck:
         return found
 
     def _active(self) -> dict[str, str]:
-        """Source -> the process that works on it."""
         try:
             return {name: str(one) for name, one in live_holders(self.store, TASKS).items()}
         except OSError:
@@ -160,7 +158,6 @@ class RootCheck:
             )
 
     def _compare_dataset(self, dataset: dict[str, Any]) -> None:
-        """Compare dataset.json with the task files and the sample table."""
         tasks = {
             name: self.tasks.tasks[name] for name in sorted(self.tasks.intact & dataset["sources"].keys())
         }

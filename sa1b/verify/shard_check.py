@@ -263,7 +263,6 @@ class _ShardCheck:
         return True
 
     def _missing(self) -> None:
-        """Members of the index or the sample table that the tar lacks."""
         for image_id in self.locations.image_ids():
             absent = [ending for ending in self._endings() if (image_id, ending) not in self.seen]
             if not absent:

@@ -259,9 +259,7 @@ def _is_stored(name: str) -> bool:
 def unlisted_shards(
     names: Sequence[str], tasks: TaskCheck, shards: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """Shards and indexes among the files in the directory that nothing lists, of sources without a working
-    process. `shards` are those in the dataset, also in a newer version; `others` as in `leftover_notes`.
-    """
+    """Shards and indexes in the directory that nothing lists, of sources without a process."""
     known = {shard.name for task in tasks.tasks.values() for shard in task.shards} | set(shards)
     active = {source_stem(name) for name in (*tasks.active, *others)}
     found = []
@@ -275,9 +273,7 @@ def unlisted_shards(
 def unlisted_notes(
     store: Store, files: Sequence[str], images: Ids | None, sources: Collection[str]
 ) -> tuple[list[str], int]:
-    """Notes on the files of `unlisted_shards`, and the number of images that only these hold. `images` are
-    the ids of the dataset's images, None if unknown; `sources` its sources.
-    """
+    """Notes on the files of `unlisted_shards`, and the number of images that only these hold."""
     kept, stems = no_ids() if images is None else images, set(map(source_stem, sources))
     own = [name for name in files if is_own(store, name)]
     found = {name: np.setdiff1d(images_of(store, name), kept) for name in own if name.endswith(".tar")}

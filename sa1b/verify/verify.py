@@ -189,7 +189,6 @@ _copies: dict[tuple[str, str], Path] = {}  # copies of sample tables that this p
 
 
 def _table_copy(store: Store, name: str) -> Path:
-    """A local copy of the sample table of a bucket."""
     if (store.root, name) not in _copies:
         files = contextlib.ExitStack()
         (_copies[store.root, name],) = files.enter_context(store.files(name))
@@ -286,7 +285,6 @@ def in_batches(
 def _batch(
     function: Callable[..., Any], batch: list[tuple[str, tuple[Any, ...]]], report: Callable[[Any], None]
 ) -> None:
-    """The main function of a worker process."""
     for name, arguments in batch:
         report(_Begin(name))
         read, last = 0, time.monotonic()

@@ -51,9 +51,7 @@ def scan(
     workers: int,
     quiet: bool,
 ) -> Iterator[ShardPart]:
-    """Evaluate conditions over the index files of shards, in threads; the results are in any order.
-    ShardError: an index file is missing or damaged.
-    """
+    """Evaluate conditions over index files in threads, in any order; ShardError: one is damaged."""
     waiting = iter(shards)
     running: set[Future[ShardPart]] = set()
     pool = ThreadPoolExecutor(workers)
@@ -75,9 +73,7 @@ def scan(
 
 @contextmanager
 def naming_index(reader: Reader, name: str) -> Iterator[None]:
-    """Makes errors of reading an index those of the package.
-    ShardError: the index is missing or damaged; the message says how to rebuild it.
-    """
+    """ShardError for a missing or damaged index, with the way to rebuild it."""
     try:
         yield
     except (*UNREADABLE, MissingError) as error:

@@ -215,7 +215,6 @@ def fraction(text: str, flag: str) -> Fraction:
 
 
 def _range(selection: Selection) -> tuple[int, int]:
-    """The hashes [low, high) to take, out of 2**64."""
     subset = None if selection.subset is None else fraction(selection.subset, "--subset")
     if selection.held_out is None:
         if selection.split == "held-out":
@@ -265,7 +264,6 @@ def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool
 
 
 def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-    """The rows of these ids in the sample table."""
     known = dataset.table.image_id
     rows = np.minimum(np.searchsorted(known, ids), len(known) - 1)
     if (known[rows] != ids).any():

@@ -223,9 +223,7 @@ def check_free(
 
 
 def document_at(which: str) -> tuple[Reader, ViewDocument]:
-    """The view at a path (its .json file, the only view of a folder, FOLDER/NAME) and its reader.
-    ManifestError: there is none, or the folder contains several.
-    """
+    """The view at a path (.json, folder or FOLDER/NAME) and its reader; ManifestError: none, or several."""
     if "://" in which:
         raise ManifestError(
             f"{which}: a view's path must be on this machine; open a view at a URL by its name in the views/ "

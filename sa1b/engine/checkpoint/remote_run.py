@@ -42,9 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def local_folder(url: str, scratch: Path | None) -> Path:
-    """The folder of a run in a bucket on this machine, in `scratch`; by default in `sa1b-<user id>` in the
-    system's folder for temporary files.
-    """
+    """The local folder of a run in a bucket, in `scratch` or the system's folder for temporary files."""
     url = url.rstrip("/")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]

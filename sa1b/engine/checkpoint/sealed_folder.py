@@ -62,9 +62,7 @@ def measure(path: Path) -> SealedFile:
 
 
 def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
-    """Write the manifest of a folder whose files are complete and flushed. CheckpointError: its files are not
-    exactly `files`; ranks may not share its file system.
-    """
+    """Write the manifest of a folder of flushed files; CheckpointError: they are not exactly `files`."""
     found = {path.name for path in folder.iterdir()}
     if missing := sorted(set(files) - found):
         raise CheckpointError(
@@ -80,9 +78,7 @@ def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
 
 
 def check(folder: Path, step: int) -> dict[str, SealedFile]:
-    """The files of a sealed folder, each one read and verified against its digest. CheckpointError names one
-    that is missing, added, changed or not a plain file.
-    """
+    """The files of a sealed folder, all verified; CheckpointError names a wrong, missing or added one."""
     path = folder / MANIFEST
     if not path.is_file():
         raise damaged(path, "missing (it is written last, so the checkpoint may be incomplete)")

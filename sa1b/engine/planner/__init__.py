@@ -286,7 +286,6 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
 
 
 def _with_micro_batch(found: RunPlan, size: int) -> RunPlan:
-    """The plan with another micro-batch, measured."""
     config = replace(found.config, data=replace(found.config.data, micro_batch=size))
     return replace(found, config=config, memory=measure(config, found.cluster.world_size))
 
@@ -296,7 +295,6 @@ def _numbers(module: nn.Module, *, trained: bool = False) -> int:
 
 
 def _stored_images(config: Config, world_size: int) -> StoredImages:
-    """The images of --data.root and its view."""
     rank_info = RankInfo(0, world_size, 0, torch.device("cpu"))
     shares = rank_shares(config.parallel, world_size)
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)

@@ -43,9 +43,7 @@ def compression_rank(compress: str) -> int | None:
 
 
 class Compression:
-    """The value of --parallel.compress, as `sa1b.engine.ranks.parallel.GradientHook`. UsageError: it is not
-    valid, or does not fit the precision.
-    """
+    """The value of --parallel.compress as a GradientHook; UsageError: not valid, or for another precision."""
 
     def __init__(self, config: ParallelConfig) -> None:
         self._rank, self._config = compression_rank(config.compress), config
@@ -229,7 +227,6 @@ def _sizes(tensor: Tensor, rank: int) -> tuple[int, int, int]:
 
 
 def _average(tensors: list[Tensor]) -> None:
-    """Replace tensors by their means over the ranks, with one collective."""
     if tensors:
         flat = torch.cat([one.reshape(-1) for one in tensors])
         dist.all_reduce(flat, group=_world())

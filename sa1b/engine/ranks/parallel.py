@@ -201,9 +201,7 @@ def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | No
 
 
 def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> tuple[int, int]:
-    """Images of the largest micro-batch of a rank, and the number of micro-batches in a step. UsageError
-    names the flag if the global batch does not fit this number of ranks.
-    """
+    """As `Config.micro_batches`, from its parts."""
     batch, shares, mode = data.global_batch, rank_shares(config, world_size), mode_of(config)
     readers = world_size if mode.divides_steps else 1
     try:

@@ -117,10 +117,7 @@ class Feed:
         return True
 
     def step(self) -> Iterator[Batch]:
-        """The next step's `micro_batches` batches; none if a sequential feed has ended.
-
-        Every rank has the same number. Batches may be empty.
-        """
+        """The next step's `micro_batches` batches, as many on every rank, some empty; none after the end."""
         for _ in range(self.micro_batches):
             batch = self._next()
             if batch is None:

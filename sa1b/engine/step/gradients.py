@@ -30,9 +30,7 @@ from sa1b.report import first_names
 
 
 class Reduction(Protocol):
-    """The state of what reduces the gradients of a module, which has it as its attribute `reduction`.
-    `paused`: reductions do not change it.
-    """
+    """What reduces the gradients of a module, its attribute `reduction`; unchanged while `paused`."""
 
     paused: bool
 
@@ -210,9 +208,7 @@ def finish(
 
 
 class Buffers:
-    """The buffers of a module, such as the statistics of BatchNorm layers, which forward passes change.
-    `shared`: after each step, all ranks take those of rank 0 (--parallel.broadcast-buffers).
-    """
+    """The buffers of a module, which forward passes change; `shared`: all ranks take those of rank 0."""
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
         self._buffers = [one for one in module.buffers() if not one.is_meta]

@@ -45,10 +45,7 @@ def set_float32(precision: Precision, device: torch.device) -> None:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Context for every forward pass, also in evaluations; the backward pass runs outside of it.
-
-    The model turns autocast off for values that must not be rounded, such as coordinates and sums of losses.
-    """
+    """Context for every forward pass, also in evaluations; the backward pass runs outside of it."""
     dtype = compute_dtype(precision)
     return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
 

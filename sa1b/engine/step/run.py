@@ -317,9 +317,7 @@ class Run:
 
 
 def fitted(config: Config, world_size: int) -> Config:
-    """The settings for this number of ranks; every rank refuses here what does not fit, before any one waits.
-    UsageError names the flag.
-    """
+    """The settings for this number of ranks; UsageError, on every rank, names a flag that does not fit."""
     window = config.logging.window != metrics.LoggingConfig().window
     asked = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
     for place in [place for place, is_asked in asked if is_asked]:

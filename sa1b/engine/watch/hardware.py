@@ -195,7 +195,6 @@ class Sampler:
 
 
 def _of_process(proc: Path) -> Callable[[], dict[str, float]]:
-    """Samples of this process."""
     before = [time.perf_counter(), time.process_time()]
     page = os.sysconf("SC_PAGESIZE")
 

@@ -42,9 +42,7 @@ class HealthConfig:
 
 
 class Health:
-    """Decides whether steps are taken. Its input, and so its decision, is the same on all ranks. A failed
-    write of RUN/not-finite.jsonl is reported to `control`.
-    """
+    """Decides, on all ranks alike, whether steps are taken; `control` gets failed writes of its log."""
 
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
         self.path = run / "not-finite.jsonl"
@@ -80,9 +78,7 @@ class Health:
         return False
 
     def end(self, step: int) -> None:
-        """Check the last steps at the end of a run, or of a part of it, after so many steps. HealthError:
-        they had no finite loss, so no checkpoint contains them.
-        """
+        """Check the last steps at the end of a run or of a part; HealthError: they had no finite loss."""
         if self.lost:
             raise self._error(self.lost, step, "loss")
 

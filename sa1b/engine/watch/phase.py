@@ -170,9 +170,7 @@ class HostMoment:
 
 
 class RankTime:
-    """The times of one rank, whose phases are observed. `moment` makes a moment on the device's clock, by
-    default by the device of `rank_info`. `separable`: waiting is separated from work.
-    """
+    """The times of one rank; `moment` makes a moment on the device's clock; `separable`: without waiting."""
 
     # All ranks wait for the slowest one, so the clock of a rank shows equally long steps everywhere. The
     # waiting happens within the forward and backward passes of the fast ranks. It is measured where it

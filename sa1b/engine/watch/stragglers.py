@@ -196,7 +196,6 @@ class Stragglers:
 
 
 def _rounded(values: Times) -> list[float]:
-    """Seconds, to microseconds."""
     return [round(float(value), 6) for value in values]
 
 

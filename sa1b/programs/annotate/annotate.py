@@ -28,8 +28,7 @@ from sa1b.names import parse_member_name
 from sa1b.programs.annotate.folder import AnnotationFolder, open_folder
 from sa1b.programs.annotate.images import FoundImages, InputImage, find_images, read_image
 from sa1b.programs.annotate.layer import LayerTarget
-from sa1b.report import bar
-from sa1b.report import first_lines
+from sa1b.report import bar, first_lines
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig, generate
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest

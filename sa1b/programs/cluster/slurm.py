@@ -278,7 +278,6 @@ def _of_nodes(site: Site, nodes: int, gpus: int, why: str) -> list[tuple[str, ob
 
 
 def _head(site: Site, name: str, settings: Sequence[tuple[str, object, str | None]], log: str) -> list[str]:
-    """The first lines of a script: options of sbatch, then the commands of `setup`."""
     optional = [("partition", site.partition), ("account", site.account), ("time", site.time)]
     settings_of_job = [
         ("job-name", site.name or name, None),

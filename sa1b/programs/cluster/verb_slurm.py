@@ -149,7 +149,6 @@ def main(
 
 
 def _checked_reshard(arguments: tuple[str, ...]) -> int:
-    """Check the arguments of `sa1b reshard`; return its number of workers."""
     with loading():
         reshard = verbs.module_of("reshard")
     call, _ = parse(reshard.main, arguments, command("reshard"))
@@ -169,7 +168,6 @@ def _check_doctor(arguments: tuple[str, ...]) -> None:
 
 
 def _check_train(arguments: tuple[str, ...], ranks: int, gpus: int) -> None:
-    """Check the arguments of `sa1b train` as each of its ranks will."""
     with loading():
         from sa1b.engine import config
         from sa1b.engine.ranks import parallel

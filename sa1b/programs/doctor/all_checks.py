@@ -110,7 +110,6 @@ def _exchanged(
     together: Sequence[CheckTogether],
     progress: "_Progress",
 ) -> Report | None:
-    """The findings of all ranks, on rank 0; those of this rank, if it cannot reach the others."""
     try:
         exchange = RankExchange(process)
         exchange.send("local", (process.host, findings))
@@ -201,7 +200,6 @@ def _go(check: CheckTogether) -> str:
 
 
 def _of_several(chosen: Callable[[str], bool], together: Sequence[CheckTogether]) -> list[Finding]:
-    """The checks of several ranks, skipped for a single process; one line for all, if all were chosen."""
     why = "one process; these checks need several ranks"
     remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
     names = [RENDEZVOUS] if chosen(RENDEZVOUS) else [check.name for check in together]
@@ -269,12 +267,10 @@ class _Progress:
         self._is_terminal = sys.stderr.isatty()
 
     def show(self, check: str, measures: bool = True) -> None:
-        """Show that a check begins."""
         if not self._quiet and (self._is_terminal or measures):
             before, after = ("\r\033[K", "") if self._is_terminal else ("", "\n")
             print(f"{before}doctor: {check} ...", end=after, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Remove the line from the terminal."""
         if not self._quiet and self._is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -56,10 +56,7 @@ class RankLink:
 
 
 def link_of(process: RankProcess, hosts: int, nvlink: str | None = None) -> RankLink:
-    """The slowest kind of link between the ranks, which are on `hosts` hosts.
-
-    `nvlink`: output of `nvidia-smi nvlink --status` for the GPU of this rank; by default, it is called.
-    """
+    """The slowest kind of link between the ranks on `hosts` hosts; `nvlink`: output of nvidia-smi."""
     if hosts > 1:
         ports = active_ports(process.system)
         if ports and process.device.type == "cuda":
@@ -211,7 +208,6 @@ def sweep(
 
 
 def _call(collective: Collective, length: int, ranks: int, device: torch.device) -> Callable[[], object]:
-    """A call of the collective with a tensor of this length in float32."""
     whole = torch.zeros(length, device=device)
     if collective == "all-reduce":
         return lambda: dist.all_reduce(whole)
@@ -281,7 +277,6 @@ def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Fi
 
 
 def _table(measurements: Sequence[Measurement]) -> list[str]:
-    """One line for each size: time, algorithm and bus bandwidth of each collective."""
     names = list(dict.fromkeys(measurement.collective for measurement in measurements))
     by_size: dict[int, dict[str, Measurement]] = {}
     for measurement in measurements:

@@ -135,7 +135,6 @@ def hidden(gpus: Gpus, environment: Mapping[str, str]) -> tuple[str, str] | None
 
 
 def _usable(process: RankProcess, gpus: Gpus, values: dict[str, Any]) -> Iterator[Finding]:
-    """A finding after a computation on the GPU of this rank, compared with the CPU."""
     device = process.device
     try:
         properties = torch.cuda.get_device_properties(device)
@@ -197,7 +196,6 @@ def gpu_state(process: RankProcess) -> Iterator[Finding]:
 
 
 def _problems(row: list[str]) -> Iterator[tuple[bool, str, str]]:
-    """Each problem of a GPU: whether it is a failure, its figure and its remedy."""
     index, uuid, name, errors, persistence, mig, mode, slowdown, used = row
     gpu = f"GPU {index} ({name}, {uuid})"
     if errors.isdecimal() and int(errors):

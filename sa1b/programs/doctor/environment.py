@@ -177,7 +177,6 @@ def environment(process: RankProcess) -> Iterator[Finding]:
 
 
 def _checked(name: str, value: str, process: RankProcess) -> tuple[State, str, str]:
-    """State, figure and remedy of a variable."""
     unset = f"Unset {name}"
     if name in _INTERFACES:
         return _interface(name, value, process)
@@ -258,7 +257,6 @@ def _infiniband(name: str, value: str, process: RankProcess) -> tuple[State, str
 
 
 def _rendezvous(process: RankProcess) -> Iterator[Finding]:
-    """The finding about the rendezvous address, MASTER_ADDR and MASTER_PORT."""
     if process.world_size == 1:
         return
     address, port = (process.environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))

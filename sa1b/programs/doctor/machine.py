@@ -188,10 +188,7 @@ def memory(process: RankProcess) -> Iterator[Finding]:
 
 
 def clock(process: RankProcess, now: float | None = None) -> Iterator[Finding]:
-    """The date, and the source of the clock. S3 rejects requests whose time is 15 minutes off.
-
-    `now`: seconds since 1970; by default those of this machine.
-    """
+    """The date and the source of the clock; `now`: seconds since 1970, by default of this machine."""
     now = time.time() if now is None else now
     source = ""
     with suppress(OSError):

@@ -113,7 +113,6 @@ def _rendezvous(process: RankProcess) -> tuple[str, int]:
 
 
 def _accept(server: socket.socket) -> None:
-    """Accept connections and close them, until the server is closed."""
     with suppress(OSError):
         while True:
             server.accept()[0].close()

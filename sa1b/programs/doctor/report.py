@@ -105,7 +105,6 @@ def _advice(rows: Sequence[Finding]) -> list[str]:
 
 
 def _together(same: Sequence[Finding]) -> Finding:
-    """The first of these findings, with the ranks and hosts of all of them."""
     ranks = tuple(sorted({rank for finding in same for rank in finding.ranks}))
     hosts = dict.fromkeys(host for finding in same for host in finding.host.split(", ") if host)
     return replace(same[0], ranks=ranks, host=", ".join(hosts))

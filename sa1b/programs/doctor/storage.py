@@ -163,10 +163,7 @@ def space(process: RankProcess) -> Iterator[Finding]:
 
 
 def space_of(what: str, folder: Path, least: int, advised: int) -> Finding:
-    """Free space of a folder, which need not exist yet, and whether it can be written.
-
-    Below `least` bytes the check fails, below `advised` it warns.
-    """
+    """Free space of a folder, which need not exist; fails below `least` bytes, warns below `advised`."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -249,7 +246,6 @@ def _measured(process: RankProcess, dataset: Dataset) -> Rates:
 
 
 def _sequential(process: RankProcess, dataset: Dataset) -> float:
-    """Bytes per second of reading one shard, a different one on each rank."""
     name = dataset.shards[process.rank % len(dataset.shards)]
     reader: Reader = dataset.reader
     length = reader.size(name)

@@ -102,10 +102,7 @@ def _absent(process: RankProcess, error: Exception) -> Finding:
 def rank_sum(
     process: RankProcess, exchange: RankExchange, contribution: int | None = None
 ) -> Iterator[Finding]:
-    """Sum of the rank numbers by all-reduce on the device of the ranks, in each number format.
-
-    `contribution`: the value that this rank adds; by default its number.
-    """
+    """Sum of the rank numbers in each format on the device; `contribution` replaces this rank's number."""
     rank_info = joined(process)
     expected = process.world_size * (process.world_size - 1) // 2
     contributed = process.rank if contribution is None else contribution
@@ -152,10 +149,7 @@ def gradients(
     alter: Callable[[nn.Module], None] = lambda module: None,
     modes: Sequence[Literal["ddp", "fsdp"]] = ("ddp", "fsdp"),
 ) -> Iterator[Finding]:
-    """Compare the gradients of both modes between ranks and with those of one process.
-
-    `alter` is called with the wrapped model before the backward pass.
-    """
+    """Compare gradients with those of other ranks and of one process; `alter` changes the wrapped model."""
     numbers = [rank % _DATA for rank in range(process.world_size)]
     alone = {number: _backward(small_model().to(process.device), number) for number in sorted(set(numbers))}
     of_this_rank = alone[numbers[process.rank]]
@@ -194,7 +188,6 @@ def gradients(
 
 
 def _backward(module: nn.Module, number: int) -> dict[str, Tensor]:
-    """The gradients of a model by name, after a pass with the inputs of this number."""
     device = next(module.parameters()).device
     loss: Tensor = module(*small_inputs(device, number))["loss"]
     torch.autograd.backward(loss)
@@ -222,7 +215,6 @@ def _equal(gradient: Tensor | None, expected: Tensor) -> bool:
 
 
 def _difference(gradient: Tensor | None, expected: Tensor, alone: Tensor, world_size: int) -> str:
-    """The fault of a gradient, as text."""
     if gradient is None:
         return "has no gradient"
     if _equal(gradient, alone):
@@ -260,10 +252,7 @@ def _digest(tensor: Tensor) -> int:
 
 
 def differing(answers: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
-    """The ranks whose gradients differ in a byte from those of most ranks.
-
-    `answers`: rank -> name of a parameter -> digest of its gradient.
-    """
+    """Ranks whose gradients differ from those of most; `answers`: rank -> parameter -> digest."""
     for name in next(iter(answers.values()), {}):
         digest_of = {rank: str(digests.get(name)) for rank, digests in answers.items()}
         for _, _, _, most in minorities(digest_of):

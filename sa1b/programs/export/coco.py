@@ -151,7 +151,6 @@ class Coco(Format):
         return f"parts/{part}.json" if self.images_per_file is None else f"{part}.json"
 
     def _annotations(self, out: Path, parts: list[str]) -> Iterator[str]:
-        """The annotations of all parts, numbered from 1."""
         number = 0
         for part in parts:
             with (out / self._path(part)).open(encoding="ascii") as file:
@@ -196,14 +195,12 @@ def _add(categories: dict[int, dict[str, Any]], one: dict[str, Any], part: str) 
 
 
 def _listed(categories: dict[int, dict[str, Any]]) -> Iterator[str]:
-    """The categories as JSON by their ids; without masks the one of SA-1B."""
     yield from (
         (json.dumps(categories[key]) for key in sorted(categories)) if categories else [json.dumps(_OBJECT)]
     )
 
 
 def _separated(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of a JSON array."""
     last = None
     for line in lines:
         if last is not None:
@@ -218,7 +215,6 @@ def _image_path(image_id: int) -> str:
 
 
 def _entry(sample: Sample) -> dict[str, Any]:
-    """The object of an image."""
     return {
         "id": sample.image_id,
         "file_name": member_name(sample.image_id, "jpg"),

@@ -236,7 +236,6 @@ def _without_images(form: Format, dataset: Dataset) -> Format:
 
 
 def _error_of(failure: Failure) -> Exception:
-    """The error that ends the export."""
     if failure.errno is not None:
         return OSError(failure.errno, os.strerror(failure.errno), failure.filename)
     return OSError(failure.message) if failure.expected else RuntimeError(failure.trace)
@@ -268,9 +267,7 @@ def _check_out(out: Path) -> None:
 
 
 def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[str, str]) -> list[str]:
-    """Parts in the folder that a reader of this export would also read. UsageError: it has an export in
-    another format, whose files are not replaced.
-    """
+    """Parts in the folder that a reader would also read; UsageError: an export in another format."""
     if record.kind not in ("", form.kind):
         if record.written:
             raise UsageError(

@@ -88,10 +88,7 @@ class PartFiles:
                 yield file
 
     def commit(self, paths: Sequence[str]) -> int:
-        """Flush these files to the disk, rename them to their final paths, and return their size in bytes.
-
-        All files are on the disk before the first one is renamed.
-        """
+        """Flush these files, then rename them to their final paths; their size in bytes."""
         size = 0
         for path in paths:
             temporary = self.folder / path
@@ -148,9 +145,7 @@ class JoinedColumn(Protocol):
 def check_joined(
     columns: Sequence[JoinedColumn], dataset: Dataset, taken: Mapping[str, Collection[str]] | None = None
 ) -> None:
-    """Refuse a column that belongs to other images, or whose name the format has; `taken`: names by key.
-    UsageError: the reason and the way out.
-    """
+    """UsageError: a column of other images, or with a name of the format; `taken`: names by key."""
     ids = dataset.table.image_id.astype(np.int64)
     for column in columns:
         if column.key == "image_id" and not column.count(ids):
@@ -219,9 +214,7 @@ class Format:
         return self
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
-        """Names and rows of the parts; by default at most 1024 images of one source, `sa_000020-0000`, ...
-        Rows of the sample table are int64 [N], ascending.
-        """
+        """Names and ascending rows of the parts; by default at most 1024 images of one source each."""
         return blocks(by_source(dataset, rows), IMAGES_PER_PART)
 
     def paths(self, part: str, ids: Ids) -> list[str]:
@@ -237,9 +230,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, out: Path, parts: list[str], ids: Ids) -> None:
-        """Write the files about the whole export; called when all parts are complete, also by a rerun. `ids`
-        are those of the images with a mask, uint64 [N], ascending.
-        """
+        """Write the files about the whole export, again in a rerun; `ids`: of the images with a mask."""
 
 
 def refuse_scaled(dataset: Dataset) -> None:

@@ -46,7 +46,6 @@ class _Pairs(Format):
 
     @property
     def has_images(self) -> bool:
-        """Whether to write the JPEGs."""
         return True
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:

@@ -63,7 +63,6 @@ def _feature(kind: pa.DataType) -> Any:
 
 
 def _schema(columns: dict[str, pa.DataType]) -> pa.Schema:
-    """The schema of files with these columns and the usual ones."""
     named = {**_COLUMNS, **columns}
     features = {
         name: {"_type": "Image"} if name == "image" else _feature(kind) for name, kind in named.items()

@@ -174,7 +174,6 @@ def main(
 
 
 def _check_flags(to: str, given: Sequence[str]) -> None:
-    """Refuse flags that are for other formats."""
     for flag in given:
         formats = _FLAGS[flag]
         if to not in formats:
@@ -222,7 +221,6 @@ def _format(
 
 
 def _columns(join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
-    """The open columns of --join."""
     from sa1b.storage.errors import MissingError
     from sa1b.stream.columns import ColumnError, open_columns
 

@@ -202,7 +202,6 @@ def _summary(distribution: Distribution) -> str:
 
 
 def _span(distribution: Distribution, start: float, stop: float) -> str:
-    """The range of values of one bar, as text."""
     if distribution.log:
         return f"{_percent(10**start)} to {_percent(10**stop)}"
     if distribution.step == 1:
@@ -212,7 +211,6 @@ def _span(distribution: Distribution, start: float, stop: float) -> str:
 
 
 def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[float, str]]:
-    """Positions and labels on the x axis, as many as fit without overlap."""
     if not distribution.log:
         whole = distribution.step == 1
         for most in range(6, 0, -1):

@@ -148,12 +148,10 @@ def _last_part(root: Path | str) -> str:
 
 
 def _rows(known: npt.NDArray[np.uint64], ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The rows of the ids that are known."""
     return np.flatnonzero(np.isin(known, ids, assume_unique=True))
 
 
 def _read_rows(dataset: Dataset, rows: npt.NDArray[np.int64], skipped: Skipped) -> Iterator[Exhibit]:
-    """The images in rows of the sample table, each read when the iterator reaches it."""
     for row in rows.tolist():
         try:
             sample = dataset[row]
@@ -190,7 +188,6 @@ def _batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> Iterator[p
 
 
 def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
-    """Read a single shard that has an index."""
     index_bytes = index_path(shard).stat().st_size
     progress.total = index_bytes
     gathered = Gathered("Shard", shard.name)
@@ -209,7 +206,6 @@ def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
 
 
 def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> Iterator[Exhibit]:
-    """The images in rows of an index, each read when the iterator reaches it."""
     reader = Reader(shard.parent)
     for row in rows:
         try:
@@ -295,9 +291,7 @@ def origin_mark(source: Path | str, out: Path) -> str:
 
 
 def check_replaceable(source: Path | str, out: Path, *, overwrite: bool) -> None:
-    """UsageError for a file that is no gallery page of the input, unless `overwrite`; for a folder, the
-    input.
-    """
+    """UsageError for a file that is no gallery page of this input, unless `overwrite`."""
     if out.is_dir():
         raise UsageError(f"--out {out}: is a folder; pass the path of a file")
     if "://" not in str(source) and out.exists() and out.samefile(source):

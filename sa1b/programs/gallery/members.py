@@ -159,7 +159,6 @@ class _Pass:
         self.sharded = False  # the input has mask records, so that its annotation files are copies
 
     def member(self, member: Member, place: str) -> None:
-        """Process one member of a source or a shard."""
         named = parse_member_path(member.name)
         masks = named is not None and named.ending == "masks"
         if member.kind == "folder" or (self.sharded and member.name.endswith(".json")):

@@ -264,7 +264,6 @@ def _facts(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _surveyed(gathered: Gathered) -> str:
-    """The shards that the distributions were computed from; empty if all were used."""
     if gathered.surveyed is None:
         return ""
     names, of = gathered.surveyed

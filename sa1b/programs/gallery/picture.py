@@ -74,10 +74,7 @@ SORTS: dict[str, tuple[Callable[[Annotations], float], bool, str]] = {
 
 
 def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = None) -> Picture:
-    """Decode an image and its masks, and scale the image to at most `longer_side` pixels; or BadSample.
-
-    With predictions, the masks without a prediction are in `filtered`.
-    """
+    """Decode an image of at most `longer_side` pixels and its masks, or BadSample; see `filtered`."""
     header = jpeg.frame(exhibit.jpeg)
     pixels = jpeg.decode(exhibit.jpeg)
     assert pixels.shape[:2] == (header.height, header.width)
@@ -128,10 +125,7 @@ def display_masks(picture: Picture, longer_side: int) -> Runs:
 
 
 def figure(picture: Picture, longer_side: int, quality: int) -> str:
-    """The HTML of one image: pixels, an empty SVG for the masks, and the data of the masks.
-
-    An image smaller than `longer_side` keeps its size.
-    """
+    """The HTML of one image: pixels, never enlarged, an empty SVG for the masks, and their data."""
     annotations = picture.annotations
     height, width = _display_size(picture, longer_side)
     data = simplejpeg.encode_jpeg(scaled(picture.pixels, longer_side), quality, "RGB", "420", fastdct=False)
@@ -193,7 +187,6 @@ def _phrases(predicted: Predicted | None) -> str:
 
 
 def _filtered(picture: Picture) -> str:
-    """Text about the masks without a prediction."""
     runs = picture.filtered
     if runs is None or not len(runs):
         return "Every mask of the image has a prediction."

@@ -203,7 +203,6 @@ def plan(
 
 
 def _add_disk(found: IngestPlan, store: Store) -> None:
-    """The free space of the folder of shards or, for a URL, of the scratch folder."""
     found.is_local = store.is_local
     folder = store.scratch.absolute()
     while not folder.exists():

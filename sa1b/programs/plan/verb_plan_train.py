@@ -208,7 +208,6 @@ def _memory(found: "RunPlan") -> list[tuple[str, str]]:
 
 
 def _ways_out(found: "RunPlan") -> list[str]:
-    """What to change if a step does not fit."""
     if found.fits:
         return []
     parallel = found.config.parallel

@@ -39,9 +39,7 @@ _IMAGES = 256  # of a row group
 
 
 def write_changed(dataset: Dataset, layers: Sequence[str], path: Path, *, quiet: bool) -> None:
-    """Write the masks of all images that layers change; of an open dataset directory without layers.
-    ManifestError or ShardError: a layer or a shard is missing or damaged.
-    """
+    """Write the masks of all images that layers change; ManifestError, ShardError: one is damaged."""
     opened = open_layers(dataset.reader, dataset.table, layers)
     names = np.array(["", *(layer.info.name for layer in opened)])
     ids = np.unique(np.concatenate([layer.columns["image_id"] for layer in opened]))
@@ -71,9 +69,7 @@ def _append(columns: dict[str, list[object]], found: Annotations, names: np.ndar
 
 
 def with_layers(select: str, changed: str, *, of_coco: bool) -> str:
-    """The rows of the statement `select` over indexes, with the lists of the file `changed`, a literal.
-    `of_coco`: the indexes have the columns of COCO's files.
-    """
+    """`select` with the lists of the file `changed`, a literal; `of_coco`: indexes with COCO's columns."""
     replaced = ", ".join(
         f"coalesce(c.{name}, b.{name}) AS {name}" for name in (*COLUMNS, *(FURTHER if of_coco else ()))
     )

@@ -244,9 +244,7 @@ def write_query_view(
     masks_where: str | None = None,
     overwrite: bool = False,
 ) -> Selected:
-    """Write the view of the images in the column image_id of the result; arguments and errors as for
-    `write_view` and `Query.image_ids`.
-    """
+    """Write the view of the images of the result; as `write_view` and `Query.image_ids`."""
     dataset = query.dataset
     condition = None if masks_where is None else mask_predicate(masks_where)
     if name is not None:
@@ -272,9 +270,7 @@ def write_query_view(
 
 
 def _views(dataset: Dataset, changed: Path | None) -> Iterator[str]:
-    """The statements that define the views `images` and `masks`. `changed`: the masks of images that layers
-    change, see `write_changed`.
-    """
+    """The statements of the views `images` and `masks`; `changed`: see `write_changed`."""
     files = [shard_files(shard)[1] for shard in dataset.shards]
     reader = dataset.reader
     # DuckDB takes paths as patterns, so that a folder with such a character is read like a URL.

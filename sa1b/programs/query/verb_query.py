@@ -172,7 +172,6 @@ def _object(names: list[str], row: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """The value as JSON, also within lists and structures."""
     if isinstance(value, Decimal):
         return float(value)
     if isinstance(value, float):
@@ -185,7 +184,6 @@ def _number(value: Any) -> Any:
 
 
 def _table(query: "Query", limit: int) -> str:
-    """The first rows, in aligned columns; numbers are aligned to the right."""
     found = [row for rows in query.rows(limit + 1) for row in rows]
     shown = [[_cell(value) for value in row] for row in found[:limit]]
     cells = [list(query.columns), *shown]

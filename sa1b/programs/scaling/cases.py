@@ -45,9 +45,7 @@ class Machine:
         return cls("cuda" if gpus else "cpu", gpus, available_cpus(), tuple(numbers))
 
     def ranks(self, requested: Sequence[int] | None, threads: int | None) -> tuple[int, ...]:
-        """The numbers of ranks to measure, ascending; UsageError if there are too few GPUs or CPUs. By
-        default 1, 2, 4, ... up to the number of GPUs, or of CPUs / threads of a rank.
-        """
+        """The numbers of ranks to measure, by default 1, 2, 4, ...; UsageError: too few GPUs or CPUs."""
         each = threads or 1
         if self.device == "cpu" and each > self.cpus:
             raise UsageError(f"--threads {each}: this job may use {counted(self.cpus, 'CPU')}; pass fewer")
@@ -61,9 +59,7 @@ class Machine:
         return tuple(requested)
 
     def placement(self, ranks: int, threads: int | None, root: Path = Path("/")) -> "Placement":
-        """Threads and CPUs of `ranks` ranks; on GPUs, ranks are not bound to CPUs. By default each has an
-        equal part of the CPUs. /sys is mounted in `root`.
-        """
+        """Threads and CPUs of `ranks` ranks: equal parts by default, on GPUs unbound. `root` has /sys."""
         each = threads or max(1, self.cpus // ranks)
         if self.device == "cuda" or not self.numbers:
             return Placement(each, ())

@@ -146,7 +146,6 @@ def round_of(ranks: Sequence[StepTimes]) -> Round:
 
 
 def _reason(event: Event) -> str:
-    """The last line of the error of a rank."""
     if not isinstance(event.value, Failure):
         return f"rank {event.task}: {event.value}"
     last = event.value.message.strip().rpartition("\n")[2]
@@ -155,7 +154,6 @@ def _reason(event: Event) -> str:
 
 
 def _lost_another(event: Event) -> bool:
-    """Whether a rank ended because another rank had ended."""
     failure = event.value
     return isinstance(failure, Failure) and (
         failure.kind.startswith("Dist") or any(sign in failure.message for sign in PEER_LOST)

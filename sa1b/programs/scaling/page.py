@@ -144,7 +144,6 @@ def _kind(kind: Kind, scaling: Scaling) -> str:
 
 
 def _curves(kind: Kind, precision: str, scaling: Scaling) -> str:
-    """The speed-up of all modes in one precision."""
     lines = {
         series.mode: points
         for series, points in scaling.points.items()

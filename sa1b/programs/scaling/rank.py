@@ -113,10 +113,7 @@ class StepTimes:
 
 
 def run(launch: Launch, rank: int, report: Callable[[object], None]) -> None:
-    """Measure all cases in order, and report the StepTimes of each.
-
-    This changes the environment, CPUs and threads of the process, so it must be a separate process.
-    """
+    """Measure and report all cases in a process of its own, whose CPUs and threads are changed."""
     world_size = launch.cases[0].ranks
     os.environ |= {
         "RANK": str(rank),
@@ -197,7 +194,6 @@ def _kept(batches: Iterator[Batch], kept: list[list[Batch]]) -> Iterator[Batch]:
 
 
 def _synthetic(case: Case, config: Config, rank_info: RankInfo, number: int) -> list[Batch]:
-    """The micro-batches of step `number` of this rank."""
     data = config.data
     images, first = case.images, number * case.global_batch + rank_info.rank * case.images
     if not mode_of(config.parallel).divides_steps:

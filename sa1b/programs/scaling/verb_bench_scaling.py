@@ -119,7 +119,6 @@ def main(
 
 
 def _words(flag: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:
-    """Words separated by commas, in the order of `known`."""
     given = [word.strip() for word in text.split(",")]
     for word in given:
         if word not in known:
@@ -128,7 +127,6 @@ def _words(flag: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Positive whole numbers separated by commas, ascending."""
     given = [word.strip() for word in text.split(",")]
     for word in given:
         if not word.isdecimal() or int(word) < 1:

@@ -129,7 +129,6 @@ class _Copy:
         self._lock = threading.Lock()
 
     def sources(self, workers: int) -> None:
-        """Copy all sources, each in one thread."""
         with ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool:
             running = [pool.submit(self._source, name) for name in self.plan.remaining()]
             try:
@@ -155,7 +154,6 @@ class _Copy:
             self.summary.views.append(name)
 
     def dataset(self) -> None:
-        """Write the sample table and dataset.json over the copied sources."""
         with dataset_claim(self.target):
             tasks = read_tasks(self.target)
             failed = self.plan.failed | {
@@ -324,7 +322,6 @@ class _Copy:
 
 
 def _check_apart(source: Store, target: Store) -> None:
-    """Refuse a missing source directory, a copy to or into itself, and a DEST that cannot be written."""
     if source.is_local and not Path(source.root).is_dir():
         raise no_dataset(source.root)
     protocol = protocol_of(target.root)

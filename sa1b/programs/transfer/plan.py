@@ -116,7 +116,6 @@ def _task(source: Store, name: str, digest: str) -> Task:
 
 
 def _matching(source: Store, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Names of shards that match one of the patterns, with or without their ending."""
     if not patterns:
         return set(names)
     matches = set()
@@ -136,7 +135,6 @@ def _matching(source: Store, names: Sequence[str], patterns: Sequence[str]) -> s
 def _holding(
     source: Store, table_name: str, names: Sequence[str], images: npt.NDArray[np.uint64]
 ) -> set[str]:
-    """Names of the shards that hold one of the images."""
     with source.files(table_name) as (path,):
         table = open_table(path)
     numbers = np.unique(table.shard[np.isin(table.image_id, images, assume_unique=True)])
