@@ -54,8 +54,6 @@ REASONS = {
     "engine/checkpoint/bucket_checkpoints.py remove": CHECKPOINT,
     "engine/checkpoint/checkpoints.py _commit": CHECKPOINT,
     "engine/checkpoint/folder.py clear": CHECKPOINT,
-    "engine/checkpoint/folder.py commit": CHECKPOINT,
-    "engine/checkpoint/folder.py remove": CHECKPOINT,
     "engine/model.py check_sums": "removes a hook, not a file",
     "engine/weights.py _fetched_weights": TEMPORARY,
     "engine/ranks/agreement.py check_shared_folder": TEMPORARY,
