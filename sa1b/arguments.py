@@ -45,6 +45,16 @@ class BadType(UsageError, TypeError):
     """A Python function has no such argument, or one of another type."""
 
 
+def share_of(flag: str, text: str | None) -> tuple[int, int] | None:
+    """I and N of a flag I/N: part I, from 0 to N - 1, of the work of N processes; None without the flag."""
+    if text is None:
+        return None
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise UsageError(f"{flag} {text}: must have the form I/N with I from 0 to N - 1, such as 0/8")
+    return int(number), int(count)
+
+
 # Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.
 _ELSEWHERE = {
     "batch_size": "pass global_batch, the images of a step on all ranks, or micro_batch, those of one batch, "

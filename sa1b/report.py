@@ -1,6 +1,7 @@
 """Results of commands: their interface, and figures, lists and columns as text."""
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -106,6 +107,14 @@ def aligned(rows: Iterable[Sequence[str]], right: Sequence[bool] = (), indent: s
 
 
 Bar: TypeAlias = "tqdm[Any]"  # tqdm is generic only in its type stubs
+
+
+class AboveBar(logging.Handler):
+    """Writes log records to stderr, above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        tqdm.write(self.format(record), file=sys.stderr)
 
 
 def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:

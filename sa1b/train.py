@@ -54,6 +54,7 @@ from sa1b.engine.watch.signals import (
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.evaluate_only import score, scored_model
 from sa1b.recipes.presets import PRESETS, SamConfig
+from sa1b.report import AboveBar
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
 from sa1b.stream.plan import process_rank
@@ -236,7 +237,7 @@ def main(
         arguments: command-line arguments; by default those of this process.
         prog: name of the command in the help; by default the command that started this process.
     """
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[AboveBar()])
     try:
         rank, world_size = process_rank()
     except ValueError as error:

@@ -27,7 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b import ray_tasks as engines
-from sa1b.arguments import Range, check_names, check_values, of_type
+from sa1b.arguments import Range, check_names, check_values, of_type, share_of
 from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.ray_tasks import Address, Engine
@@ -207,7 +207,7 @@ def _converted(
         rename: Give the source at PATH another name. May be repeated.
         drop: Remove a finished source and its shards. May be repeated; without SOURCE.
         task: Process only the sources I, I + N, I + 2 N, ... in the order of their names, with I from 0 to
-            N - 1 (--part of annotate: from 1), for N processes on any number of machines that share --out.
+            N - 1, for N processes on any number of machines that share --out.
             The dataset is not finished: run --finish after all N, or add --finish to each of them.
         finish: Make a dataset of all finished sources. With SOURCE, also report the missing sources. With
             --task, convert the sources of the task first; the process that ends last makes the dataset.
@@ -262,7 +262,7 @@ def _converted(
                 ignore=ignore,
                 formats=_formats(images, image_ids, max_pixels, images_only),
                 links=linked(source, links, connections, rate, endpoint),
-                task=_part(task),
+                task=share_of("--task", task),
                 finish=finish,
                 claim_timeout=claim_timeout,
                 stall_timeout=stall_timeout,
@@ -381,12 +381,3 @@ def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
             raise UsageError(f"--rename {pair}: must have the form PATH=NAME")
         found[Path(path)] = name
     return found
-
-
-def _part(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-        raise UsageError(f"--task {text}: must have the form I/N with I from 0 to N - 1; --part: from 1")
-    return int(number), int(count)

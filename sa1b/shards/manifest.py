@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from sa1b.console import command
+from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError
 from sa1b.names import is_shard_of, shard_order, source_stem
 from sa1b.shards.documents import FieldError, Options, ShardInfo, Task, check_dataset, check_task
@@ -155,10 +155,13 @@ def read_dataset(root: Root) -> dict[str, Any]:
     try:
         data = store.read(DATASET)
     except FileNotFoundError:
-        finished = len(store.names(TASKS, ".json"))
+        finished, root = len(store.names(TASKS, ".json")), path.removesuffix(f"/{DATASET}")
         if not finished:
-            raise no_dataset(path.removesuffix(f"/{DATASET}")) from None
-        raise ManifestError(f"{path}: not there; {finished} sources are done; run reshard --finish") from None
+            raise no_dataset(root) from None
+        raise ManifestError(
+            f"{path}: not there, and {counted(finished, 'source')} done; run "
+            f"`{command('reshard')} --out {root} --finish`"
+        ) from None
     return parse_dataset(data, path)
 
 

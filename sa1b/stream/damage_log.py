@@ -1,12 +1,10 @@
 """Damaged samples of one rank: each is logged, and too many of them stop the run."""
 
 import json
+import logging
 import os
-import sys
 from pathlib import Path
 from typing import BinaryIO
-
-from tqdm import tqdm
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
@@ -16,6 +14,8 @@ from sa1b.storage.atomic import append_line
 DAMAGE_LOG = "sa1b-damaged.jsonl"  # the usual file, in the current folder
 LEAST = 10  # number of damaged samples that is always tolerated
 FRACTION = 0.001  # tolerated fraction of the samples that were read
+
+_LOG = logging.getLogger("sa1b")
 
 
 class DamageLimitError(Sa1bError):
@@ -30,7 +30,8 @@ class DamageLog:
     count.
 
     If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
-    printed to stderr. They are counted in the process that found them, and not in other worker processes.
+    warnings of the logger `sa1b`. They are counted in the process that found them, and not in other worker
+    processes.
     """
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
@@ -56,7 +57,8 @@ class DamageLog:
         reason: str,
         once: bool = False,
     ) -> None:
-        """Write a line. Print the first line to stderr, or every line if the file cannot be written.
+        """Write a line. The first one is a warning of the logger `sa1b`; every one, if the file cannot be
+        written.
 
         `read` are the samples that this rank has read, with those before a restart: the file contains their
         damaged samples too. With `once`, an image that this rank has logged before is skipped.
@@ -84,7 +86,7 @@ class DamageLog:
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "
-                f"read, listed {'on stderr' if self._unwritten else f'in {self.path}'}; "
+                f"read, listed {'in the log of this process' if self._unwritten else f'in {self.path}'}; "
                 f"`{command('verify')}` checks the whole dataset directory"
             )
 
@@ -103,13 +105,11 @@ class DamageLog:
         return Path(self._file if self._file.is_file() else os.devnull).open("rb")
 
     def _say(self, line: dict[str, object]) -> None:
-        """Print the first damaged sample to stderr, above the progress bar of a run."""
         if not self._said:
             self._said = True
-            tqdm.write(
+            _LOG.warning(
                 f"sa1b: a damaged sample is left out (rank {self.rank}, shard {line['shard']}, image "
-                f"{line['image_id']}); all damaged samples are listed in {self.path}",
-                file=sys.stderr,
+                f"{line['image_id']}); all damaged samples are listed in {self.path}"
             )
 
     def _append(self, line: dict[str, object]) -> None:
@@ -120,13 +120,12 @@ class DamageLog:
 
     def _keep(self, line: dict[str, object], error: OSError) -> None:
         if not self._unwritten:
-            print(
+            _LOG.warning(
                 f"sa1b: the damage log cannot be written at {self._file} ({error.strerror}); "
-                "damaged samples are listed here instead. Set another path with damage_log=",
-                file=sys.stderr,
+                "damaged samples are listed here instead. Set another path with damage_log="
             )
         self._unwritten.append(line)
-        print(f"sa1b: damaged sample {json.dumps(line)}", file=sys.stderr)
+        _LOG.warning(f"sa1b: damaged sample {json.dumps(line)}")
 
 
 def _size(path: Path) -> int:

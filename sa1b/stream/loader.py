@@ -201,14 +201,16 @@ class Loader:
         mask_bytes = images * self.stream.options.masks * (self.dense or 0) ** 2
         # While the caller asks for the next batch, it holds one, and prefetch + 1 are in flight.
         whole = self.prefetch + 2
-        text = f"{whole} batches of up to {images} images, {whole * image_bytes / 1e6:,.0f} MB for images"
+        place = "of memory" if self.device.type == "cpu" else "on the device"
+        of_images = f"{whole * image_bytes / 1e6:,.0f} MB {place} for images"
+        text = f"{whole} batches of up to {images} images, {of_images}"
         if self.dense:
             text += f" and {whole * mask_bytes / 1e6:,.0f} MB for masks"
         if self.device.type == "cpu":
-            return text + " of memory"
+            return text
         if self.stream.decoder.device.type != "cpu":
-            return f"{text} on the device, decoded there by {self.stream.options.decoder}"
-        return f"{text} on the device, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"
+            return f"{text}, decoded there by {self.stream.options.decoder}"
+        return f"{text}, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"
 
 
 def _device(device: torch.device | str) -> torch.device:

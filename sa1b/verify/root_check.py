@@ -142,7 +142,8 @@ class RootCheck:
             )
         except (ManifestError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             missing = isinstance(error, FileNotFoundError)
-            message = "not there; reshard was interrupted, or it was removed" if missing else short(error)
+            message = "not there: reshard was interrupted, --finish has not run, or it was removed"
+            message = message if missing else short(error)
             self._find(f"dataset_{'missing' if missing else 'unreadable'}", DATASET, message)
             self.listed = {}
             return

@@ -333,7 +333,7 @@ def unwritable(path: Any, *arguments: Any, **more: Any) -> int:
 
 @pytest.mark.parametrize("read", ["stream", "loader"])
 def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
-    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, read: str
 ) -> None:
     """The user root can write into any folder, so the test replaces the log's folder by a file."""
     table = open_table(copy / table_name(copy))
@@ -348,7 +348,7 @@ def test_damage_in_a_read_only_folder_is_printed_and_reading_goes_on(
     stream = stream_of(copy, tmp_path / "file" / "damage_log")
     found = list(stream if read == "stream" else sa1b.Loader(stream, quiet=True))
     assert [digest(batch) for batch in found] == expected
-    printed = capsys.readouterr().err.splitlines()
+    printed = caplog.messages
     (said,) = [line for line in printed if "cannot be written" in line]
     assert f"{tmp_path / 'file' / 'damage_log'} (" in said
     assert "damage_log=" in said
@@ -365,12 +365,14 @@ def test_damage_that_is_not_written_counts_towards_the_limit(
     log = DamageLog(tmp_path / "damage_log", 0)
     for i in range(10):
         log.damaged(shard="s", offset=i, image_id=i, position=i, read=100, reason="r")
-    with pytest.raises(DamageLimitError, match="rank 0: 11 damaged samples.*listed on stderr"):
+    with pytest.raises(
+        DamageLimitError, match="rank 0: 11 damaged samples.*listed in the log of this process"
+    ):
         log.damaged(shard="s", offset=1, image_id=99, position=11, read=100, reason="r")
 
 
-def test_a_line_that_a_full_disk_cut_off_is_kept_on_stderr_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_line_that_a_full_disk_cut_off_is_logged_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = DamageLog(tmp_path / "damaged.jsonl", rank=0)
     line = {"shard": "a.tar", "offset": 0, "position": 0, "read": 0, "reason": "crc"}
@@ -378,7 +380,7 @@ def test_a_line_that_a_full_disk_cut_off_is_kept_on_stderr_and_counted(
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[: len(data) // 2]))
     log.damaged(image_id=2, **line)
-    assert '"image_id": 2' in capsys.readouterr().err
+    assert '"image_id": 2' in caplog.text
     assert [entry["image_id"] for entry in log.entries()] == [1, 2]
     assert [entry["image_id"] for entry in DamageLog(log.path, rank=0).entries()] == [1]
 

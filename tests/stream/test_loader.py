@@ -240,8 +240,8 @@ def test_memory_is_said_at_the_start(root: Path, said: pytest.LogCaptureFixture)
     loader = sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, prefetch=2, dense=32)
     line = said.messages[-1]
     images = 4 * 3 * 64 * 64 * 3 / 1e6
-    assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB for images" in line
-    assert f"{4 * 3 * 4 * 32 * 32 / 1e6:,.0f} MB for masks of memory" in line
+    assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB of memory for images" in line
+    assert f"{4 * 3 * 4 * 32 * 32 / 1e6:,.0f} MB for masks" in line
     # A caller that uses one batch at a time needs no more buffers than this.
     batches = iter(loader)
     for _ in range(12):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.arguments import Range
+from sa1b.arguments import Range, share_of
 from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
@@ -109,7 +109,7 @@ def main(
         max_pixels: Largest accepted image in pixels, at most 268435456. `sa1b reshard` needs the same flag.
         device: cpu, cuda or cuda:N. By default the GPU of this rank if there is one.
         precision: Number format of the matrix products.
-        part: Annotate only part I of N of the images, I from 1 to N (--task: from 0); the parts share --out.
+        part: Annotate only part I of N of the images, I from 0 to N - 1; the parts share --out.
             Under torchrun, each rank takes its part.
         json_output: Print the summary as JSON, without progress.
     """
@@ -201,15 +201,10 @@ def _part(text: str | None) -> "ImageShare":
     from sa1b.programs.annotate.annotate import ImageShare
     from sa1b.stream.plan import process_rank
 
-    if text is None:
-        try:
-            return ImageShare(*process_rank())
-        except ValueError as error:
-            raise UsageError(f"{error}") from None
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise UsageError(f"--part {text}: must be I/N with I from 1 to N, such as 1/8; --task: from 0")
-    return ImageShare(int(index) - 1, int(count))
+    try:
+        return ImageShare(*(share_of("--part", text) or process_rank()))
+    except ValueError as error:
+        raise UsageError(f"{error}") from None
 
 
 def _device(name: str | None) -> "torch.device":
