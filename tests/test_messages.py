@@ -57,8 +57,8 @@ def template(node: ast.expr) -> str:
     return "{}"
 
 
-# Of arguments, see `argument_messages`; of masks and pairs, which have a reason beside the message.
-OTHER_FORM = ("BadValue", "BadType", "BadSample", "MaskError", "SizeError")
+# Of arguments, see `argument_messages`; of masks, records and pairs, which have a reason beside the message.
+OTHER_FORM = ("BadValue", "BadType", "BadSample", "MaskError", "RecordError", "SizeError")
 PUBLIC = ("arguments.py", "masks/", "sam/", "shards/sample.py", "stream/", "synthetic/")
 
 

@@ -77,7 +77,7 @@ def pairs(root: Path) -> Iterator[Pair]:
     """All images of a root of this package, with the stored JPEG and the annotation file."""
     dataset = sa1b.open(root)
     for i, sample in enumerate(dataset):
-        yield Pair(sample.image_id, sample.jpeg, json.dumps(dataset.annotations(i)).encode())
+        yield Pair(sample.image_id, sample.jpeg, json.dumps(dataset.annotation_file(i)).encode())
 
 
 def write_choices(root: Path, limits: Iterable[int], seed: int = 0) -> None:

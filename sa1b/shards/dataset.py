@@ -223,7 +223,7 @@ class Dataset(Displayed):
         """The sample of an image; KeyError: the dataset does not hold it. ShardError: it is damaged."""
         return self[self.row(image_id)]
 
-    def annotations(self, i: int) -> Any:
+    def annotation_file(self, i: int) -> Any:
         """The original annotation file of sample i, parsed."""
         return self[i].annotations.to_json()
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from sa1b.errors import Sa1bError
 from sa1b.shards.annotation import MAX_JSON_BYTES, Annotations
 
 FORMAT = "sa1b-masks-1"
@@ -55,7 +56,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-class RecordError(ValueError):
+class RecordError(Sa1bError, ValueError):
     """The bytes are not a mask record that this version can read."""
 
 

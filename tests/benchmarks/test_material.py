@@ -33,7 +33,7 @@ def test_a_copy_of_some_samples_has_their_bytes(root: Path, tmp_path: Path) -> N
     assert copy.table.image_id.tolist() == dataset.table.image_id[[1, 4]].tolist()
     for row, source_row in enumerate((1, 4)):
         assert copy[row].jpeg == dataset[source_row].jpeg
-        assert copy.annotations(row) == dataset.annotations(source_row)
+        assert copy.annotation_file(row) == dataset.annotation_file(source_row)
 
 
 def test_own_shards_become_material_of_both_sizes(root: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The pages agree with the code and the results that they describe."""
 
+import json
 import pydoc
 import re
 from dataclasses import fields, is_dataclass
@@ -52,6 +53,9 @@ def test_the_api_lists_what_pages_and_examples_import() -> None:
     root, listed = generated.DOCS.parent, names_of_the_api()
     texts = [*generated.DOCS.glob("*.md"), root / "README.md", *root.glob("examples/*.py")]
     imports = "\n".join(path.read_text(encoding="utf-8") for path in texts)
+    for notebook in root.glob("examples/*.ipynb"):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        imports += "\n" + "\n".join("".join(cell["source"]) for cell in cells)
     named = {
         f"{module}.{name}"
         for module, names in re.findall(r"^ *from (sa1b[\w.]*) import ([\w, ]+)$", imports, re.MULTILINE)
@@ -64,6 +68,23 @@ def test_the_api_lists_what_pages_and_examples_import() -> None:
         for name in named
         if id(pydoc.locate(name)) not in own and name.rpartition(".")[0] not in listed and name not in modules
     } == set()
+
+
+def test_the_api_lists_every_class_of_error() -> None:
+    sources = (generated.DOCS.parent / "sa1b").rglob("*.py")
+    classes = dict(
+        found
+        for path in sources
+        for found in re.findall(r"^class (\w+)\(([^)]+)\):", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    errors = {"Sa1bError"}
+    while more := {name for name, bases in classes.items() if errors & {*bases.split(", ")}} - errors:
+        errors |= more
+    text = (generated.DOCS / "api.md").read_text(encoding="utf-8")
+    modules = {"sa1b.errors", "sa1b.storage.errors"}
+    whole = {name for name in errors if any(hasattr(pydoc.locate(module), name) for module in modules)}
+    assert len(errors) > 30
+    assert {name for name in errors - whole if f".{name}\n" not in text} == set()
 
 
 def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:

@@ -103,7 +103,7 @@ def test_every_image_is_stored_with_its_bytes_and_an_id_of_its_name(tmp_path: Pa
     found = {image_id: dataset[row] for image_id, row in rows.items()}
     assert found.keys() == IDS.keys()
     for image_id, name in IDS.items():
-        assert dataset.annotations(rows[image_id])["provenance"]["file"] == name
+        assert dataset.annotation_file(rows[image_id])["provenance"]["file"] == name
         assert (found[image_id].jpeg == FILES[name]) == (not name.endswith(".png"))
         assert found[image_id].masks().shape == (0, 40, 60)
     converted = simplejpeg.decode_jpeg(found[hashed("photos/png/p.png")].jpeg).astype(int)
@@ -161,7 +161,7 @@ def test_the_texts_beside_an_image_are_stored_with_it(captioned: Path, tmp_path:
     }
     root = make[form]()
     dataset = sa1b.open(root)
-    found = [dataset.annotations(row)["provenance"] for row in range(len(dataset))]
+    found = [dataset.annotation_file(row)["provenance"] for row in range(len(dataset))]
     assert {one["file"]: sorted(one["texts"]) for one in found} == {k: sorted(v) for k, v in TEXTS.items()}
     assert not verify(root, deep=True).findings
 
@@ -211,7 +211,7 @@ def test_queries_and_a_rebuild_of_the_index_keep_the_texts(captioned: Path, tmp_
 
 def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
     dataset = sa1b.open(captioned)
-    texts = [dataset.annotations(row)["provenance"]["texts"] for row in range(len(dataset))]
+    texts = [dataset.annotation_file(row)["provenance"]["texts"] for row in range(len(dataset))]
     expected = dict(zip(map(int, dataset.table.image_id), texts, strict=True))
     for to in ("parquet", "coco", "webdataset"):
         assert export_main(str(captioned), to, tmp_path / to, join=("texts",), json_output=True) == 0
@@ -225,7 +225,7 @@ def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
         out = tmp_path / f"{to} again"
         assert main((str(tmp_path / to),), out=str(out), images_only=only, json_output=True) == 0
         again = sa1b.open(out)
-        found = [again.annotations(row)["provenance"]["texts"] for row in range(len(again))]
+        found = [again.annotation_file(row)["provenance"]["texts"] for row in range(len(again))]
         assert dict(zip(map(int, again.table.image_id), found, strict=True)) == expected
 
 

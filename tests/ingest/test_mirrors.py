@@ -48,7 +48,7 @@ def reshard(source: Path, out: Path, code: int = 0, **options: Any) -> Path:
 
 def pairs(root: Path) -> list[tuple[int, bytes, Any]]:
     dataset = sa1b.open(root)
-    return [(one.image_id, one.jpeg, dataset.annotations(row)) for row, one in enumerate(dataset)]
+    return [(one.image_id, one.jpeg, dataset.annotation_file(row)) for row, one in enumerate(dataset)]
 
 
 def objects(root: Path) -> pa.Table:
@@ -146,7 +146,7 @@ def test_rows_that_cannot_be_used_are_refused_and_kept(
     assert {rows[1]["image"]["bytes"], rows[3]["image"]["bytes"]} <= kept
     dataset = sa1b.open(found)
     assert len(dataset) == len(rows) - 3
-    first = dataset.annotations(dataset.row(int(rows[0]["image"]["path"][3:-4])))
+    first = dataset.annotation_file(dataset.row(int(rows[0]["image"]["path"][3:-4])))
     assert first["provenance"]["encoded"]["from"] == "PNG"
 
 

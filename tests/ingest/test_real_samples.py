@@ -51,7 +51,7 @@ def test_annotation_files_come_back_unchanged(tmp_path: Path) -> None:
     for i, sample in enumerate(ds):
         assert sample.jpeg == originals[f"./sa_{sample.image_id}.jpg"]
         # Byte for byte: the columns alone give the file back as it was written.
-        assert json.dumps(ds.annotations(i)).encode() == texts[sample.image_id]
+        assert json.dumps(ds.annotation_file(i)).encode() == texts[sample.image_id]
         assert sample.annotations.text is None
 
 

@@ -65,7 +65,7 @@ def test_every_sample_reads_back_exactly(root: Path, originals: dict[int, dict[s
         original = originals[sample.image_id]
         assert sample.jpeg == original["jpg"]
         assert (sample.image == simplejpeg.decode_jpeg(original["jpg"])).all()
-        found = ds.annotations(i)
+        found = ds.annotation_file(i)
         # The text is compared, so that values, types and key order are equal.
         assert json.dumps(found) == json.dumps(json.loads(original["json"]))
         strings = [mask["segmentation"]["counts"].encode() for mask in found["annotations"]]
