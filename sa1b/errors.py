@@ -19,11 +19,7 @@ def printable(text: str) -> str:
     secrets, and control characters escaped."""
     if "://" in text:
         text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", text)))
-    return _CONTROL.sub(_escaped, _SIGNATURE.sub(r"\1...", text))
-
-
-def _escaped(found: "re.Match[str]") -> str:
-    return ascii(found[0])[1:-1]
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], _SIGNATURE.sub(r"\1...", text))
 
 
 class Sa1bError(Exception):

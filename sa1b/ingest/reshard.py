@@ -28,7 +28,7 @@ from sa1b.ingest.summary import ReshardSummary
 from sa1b.ingest.worker import Outcome, is_unchanged, other_md5, work_on
 from sa1b.report import bar
 from sa1b.shards.commit import abort_abandoned_uploads
-from sa1b.shards.documents import Options, Task
+from sa1b.shards.documents import Options
 from sa1b.shards.manifest import known_tasks, task_name
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
 from sa1b.sources.remote_sources import remote_sources
@@ -37,7 +37,7 @@ from sa1b.storage.claim import observe
 from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
-from sa1b.workers import Failure, Supervise, supervise
+from sa1b.workers import Supervise, supervise
 
 _POLL_SECONDS = 1.0  # between two checks of the sources that other runs have claimed
 _STOP = {"SystematicError", "RefusedError"}  # these end the run: the other sources would fail alike
@@ -67,7 +67,11 @@ def reshard(
     tasks, own_names = begun.tasks, begun.own_names
     # A task file that `sa1b index` rebuilt from the shards has no size.
     known = {name: task for name, task in tasks.items() if task.source["size"] is not None}
-    finished = {} if run.recheck else {name: _size_and_time(task) for name, task in known.items()}
+    finished = (
+        {}
+        if run.recheck
+        else {name: (task.source["size"], task.source["mtime_ns"]) for name, task in known.items()}
+    )
     links = {name: begun.remote[name] for name in own_names if name in begun.remote}
     linked, broken = remote_sources(links, finished, format=run.formats[-1])
     of_links = {source.name: source for source in linked}
@@ -154,7 +158,8 @@ def work_through(
                         break
                     _take(event.value, name, held, summary, run.quiet)
                 elif event.kind == "failed":
-                    summary.failed[name] = _why(event.value)
+                    why, trace = event.value.message, event.value.trace
+                    summary.failed[name] = why if event.value.expected else f"{why}\n{trace}"
                     if event.value.kind in _STOP:
                         sources = []
                         break
@@ -171,7 +176,8 @@ def work_through(
                         record_failure(store, name, "lost", summary.failed[name])
                 if counts is not None:
                     before, seen[event.task] = seen[event.task], counts
-                    totals = Counts(*(map(_changed, astuple(totals), astuple(counts), astuple(before))))
+                    all_counts = zip(astuple(totals), astuple(counts), astuple(before), strict=True)
+                    totals = Counts(*(total + now - old for total, now, old in all_counts))
                     progress.set_postfix(
                         images=totals.images, masks=totals.masks, refused=totals.refused, refresh=False
                     )
@@ -189,19 +195,11 @@ def work_through(
     summary.skipped.sort()
 
 
-def _size_and_time(task: Task) -> tuple[int, int]:
-    return int(task.source["size"]), int(task.source["mtime_ns"])
-
-
 def _finishes(run: IngestRun, store: Store, named: Sequence[str]) -> bool:
     """Whether this run finishes the dataset: the only run does, and of several the one that ends last."""
     if run.task is None:
         return True
     return run.finish and not set(named) - known_tasks(store).keys() - read_failed(store).keys()
-
-
-def _changed(total: int, now: int, before: int) -> int:
-    return total + now - before
 
 
 def _take(outcome: Outcome, name: str, held: dict[str, str], summary: ReshardSummary, quiet: bool) -> None:
@@ -237,10 +235,6 @@ def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: IngestR
     return {
         one.name: listed[one.path.name] for one in sources if one.kind == "tar" and one.path.name in listed
     }
-
-
-def _why(failure: Failure) -> str:
-    return failure.message if failure.expected else f"{failure.message}\n{failure.trace}"
 
 
 def _check_accept(policy: Policy, summary: ReshardSummary, quiet: bool) -> None:

@@ -187,16 +187,13 @@ class _Reports:
 
 
 def _refused(source: Source, previous: Task, root: Store) -> SourceError:
+    size = "some of its pairs" if is_partial(previous) else f"{previous.source['size']:,} bytes"
     return SourceError(
         f"{source.label}: {root} already has a source named {source.name!r} with other content "
-        f"({_size_text(previous)}, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
+        f"({size}, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
         f"{source.size:,} bytes); to replace the finished source, add --replace; to keep both, add "
         f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"
     )
-
-
-def _size_text(task: Task) -> str:
-    return "some of its pairs" if is_partial(task) else f"{task.source['size']:,} bytes"
 
 
 def is_partial(task: Task) -> bool:

@@ -70,32 +70,9 @@ __all__ = [
     "uniform_point",
 ]
 
-MODULES = {
-    "coco": ("decode", "decode_joined", "encode", "encode_joined"),
-    "geometry": (
-        "area",
-        "bbox",
-        "bbox_sa1b",
-        "contains",
-        "crop",
-        "flip_horizontal",
-        "flip_vertical",
-        "frame",
-        "intersection",
-        "iou",
-        "nth_foreground",
-        "resize",
-        "suppress",
-        "uniform_point",
-    ),
-    "grid": ("framed_size",),
-    "raster": ("rasterize", "rasterize_frame", "runs_of"),
-    "runs": ("MAX_PIXELS", "MaskError", "Runs", "SizeError"),
-}
-
 
 def __getattr__(name: str) -> object:
-    for module, names in MODULES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    for module in ("runs", "grid", "coco", "raster", "geometry") if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

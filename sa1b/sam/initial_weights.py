@@ -102,7 +102,11 @@ def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWei
         square = (model.patch_size, model.patch_size)
         fitted[_KERNEL] = F.interpolate(kernel, square, mode="bicubic", align_corners=False)
     shapes = _shapes(model)
-    tensors = {_our_name(name): tensor for name, tensor in fitted.items() if _OF_VIT.match(name)}
+    tensors = {
+        _ENCODER + name.replace(".mlp.fc", ".mlp.lin"): tensor
+        for name, tensor in fitted.items()
+        if _OF_VIT.match(name)
+    }
     for name in shapes:
         theirs = name.removeprefix(_ENCODER).replace(".mlp.lin", ".mlp.fc")
         if name.startswith(_ENCODER) and _OF_VIT.match(theirs):
@@ -119,10 +123,6 @@ def _fit_encoder(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWei
         tuple(sorted(name for name in weights if not _OF_VIT.match(name))),
         tuple(name for name in shapes if name not in tensors),
     )
-
-
-def _our_name(name: str) -> str:
-    return _ENCODER + name.replace(".mlp.fc", ".mlp.lin")
 
 
 def _grid(positions: Tensor, width: int) -> Tensor:

@@ -91,7 +91,8 @@ class Interactive(nn.Module):
         In the group of a block, norms would lose 16 of their 24 bits without benefit, and torch's CPU norm
         does not accept a weight whose dtype differs from its float32 input.
         """
-        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in self._blocks()]
+        blocks = self.model.image_encoder.blocks
+        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
 
     def layer_of(self, name: str) -> int | None:
         """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
@@ -106,9 +107,6 @@ class Interactive(nn.Module):
         parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
         frozen = [name for name, part in parts.items() if is_frozen(part)]
         return step_flops(self.model.config, self.recipe, images, masks, frozen)
-
-    def _blocks(self) -> list[nn.Module]:
-        return list(self.model.image_encoder.blocks)
 
     # The parts of a pipeline: see sa1b.engine.model.Divisible. Micro-batches have at least one image.
 

@@ -327,7 +327,14 @@ class Conditions:
                     raise
                 obeyed = False
             if not obeyed:
-                raise StorageError(_no_conditions(self._bucket.root), url=self._bucket.root)
+                root = self._bucket.root
+                raise StorageError(
+                    f"{root}: this store ignores the condition of a write (If-None-Match), so that two "
+                    "processes could work on the same source; use a store that obeys it (Amazon S3, Google "
+                    "Cloud Storage, Azure, Ceph, MinIO, Cloudflare R2), or write to a folder and copy it "
+                    "with sa1b copy",
+                    url=root,
+                )
             objects, has_if_match = self._kind(name)
         except BaseException:
             with contextlib.suppress(StorageError):
@@ -357,11 +364,3 @@ class Conditions:
                     continue
                 return objects, tag == stat.etag
         return self._bucket.objects, False
-
-
-def _no_conditions(root: str) -> str:
-    return (
-        f"{root}: this store ignores the condition of a write (If-None-Match), so that two processes could "
-        "work on the same source; use a store that obeys it (Amazon S3, Google Cloud Storage, Azure, Ceph, "
-        "MinIO, Cloudflare R2), or write to a folder and copy it with sa1b copy"
-    )

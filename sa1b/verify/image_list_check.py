@@ -150,7 +150,8 @@ class QuarantineCheck:
         self.notes: list[str] = []
         present = {*store.folders(QUARANTINE), *store.names(QUARANTINE)}
         for name, task in tasks.items():
-            if name not in active and (name in present or _has_quarantine(task)):
+            has_quarantine = task.counts["refused_members"] or task.damage or task.warnings
+            if name not in active and (name in present or has_quarantine):
                 self._source(name, task)
         strangers = sorted(present - tasks.keys() - active)
         if strangers:
@@ -249,10 +250,6 @@ class QuarantineCheck:
         name = f"{QUARANTINE}/{source}/{file}"
         remedy = f"{self.store.url(name)}: {self.remedy.source(source)}"
         self.findings.add(Problem(kind, name, message, remedy))
-
-
-def _has_quarantine(task: Task) -> bool:
-    return bool(task.counts["refused_members"] or task.damage or task.warnings)
 
 
 @dataclass(slots=True)

@@ -290,13 +290,13 @@ class _Check:
         if {*map(type, node.ops)} - {ast.Eq, ast.NotEq}:
             raise self.refused(node, "orders texts", "compare them with == or !=")
         for part in (node.left, *node.comparators):
-            if not _is_text(part):
+            is_text = isinstance(getattr(part, "value", None), str)
+            if not is_text and getattr(part, "id", None) not in _TEXTS:
                 raise self.refused(
                     part, "is not a text", "compare a text with a text, as in `category == 'dog'`"
                 )
-            if isinstance(part, ast.Constant) and not _is_plain(
-                ast.get_source_segment(self.text, part) or ""
-            ):
+            written = ast.get_source_segment(self.text, part) or ""
+            if isinstance(part, ast.Constant) and ("\\" in written or not _TEXT.fullmatch(written)):
                 raise self.refused(
                     part,
                     "is no text in one pair of quotes without a backslash",
@@ -327,14 +327,6 @@ class _Check:
 
     def listing(self) -> str:
         return f"fields of {self.kind}s: {', '.join(self.known)}"
-
-
-def _is_plain(text: str) -> bool:
-    return _TEXT.fullmatch(text) is not None and "\\" not in text
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(getattr(node, "value", None), str) or getattr(node, "id", None) in _TEXTS
 
 
 _NOUNS = {

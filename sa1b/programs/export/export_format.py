@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -176,10 +176,9 @@ def joined_value(column: JoinedColumn, sample: Sample) -> Any:
 class Format:
     """A format of `sa1b export`; see the module."""
 
-    @property
-    def unit(self) -> str:
-        """The word for a part in messages."""
-        return "part"
+    unit: ClassVar[str] = "part"  # the word for a part in messages
+    # whether readers take all files of the folder, so that it may not have parts of other images
+    takes_all_files: ClassVar[bool] = False
 
     @property
     def identity(self) -> str:
@@ -190,11 +189,6 @@ class Format:
     def kind(self) -> str:
         """The value of --to with the options that change the paths of files. A folder has one kind only."""
         return type(self).__name__.lower()
-
-    @property
-    def takes_all_files(self) -> bool:
-        """Whether readers take all files of the folder, so that it may not have parts of other images."""
-        return False
 
     @property
     def lists(self) -> tuple[str, ...]:

@@ -74,6 +74,9 @@ def _schema(columns: dict[str, pa.DataType]) -> pa.Schema:
 class Parquet(Format):
     """Parquet files for `datasets`. Memory: a row group, 32 MB of images with their masks."""
 
+    unit = "file"
+    takes_all_files = True
+
     images_per_file: int = IMAGES_PER_FILE
     columns: tuple[JoinedColumn, ...] = ()  # one by mask_id has a list with a value or null for each mask
     texts: bool = False  # a column: the texts of the sources
@@ -85,14 +88,6 @@ class Parquet(Format):
     def check(self, dataset: Dataset) -> None:
         super().check(dataset)
         check_joined(self.columns, dataset, dict.fromkeys(("image_id", "mask_id"), _COLUMNS))
-
-    @property
-    def takes_all_files(self) -> bool:
-        return True
-
-    @property
-    def unit(self) -> str:
-        return "file"
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         starts = range(0, len(rows), self.images_per_file)

@@ -51,6 +51,8 @@ _GZIP_LEVEL = 2  # isal has levels 0 to 3; no level makes JPEGs much smaller
 class SourceTars(Format):
     """Source tars as in the download."""
 
+    unit = "tar"
+
     images_per_tar: int | None = None  # tars of a source, `<source>-0000.tar`, ...; None: one
     plain: bool = False  # plain tars instead of gzip
 
@@ -58,10 +60,6 @@ class SourceTars(Format):
     def kind(self) -> str:
         number = self.images_per_tar
         return "sa1b" if number is None else f"sa1b --images-per-tar {number}"
-
-    @property
-    def unit(self) -> str:
-        return "tar"
 
     @property
     def identity(self) -> str:
@@ -121,6 +119,9 @@ IMAGES_PER_TAR = 1000
 class WebDataset(Format):
     """Tars of `images_per_tar` images with joined columns and, with `texts`, the texts of the sources."""
 
+    unit = "tar"
+    takes_all_files = True
+
     images_per_tar: int = IMAGES_PER_TAR
     columns: tuple[JoinedColumn, ...] = ()
     texts: bool = False
@@ -129,14 +130,6 @@ class WebDataset(Format):
         """Refuse scaled images, and a column that belongs to other images."""
         super().check(dataset)
         check_joined(self.columns, dataset)
-
-    @property
-    def takes_all_files(self) -> bool:
-        return True
-
-    @property
-    def unit(self) -> str:
-        return "tar"
 
     @property
     def identity(self) -> str:

@@ -62,7 +62,7 @@ def measure(series: Sequence[Series], settings: Settings, *, quiet: bool = False
         preset=str(settings.config.preset),
         root=settings.config.data.root,
         masks=settings.config.data.masks,
-        device=_device_name(settings.device),
+        device="cpu" if settings.device == "cpu" else torch.cuda.get_device_name(),
         placement=str(settings.placement) if settings.device == "cpu" else "",
         shared_cores=settings.placement.shared_cores,
         threads=settings.placement.threads,
@@ -158,7 +158,3 @@ def _lost_another(event: Event) -> bool:
     return isinstance(failure, Failure) and (
         failure.kind.startswith("Dist") or any(sign in failure.message for sign in PEER_LOST)
     )
-
-
-def _device_name(device: Device) -> str:
-    return "cpu" if device == "cpu" else torch.cuda.get_device_name()

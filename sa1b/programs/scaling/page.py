@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from sa1b.programs.scaling.cases import KINDS, Case, Kind
+from sa1b.programs.scaling.cases import KINDS, Kind
 from sa1b.programs.scaling.result import Point, Scaling, milliseconds
 from sa1b.stream.bottleneck import BUSY_MACHINE, GOOD_EFFICIENCY, NAMED_PART, StepSettings, remedies
 
@@ -67,14 +67,10 @@ def _causes(point: Point) -> str:
         "compute": "slower computation {:.0%}",
     }
     if point.communication is None:
-        reason = "stages wait for each other" if _is_pipeline(point.case) else "out of memory"
+        reason = "stages wait for each other" if point.case.mode.startswith("pipeline") else "out of memory"
         texts["compute"] = f"slower computation and communication {{:.0%}} (not separated: {reason})"
     causes = [texts[name].format(share) for name, share in _parts(point).items()]
     return ", ".join(causes) or "many small causes"
-
-
-def _is_pipeline(case: Case) -> bool:
-    return case.mode.startswith("pipeline")
 
 
 def _noise(point: Point) -> str:
