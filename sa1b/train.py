@@ -38,7 +38,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.gradients import Buffers, clear, micro_batch, reduction_of, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
 from sa1b.engine.step.run import PLANNER, Run, fitted, watched
-from sa1b.engine.watch.health import HealthError
+from sa1b.engine.watch.control import HealthError
 from sa1b.engine.watch.phase import OTHER, Phases
 from sa1b.engine.watch.profiler import StepProfiler
 from sa1b.engine.watch.signals import (
@@ -52,8 +52,8 @@ from sa1b.engine.watch.signals import (
     tell_torchrun,
 )
 from sa1b.errors import CheckpointError, UsageError
-from sa1b.recipes.evaluate_only import score, scored_model
 from sa1b.recipes.presets import PRESETS, SamConfig
+from sa1b.recipes.scorer import score, scored_model
 from sa1b.report import AboveBar
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store

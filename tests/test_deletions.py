@@ -127,7 +127,7 @@ REASONS = {
     "programs/synthetic/source_tars.py write_tars": TEMPORARY,
     "programs/transfer/dataset_copy.py _object": TEMPORARY,
     "programs/transfer/dataset_copy.py _quarantine": "files with the names that `Quarantine` gives",
-    "verify/index_rebuild.py rebuild_index": TEMPORARY,
+    "verify/recover.py rebuild_index": TEMPORARY,
     "verify/rebuild.py _rebuild": TEMPORARY,
     "verify/recover.py restore_names": TEMPORARY,
     "verify/rebuild.py rebuild_root": "the record that this run wrote",

@@ -24,7 +24,7 @@ from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
 from sa1b.engine import config as settings
 from sa1b.engine.planner.fake_step import measure
-from sa1b.engine.step.precision import autocast, set_float32
+from sa1b.engine.settings import autocast, set_float32
 from sa1b.engine.watch.hardware import peak_flops
 from sa1b.recipes import presets
 from sa1b.sam.model import PRESETS, ModelConfig, Sam

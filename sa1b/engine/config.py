@@ -32,7 +32,7 @@ from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import CheckpointConfig, EvaluationConfig, OptimConfig, ParallelConfig
-from sa1b.engine.watch.health import HealthConfig
+from sa1b.engine.watch.control import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.watch.signals import deadline_of
 from sa1b.engine.weights import load_weights

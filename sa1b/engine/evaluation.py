@@ -12,9 +12,8 @@ from sa1b.console import command
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import EvaluationConfig, ParallelConfig
+from sa1b.engine.settings import EvaluationConfig, ParallelConfig, autocast
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.precision import autocast
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError

@@ -16,9 +16,10 @@ import numpy as np
 
 from sa1b.console import counted
 from sa1b.ingest.finish import finish, record_failure
+from sa1b.ingest.ingest import is_partial, known_ids, missing_file, stored_ids
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import work_through
-from sa1b.ingest.search import Search, Searched, homes_of, known_ids, read_searched, stored_ids
+from sa1b.ingest.search import Search, Searched, homes_of, read_searched
 from sa1b.ingest.start_checks import (
     check_names,
     check_reading,
@@ -28,7 +29,6 @@ from sa1b.ingest.start_checks import (
     start,
 )
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import is_partial, missing_file
 from sa1b.report import failed_lines, rate_text
 from sa1b.shards.documents import Options
 from sa1b.shards.image_ids import listing

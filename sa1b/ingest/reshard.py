@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sa1b.console import show
 from sa1b.ingest.finish import finish, read_failed, record_expected, record_failure
+from sa1b.ingest.ingest import Outcome, is_unchanged, other_md5, work_on
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.source_pass import Counts
 from sa1b.ingest.start_checks import (
@@ -25,7 +26,6 @@ from sa1b.ingest.start_checks import (
     start,
 )
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import Outcome, is_unchanged, other_md5, work_on
 from sa1b.report import bar
 from sa1b.shards.commit import abort_abandoned_uploads
 from sa1b.shards.documents import Options

@@ -14,25 +14,16 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.console import command, counted
-from sa1b.errors import NoPairError, SourceError, TableError
-from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
-from sa1b.ingest.source_pass import Counts
-from sa1b.shards.commit import task_rows
-from sa1b.shards.documents import Options, Task
-from sa1b.shards.manifest import TASKS, task_name
-from sa1b.shards.sample_table import open_table
-from sa1b.shards.stored import Ids, images_of, no_ids, stored_shards
-from sa1b.sources.pairing import IDS_PER_TAR, WantedPairs, estimated_numbers, tar_number
+from sa1b.shards.manifest import TASKS
+from sa1b.shards.stored import Ids, no_ids
+from sa1b.sources.pairing import IDS_PER_TAR, estimated_numbers, tar_number
 from sa1b.sources.source import Source
-from sa1b.storage.atomic import json_bytes
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Store
 
@@ -177,79 +168,8 @@ def homes_of(
     return ids, np.array([positions.get(name, _NOWHERE) for name in known.tolist()], np.int64)[where]
 
 
-_ENDING = ".searched"
+SEARCHED = ".searched"
 _END = 1 << 16  # bytes at each end of a tar: a gzip stream ends with the CRC-32 of its content
-
-
-def ingest_wanted(
-    source: Source,
-    root: Store,
-    options: Options,
-    policy: Policy,
-    report: Callable[[Counts], None],
-    check: Callable[[Task], None],
-    stored: Ids,
-) -> tuple[Task | None, Searched]:
-    """Convert the wanted pairs of a source, and those of it that the dataset directory has already, `stored`.
-
-    What was found is stored also if the source is damaged and lacks others; the error comes after that.
-    Returns the task, None if the source has none of the pairs, and the ids that were found, read and absent.
-    SourceError: the source lacks a stored image, or see `ingest`.
-    """
-    # `ingest_wanted` makes a source of the dataset with only the wanted images of a source. Its task file has
-    # no size and time of the source, so `sa1b reshard` with this source converts it completely. The digest is
-    # recorded if the source was read to its end. Then tasks/<source>.searched records what the source does
-    # not contain, so that the next run does not read it again for the same images. It has the size, the time
-    # and a digest of the ends of the source: another download of it is read again. There is none for a source
-    # with damage, which may contain what was not found.
-    assert source.wanted is not None
-    part = WantedPairs(np.union1d(source.wanted.ids, stored), is_block=source.wanted.is_block)
-
-    def check_stored() -> None:
-        lost = np.setdiff1d(stored, part.found(), assume_unique=True)
-        if len(lost):
-            raise SourceError(
-                f"{source.label}: {root} has image {int(lost[0])} of a source named {source.name!r}, and "
-                "this source lacks it: its content differs; use another --out, or remove the finished source "
-                f"with `{command('reshard')} --out {root} --drop {source.name}`"
-            )
-
-    def check_all(task: Task) -> None:
-        check_stored()
-        check(task)
-
-    task: Task | None = None
-    try:
-        task = ingest(replace(source, wanted=part), root, options, policy, report, check_all)
-    except NoPairError:
-        check_stored()
-        root.remove(task_name(source.name, "failed"))
-    searched = Searched(part.first, part.last, part.found(), part.absent())
-    name = f"{TASKS}/{source.name}{_ENDING}"
-    if part.is_whole and not part.damage:
-        record = {**state_of(source), "first": part.first, "last": part.last}
-        root.put(name, json_bytes({**record, "absent": searched.absent.tolist()}))
-    else:
-        root.remove(name)
-    if part.damage and (lost := len(part.ids) - len(searched.found)):
-        first = part.damage[0]
-        raise SourceError(
-            f"{source.label}: damaged at byte {first.offset:,} ({first.message}), and the rest lacks "
-            f"{counted(lost, 'wanted image')}; download it again, then run the same command"
-        )
-    return task, searched
-
-
-def stored_ids(root: Store, task: Task | None) -> Ids:
-    """The image ids of a finished source, ascending."""
-    return np.empty(0, np.uint64) if task is None else task_rows(root, task)[1].image_id
-
-
-def known_ids(root: Store, name: str) -> Ids:
-    """The image ids of a source whose task file is not used: from its rows or else from its shards."""
-    with contextlib.suppress(OSError, TableError), root.files(task_name(name, "samples")) as (path,):
-        return open_table(path, check=True).image_id.copy()
-    return np.unique(np.concatenate([no_ids(), *(images_of(root, one) for one in stored_shards(root, name))]))
 
 
 def state_of(source: Source) -> dict[str, object]:
@@ -270,14 +190,14 @@ def read_searched(root: Store, sources: Callable[[str], Source | None]) -> dict[
     name -> source, measured now; None: unknown.
     """
     found = {}
-    for name in root.names(TASKS, _ENDING):
+    for name in root.names(TASKS, SEARCHED):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, OSError):
             document = json.loads(root.read(f"{TASKS}/{name}"))
-            source = sources(name.removesuffix(_ENDING))
+            source = sources(name.removesuffix(SEARCHED))
             if source is None or not state_of(source).items() <= document.items():
                 continue
             absent = np.array(document["absent"], np.uint64)
-            found[name.removesuffix(_ENDING)] = Searched(
+            found[name.removesuffix(SEARCHED)] = Searched(
                 document["first"], document["last"], np.empty(0, np.uint64), absent
             )
     return found

@@ -1,4 +1,4 @@
-"""The scorer of SAM: mean IoU after 1, 3, 5 clicks and with a box, and the predicted masks.
+"""The scorer of SAM, mean IoU after 1, 3, 5 clicks and with a box, predicted masks, and --evaluate-only.
 
 Two protocols for clicks:
 
@@ -8,6 +8,9 @@ Two protocols for clicks:
                (sa1b.sam.protocol); also by mask size, and for the oracle's choice of three candidates
 """
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sa1b.engine.checkpoint.resume import check_files
+from sa1b.engine.config import Config, build, has_checkpoints
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.metrics import score_line
+from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.signals import WriteError
+from sa1b.errors import UsageError
 from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize, runs_of
 from sa1b.masks.runs import Runs
+from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.sam.prediction import at_source
 from sa1b.sam.protocol import PROMPTS, QUICK_PROMPTS, ImageTruth, SamProtocol, Score
 from sa1b.shards.predictions import Predicted
+from sa1b.storage.folder import FolderStore
 from sa1b.stream.batch import Batch
 
 
@@ -108,3 +123,83 @@ def prediction_lines(
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))
     return made
+
+
+def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
+    """Evaluate a model, built after the data is opened, and print the scores: --evaluate-only."""
+    if config.evaluation.coco is not None:
+        _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
+        return
+    held_out = held_out_feed(
+        config.evaluation, config.data, config.image_size, rank_info, config.folder, None
+    )
+    assert held_out is not None  # refused by Config.check
+    phases.reading = held_out.reading
+    if config.evaluation.show:
+        check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
+    module = wrap(build(), config.parallel, rank_info)
+    control, scorer = _Writing(rank_info, limit=config.data.deadline), config.scorer(rank_info.device)
+    assert scorer is not None  # refused by Config.check
+    scores = evaluate(
+        module,
+        held_out,
+        scorer,
+        config.evaluation,
+        config.parallel,
+        rank_info,
+        config.folder,
+        control,
+        phases,
+    )
+    if scores is not None:
+        _print(config, scores, rank_info)
+    control.check()
+
+
+class _Writing(Control):
+    """A control whose failed write does not end the evaluation: `check` reports it after the scores."""
+
+    def write(self, path: Path, work: Callable[[], object]) -> None:
+        try:
+            self.within(path, work)
+        except OSError as error:
+            self.failure = WriteError(
+                f"{error.filename or path}: cannot be written ({error.strerror or error}); "
+                "the scores are complete, the predicted masks are missing: pass --evaluation.show 0 to go "
+                "without them, or an --out that this user can write"
+            )
+
+
+def _coco_scores(
+    config: "Config", annotations: Path, build: Callable[[], nn.Module], rank_info: RankInfo
+) -> dict[str, float]:
+    folder, detections = config.evaluation.images, config.evaluation.detections
+    assert folder is not None  # refused by EvaluationConfig
+    images = read_coco(annotations, folder, detections, deadline=config.data.deadline)
+    module = wrap(build(), config.parallel, rank_info)
+    return evaluate_coco(
+        module,
+        images,
+        annotations,
+        config.image_size,
+        config.parallel,
+        rank_info,
+        detected=detections is not None,
+        deadline=config.data.deadline,
+    )
+
+
+def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:
+    if rank_info.rank == 0:
+        line = detection_line if "ap" in scores else score_line
+        print(json.dumps(scores) if config.json_output else line(scores))
+
+
+def scored_model(config: Config) -> nn.Module:
+    """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
+    if config.init is None and not has_checkpoints(config):
+        raise UsageError(
+            f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
+            "a run"
+        )
+    return build(config, config.init or config.out)

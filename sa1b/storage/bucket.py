@@ -26,13 +26,13 @@ from typing import Any
 from sa1b.console import counted
 from sa1b.storage.atomic import check_free_bytes, process_of, temporary_path
 from sa1b.storage.bucket_requests import CLOCK, PROBE, BucketRequests, Conditions, is_removed
+from sa1b.storage.cache import download, upload
 from sa1b.storage.errors import MissingError, StorageError, UnavailableError
 from sa1b.storage.objects import S3Objects, Stat, Upload
 from sa1b.storage.protocols import protocol_of
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
 from sa1b.storage.store import Store, X, Y
-from sa1b.storage.upload import download, upload
 
 _REQUESTS = 16  # of `map` at the same time
 _LOG = logging.getLogger(__name__)

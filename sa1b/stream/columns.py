@@ -5,10 +5,10 @@
         batch.extra["caption"]  # list [B] of str, None for an image without a caption
 
 The source of a column is a pyarrow table, or a file of Parquet, JSON lines, JSON, CSV or TSV as path or URL.
-It has a column `mask_id`, or else one that names images (`sa1b.shards.tables`), and one of the joined name.
-Rows that name no image of SA-1B are left out with a warning. `batch.extra[name]` is a list on the host for
-every type of column, aligned with the masks or the images of the batch. It contains Python values, and None
-if the source has no row or a null.
+It has a column `mask_id`, or else one that names images (`sa1b.shards.image_ids`), and one of the joined
+name. Rows that name no image of SA-1B are left out with a warning. `batch.extra[name]` is a list on the host
+for every type of column, aligned with the masks or the images of the batch. It contains Python values, and
+None if the source has no row or a null.
 
 `stream.columns[name].missing` counts the None values of this process; worker processes of a DataLoader have
 separate counters. `batch.extra[name].count(None)` counts the None values of a batch.
@@ -208,7 +208,7 @@ def _remove(path: str, process: int) -> None:
 def _open_file(
     name: str, source: str, storage_options: Mapping[str, Any] | None, key: str | None, texts: bool
 ) -> Column:
-    from sa1b.shards.tables import ENDINGS
+    from sa1b.shards.image_ids import ENDINGS
 
     if not source.endswith(ENDINGS):
         raise ColumnError(
@@ -285,7 +285,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
     """The keys and the column of a local file."""
     import pyarrow as pa
 
-    from sa1b.shards.tables import IMAGE_COLUMNS, read_table
+    from sa1b.shards.image_ids import IMAGE_COLUMNS, read_table
 
     try:
         return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name)
@@ -297,7 +297,7 @@ def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: b
     """Ids, int64, ascending, and values of a table."""
     import pyarrow as pa
 
-    from sa1b.shards.tables import answers_of, collected, image_column, is_text, with_ids
+    from sa1b.shards.image_ids import answers_of, collected, image_column, is_text, with_ids
 
     for one in (*KEYS, name):
         if table.schema.names.count(one) > 1:

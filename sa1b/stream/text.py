@@ -135,7 +135,7 @@ class TextColumn:
     def __post_init__(self) -> None:
         import pyarrow as pa
 
-        from sa1b.shards.tables import is_text
+        from sa1b.shards.image_ids import is_text
 
         kind, is_list = self.column.kind, _is_list
         several = is_list(kind) and (is_list(kind.value_type) or is_text(kind.value_type))

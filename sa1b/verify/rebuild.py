@@ -30,8 +30,7 @@ from sa1b.storage.claim import Claim, live_holders
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 from sa1b.verify import recover
-from sa1b.verify.index_rebuild import RebuiltIndex, rebuild_index
-from sa1b.verify.recover import Recorded, check_digests, differs, why_differs
+from sa1b.verify.recover import RebuiltIndex, Recorded, check_digests, differs, rebuild_index, why_differs
 from sa1b.verify.task_check import INDEX_RECORD
 from sa1b.verify.verify import Died, in_batches
 

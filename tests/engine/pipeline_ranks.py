@@ -16,10 +16,9 @@ from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import CheckpointConfig, ParallelConfig
+from sa1b.engine.settings import CheckpointConfig, ParallelConfig, grad_scaler
 from sa1b.engine.step.gradients import clear, finish, micro_batch
 from sa1b.engine.step.optim import lr_at, make_optimizer, set_lr
-from sa1b.engine.step.precision import grad_scaler
 from sa1b.errors import UsageError
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import Sam

@@ -11,9 +11,9 @@ from sa1b.engine.config import build
 from sa1b.engine.model import declared
 from sa1b.engine.planner.fake_step import blank_batch
 from sa1b.engine.ranks.parallel import mode_of, wrap
+from sa1b.engine.settings import autocast, grad_scaler
 from sa1b.engine.step.gradients import clear, finish, micro_batch
 from sa1b.engine.step.optim import freeze, make_optimizer
-from sa1b.engine.step.precision import autocast, grad_scaler
 from sa1b.recipes.presets import PRESETS, SamConfig
 from tests.engine.launch import group
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sa1b.engine.planner.fake_step import StepMemory, measure
-from sa1b.engine.planner.live_memory import LiveMemory
+from sa1b.engine.planner.fake_step import LiveMemory, StepMemory, measure
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from tests.engine import reconstruction

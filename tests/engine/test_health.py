@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.health import Health, HealthConfig, HealthError
+from sa1b.engine.watch.control import Control, Health, HealthConfig, HealthError
 from tests.engine.stream_root import place_of
 
 IDS = [torch.tensor([7, 8]), torch.tensor([], dtype=torch.int64), torch.tensor([9])]

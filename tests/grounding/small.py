@@ -7,10 +7,9 @@ from torch import Tensor
 
 from sa1b.engine.model import unwrap
 from sa1b.engine.ranks.parallel import wrap
-from sa1b.engine.settings import OptimConfig, ParallelConfig
+from sa1b.engine.settings import OptimConfig, ParallelConfig, grad_scaler
 from sa1b.engine.step.gradients import clear, finish, micro_batch
 from sa1b.engine.step.optim import make_optimizer
-from sa1b.engine.step.precision import grad_scaler
 from sa1b.grounding.alignment import GroundingRecipe, Phrased, TextConfig
 from sa1b.grounding.model import Grounding
 from sa1b.sam.model import ModelConfig

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.ingest.finish import finish
+from sa1b.ingest.ingest import work_on
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.start_checks import OPTIONS
-from sa1b.ingest.worker import work_on
 from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
-from sa1b.storage import upload
+from sa1b.storage import cache
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.objects import Objects, S3Objects
 
@@ -177,7 +177,7 @@ def kill_everywhere(settings: Settings, expected: dict[str, bytes]) -> dict[str,
 def main() -> None:
     document = json.loads(Path(sys.argv[1]).read_text())
     expected = Path(document.pop("expected"))
-    upload.PART = upload.PIECE = 5 << 20  # the least that S3 accepts
+    cache.PART = cache.PIECE = 5 << 20  # the least that S3 accepts
     files = {
         str(path.relative_to(expected)): path.read_bytes() for path in expected.rglob("*") if path.is_file()
     }

@@ -18,12 +18,12 @@ import pytest
 import simplejpeg
 
 from sa1b.errors import UsageError
-from sa1b.ingest import worker
+from sa1b.ingest import ingest
 from sa1b.ingest.finish import drop_source, finish
+from sa1b.ingest.ingest import work_on
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.ingest.worker import work_on
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore
@@ -375,7 +375,7 @@ def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
     def fail(*arguments: object) -> None:
         raise UnavailableError("unavailable", url=f"{store.root}-sources/sa_000000.tar")
 
-    monkeypatch.setattr(worker, "_with_claim", fail)
+    monkeypatch.setattr(ingest, "_with_claim", fail)
     (source,) = discover([tars / "sa_000000.tar"]).sources
     with pytest.raises(UnavailableError):
         work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)

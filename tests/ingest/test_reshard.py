@@ -19,10 +19,9 @@ import pytest
 
 import sa1b
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.ingest import ingest
+from sa1b.ingest.ingest import ingest, work_on
 from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.reshard import _why, reshard
-from sa1b.ingest.worker import work_on
+from sa1b.ingest.reshard import reshard
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
 from sa1b.shards.documents import Options
@@ -290,7 +289,11 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
     source.path.unlink()
     (event,) = supervise(work_on, [(source, tmp_path / "root", Options(), Policy(), IngestRun())], workers=1)
     assert event.kind == "failed"
-    assert _why(event.value) == f"[Errno 2] No such file or directory: '{source.path}'"
+    assert event.value.expected
+    assert event.value.message == f"[Errno 2] No such file or directory: '{source.path}'"
+        event.value.expected
+        and event.value.message == f"[Errno 2] No such file or directory: '{source.path}'"
+    )
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_path: Path) -> None:

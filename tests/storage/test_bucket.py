@@ -20,6 +20,7 @@ from sa1b.storage import protocols
 from sa1b.storage.atomic import temporary_name, this_process
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.bucket_requests import BucketRequests, Conditions
+from sa1b.storage.cache import download
 from sa1b.storage.claim import Claim, holder, live_holders
 from sa1b.storage.errors import DeniedError, StorageError
 from sa1b.storage.folder import FolderStore
@@ -27,7 +28,6 @@ from sa1b.storage.objects import Objects, S3Objects, Stat, Upload
 from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Store
-from sa1b.storage.upload import download
 from tests.storage.ceph import wait_for
 from tests.storage.conftest import directory_of
 from tests.storage.service import Service

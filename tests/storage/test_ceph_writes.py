@@ -51,8 +51,8 @@ def through(
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.storage.upload.PART", 5 << 20)  # the least that S3 accepts
-    monkeypatch.setattr("sa1b.storage.upload.PIECE", 5 << 20)
+    monkeypatch.setattr("sa1b.storage.cache.PART", 5 << 20)  # the least that S3 accepts
+    monkeypatch.setattr("sa1b.storage.cache.PIECE", 5 << 20)
 
 
 def file_of(folder: Path, size: int, seed: int = 0) -> tuple[Path, bytes]:
@@ -245,7 +245,7 @@ def test_flipped_bits_change_no_byte_of_a_read(
         through(proxy, ceph_bucket) as store,
     ):
         assert contents(store, "a.tar") == data
-        monkeypatch.setattr("sa1b.storage.upload.composite_etag", lambda etags: "another")
+        monkeypatch.setattr("sa1b.storage.cache.composite_etag", lambda etags: "another")
         assert contents(store, "a.tar") == data  # by a second read
         assert [store.read("tasks/a.json") for _ in range(30)] == [data[:5000]] * 30
         assert proxy.ask({"do": "log"})["faults"]  # how many depends on the order of parallel requests
@@ -266,7 +266,7 @@ def test_an_object_that_another_process_replaced_is_copied_again(
 def test_an_upload_is_read_back_where_entity_tags_are_no_md5(
     ceph_bucket: BucketStore, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sa1b.storage.upload.composite_etag", lambda etags: "another")
+    monkeypatch.setattr("sa1b.storage.cache.composite_etag", lambda etags: "another")
     path, data = file_of(tmp_path / "staged", 23_000_000)
     ceph_bucket.commit([path])
     assert contents(ceph_bucket, "a.tar") == data
@@ -338,10 +338,10 @@ def test_an_unreachable_store_ends_an_upload_at_the_deadline(
 _CHILD = """
 import json, sys, time
 from pathlib import Path
-import sa1b.storage.upload as upload
+from sa1b.storage import cache
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.claim import Claim
-upload.PART = upload.PIECE = 5 << 20
+cache.PART = cache.PIECE = 5 << 20
 root, options, scratch = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 store = BucketStore(root, scratch=scratch, options=options)
 """

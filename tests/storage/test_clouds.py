@@ -59,7 +59,7 @@ def test_one_of_many_processes_replaces_an_object(cloud_bucket: BucketStore) -> 
 def test_a_file_is_uploaded_with_progress_and_read_back(
     cloud_bucket: BucketStore, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sa1b.storage.upload._REPORT", 0.001)
+    monkeypatch.setattr("sa1b.storage.cache._REPORT", 0.001)
     path, data = file_of(tmp_path / "staged", size)
     stored: list[int] = []
     cloud_bucket.commit([path], progress=stored.append)

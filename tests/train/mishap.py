@@ -54,8 +54,7 @@ from sa1b.engine.ranks import agreement
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch import phase
-from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.health import Health
+from sa1b.engine.watch.control import Control, Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
 from sa1b.sam.interactive import Interactive

@@ -19,7 +19,7 @@ from torch import nn
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.storage import upload
+from sa1b.storage import cache
 from sa1b.storage.bucket import BucketStore
 from tests.engine.small_run import SmallRun
 from tests.ingest.bucket_runs import Killer, contents, forked
@@ -100,7 +100,7 @@ class WideRun(SmallRun):
 
 def save(store: BucketStore, folder: Path, at: int | None) -> int:
     torch.set_num_threads(1)
-    upload.PART = upload.PIECE = 5 << 20  # the least that S3 accepts
+    cache.PART = cache.PIECE = 5 << 20  # the least that S3 accepts
     killer = Killer(at)
     killer.install()
     wide = WideRun()

@@ -32,9 +32,8 @@ import numpy as np
 import sa1b
 from sa1b.console import command
 from sa1b.errors import Sa1bError
-from sa1b.ingest.ingest import ingest
+from sa1b.ingest.ingest import ingest, ingest_wanted
 from sa1b.ingest.policy import Policy
-from sa1b.ingest.search import ingest_wanted
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks

@@ -27,9 +27,9 @@ from sa1b.engine.planner.fake_step import StepMemory, kept_numbers, measure
 from sa1b.engine.ranks.parallel import mode_of, rank_shares
 from sa1b.engine.ranks.process_group import replicas_on
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import compute_dtype
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze
-from sa1b.engine.step.precision import compute_dtype
 from sa1b.engine.watch.hardware import Cluster
 from sa1b.errors import UsageError
 

@@ -15,8 +15,7 @@ from sa1b.engine.config import Config, build, has_checkpoints, initial_weights, 
 from sa1b.engine.data_config import available_memory
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared
-from sa1b.engine.planner.fake_step import StepMemory, measure
-from sa1b.engine.planner.live_memory import PURPOSES
+from sa1b.engine.planner.fake_step import PURPOSES, StepMemory, measure
 from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import mode_of, rank_shares
 from sa1b.engine.ranks.process_group import stop

@@ -34,9 +34,8 @@ from sa1b.engine.data_config import DataConfig, with_flags
 from sa1b.engine.model import declared
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.settings import ParallelConfig, compute_dtype
 from sa1b.engine.step.gradients import shared_statistics
-from sa1b.engine.step.precision import compute_dtype
 from sa1b.engine.technique import Place
 from sa1b.errors import UsageError
 from sa1b.stream.order import check_global_batch, micro_batch_count

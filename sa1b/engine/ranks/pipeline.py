@@ -30,8 +30,7 @@ from sa1b.engine.model import Divisible, Wrapper, declared
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.parallel import Mode
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, Schedule
-from sa1b.engine.step.precision import autocast
+from sa1b.engine.settings import ParallelConfig, Schedule, autocast
 from sa1b.errors import UsageError
 
 

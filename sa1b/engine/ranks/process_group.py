@@ -17,8 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from sa1b.console import counted
 from sa1b.engine.ranks.parallel import check_ranks
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.precision import set_float32
+from sa1b.engine.settings import ParallelConfig, set_float32
 from sa1b.errors import UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.stream.plan import process_rank

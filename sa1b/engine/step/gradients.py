@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from sa1b.engine.model import Wrapper
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.precision import Precision, autocast
+from sa1b.engine.settings import Precision, autocast
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
 from sa1b.report import first_names

@@ -22,16 +22,14 @@ from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.settings import ParallelConfig, grad_scaler
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, reduction_of, seed_generators
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
-from sa1b.engine.step.precision import grad_scaler
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
-from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.control import Control, Health, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
-from sa1b.engine.watch.health import Health
 from sa1b.engine.watch.phase import Phases, RankTime
 from sa1b.engine.watch.signals import deadline_of
 from sa1b.errors import UsageError

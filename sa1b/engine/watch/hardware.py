@@ -30,7 +30,7 @@ import torch
 from sa1b.arguments import Range
 from sa1b.engine.model import Model
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.precision import Precision
+from sa1b.engine.settings import Precision
 from sa1b.errors import UsageError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.console import counted
+from sa1b.ingest.ingest import is_partial, is_unchanged
 from sa1b.ingest.start_checks import Space, admitted, by_name, check_options, needed_space
-from sa1b.ingest.worker import is_partial, is_unchanged
 from sa1b.report import bar, duration_text, fact_lines, failed_lines, size_text
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import known_tasks

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 
 from sa1b.console import counted
-from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.precision import Precision
+from sa1b.engine.settings import ParallelConfig, Precision
 from sa1b.errors import UsageError
 from sa1b.workers import available_cpus
 

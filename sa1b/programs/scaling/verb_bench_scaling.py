@@ -75,7 +75,7 @@ def main(
     if report is not None and not report.absolute().parent.is_dir():
         raise UsageError(f"--report {report}: there is no folder {report.parent}; create it first")
     with loading():
-        from sa1b.engine.step.precision import Precision
+        from sa1b.engine.settings import Precision
         from sa1b.programs.scaling.cases import MODES, Machine, modes_for, series
         from sa1b.programs.scaling.measurement import Settings, measure
         from sa1b.programs.scaling.page import judge, page
