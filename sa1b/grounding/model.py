@@ -109,7 +109,6 @@ class Grounding(nn.Module):
         return phrased(batch, seed, self.config.side, self.vectors)
 
     def weights(self) -> "Grounding":
-        """The module that checkpoints contain."""
         return self
 
     def read_weights(self, path: Path) -> dict[str, Tensor]:

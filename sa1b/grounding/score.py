@@ -116,7 +116,6 @@ class GroundingScore:
         return lines
 
     def all_reduce(self) -> None:
-        """Add the sums of all ranks; collective."""
         both = torch.cat((self.sums, self.empty_masks[None]))
         dist.all_reduce(both)
         self.sums, self.empty_masks = both[:-1], both[-1]

@@ -71,7 +71,6 @@ class FetchSummary:
         return 3 if len(self.missing) or len(self.refused) else 0
 
     def document(self) -> dict[str, Any]:
-        """The summary as a JSON document."""
         return {
             "exit_code": self.exit_code(),
             "wanted": self.wanted,
@@ -88,7 +87,6 @@ class FetchSummary:
         }
 
     def table(self) -> str:
-        """The summary as a table of text."""
         lines = [
             f"  wanted   {counted(self.wanted, 'image')}",
             f"  stored   {self.stored:,} ({self.stored - self.before:,} now, {self.before:,} before)",

@@ -99,7 +99,6 @@ class ReshardSummary:
         return 3 if totals["refused"] or totals["damaged_sources"] or self.not_taken else 0
 
     def document(self) -> dict[str, Any]:
-        """The summary as a JSON document, for --json."""
         return {
             "exit_code": self.exit_code(),
             "complete": self.complete,
@@ -125,7 +124,6 @@ class ReshardSummary:
         return self.stored_bytes / 1e6 / self.seconds if self.seconds else 0.0
 
     def table(self, root: Root) -> str:
-        """The summary as a table of text."""
         store = open_store(root)
         totals = self.totals()
         rows = [

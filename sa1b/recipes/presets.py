@@ -66,11 +66,9 @@ class SamConfig(Config):
         return Interactive(Sam(self.model), self.recipe)
 
     def scorer(self, device: torch.device) -> ClickScorer:
-        """See `Config.scorer`."""
         return ClickScorer(self.evaluation.protocol == "sam", device)
 
     def check(self) -> None:
-        """See `Config.check`."""
         Config.check(self)
         _check_targets(self)
 
@@ -106,7 +104,6 @@ class DistillConfig(Config):
         return Distillation(student, self.recipe, teacher, cache)
 
     def scorer(self, device: torch.device) -> ClickScorer:
-        """See `Config.scorer`."""
         return ClickScorer(self.evaluation.protocol == "sam", device)
 
     def resolved(self) -> "DistillConfig":
@@ -118,7 +115,6 @@ class DistillConfig(Config):
         )
 
     def check(self) -> None:
-        """See `Config.check`."""
         Config.check(self)
         self.distill.check()
 
@@ -164,7 +160,6 @@ class GroundingConfig(Config):
         )
 
     def scorer(self, device: torch.device) -> GroundingScore:
-        """See `Config.scorer`."""
         return GroundingScore.empty(device)
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
@@ -179,7 +174,6 @@ class GroundingConfig(Config):
         return size, count
 
     def check(self) -> None:
-        """See `Config.check`."""
         Config.check(self)
         if self.data.text is None:
             raise UsageError(

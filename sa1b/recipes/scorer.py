@@ -50,7 +50,6 @@ class ClickScorer:
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
-        """See `sa1b.engine.model.Scorer`."""
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
         if self.published:
             found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
@@ -63,18 +62,15 @@ class ClickScorer:
         self._last = rows, weights, found
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
-        """See `sa1b.engine.model.Scorer`."""
         assert self._last is not None
         rows, weights, found = self._last
         return prediction_lines(batch, rows[weights > 0], weights > 0, found)
 
     def all_reduce(self) -> None:
-        """See `sa1b.engine.model.Scorer`."""
         self.score.all_reduce()
         dist.all_reduce(self.empty)
 
     def result(self) -> dict[str, float]:
-        """See `Score.result`."""
         return self.score.result() | {"empty": int(self.empty)}
 
 

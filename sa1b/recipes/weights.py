@@ -98,11 +98,9 @@ class Converted:
     parameters: int  # number of them
 
     def document(self) -> dict[str, Any]:
-        """The result as JSON values."""
         return {**asdict(self), "snippet": self.snippet()}
 
     def table(self) -> str:
-        """The result as text."""
         model = self.model or "of no preset's sizes"
         return (
             f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"

@@ -185,7 +185,6 @@ class Distillation(Interactive):
         return images * (3 * encoder_flops(self.model.config) + teacher)
 
     def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        """The losses; see `forward`."""
         return self._learn(self.model.image_encoder.embedding(stream), images, targets.sizes)
 
     def forward(

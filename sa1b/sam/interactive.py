@@ -103,7 +103,6 @@ class Interactive(nn.Module):
         return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
 
     def flops(self, images: float, masks: float) -> float:
-        """See `sa1b.sam.recipe.step_flops`."""
         parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
         frozen = [name for name, part in parts.items() if is_frozen(part)]
         return step_flops(self.model.config, self.recipe, images, masks, frozen)

@@ -69,21 +69,18 @@ class SharedImage:
     basis: Tensor  # [r, C]
 
     def logits(self, rows: Tensor) -> Tensor:
-        """See `OwnImage.logits`."""
         logits = self.by_image(product_with_transposed, rows, self.placed)
         if self.features is None:
             return logits
         return logits + (rows @ self.basis.T) @ self.features
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """See `OwnImage.weighted`."""
         sums = self.by_image(torch.matmul, weights, self.tokens)
         if self.features is None:
             return sums
         return sums + product_with_transposed(weights, self.features) @ self.basis
 
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """See `OwnImage.plus`."""
         if self.features is not None:
             weights = torch.cat((weights, self.features), dim=1)
             values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)

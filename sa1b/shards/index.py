@@ -133,7 +133,6 @@ class IndexWriter:
         )
 
     def add(self, row: Row) -> None:
-        """Append one image."""
         if self._writer is None:
             self._writer = self._open(row.annotations)
         origin: dict[str, npt.NDArray[Any]] = {}

@@ -143,7 +143,6 @@ class SourceReader:
         self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
-        """See SourceReading."""
         return self._pass.categories
 
     def close(self) -> None:

@@ -136,7 +136,6 @@ class LocalFile:
         self.size = self._stat.st_size
 
     def read(self, length: int) -> bytes:
-        """See StoredFile.read."""
         try:
             return self._file.read(length)
         except OSError as error:
@@ -158,7 +157,6 @@ class LocalFile:
             raise SourceError(f"{self.label}: changed while it was read; run the same command again")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

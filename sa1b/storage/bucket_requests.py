@@ -212,7 +212,6 @@ class Conditions:
         self._has_if_match: bool | None = None  # None: not checked yet
 
     def create(self, name: str, data: bytes) -> bool:
-        """See Store.put_if_absent."""
         self._check_conditions()
         if self._bucket.put_absent(name, data):
             return True
@@ -229,7 +228,6 @@ class Conditions:
         return False
 
     def replace(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
-        """See Store.replace_if."""
         self._check_conditions()
         try:
             found, stat = self._bucket.get(name)
@@ -238,7 +236,6 @@ class Conditions:
         return not is_removed(found) and matches(found) and self._swap(name, data, found, stat)
 
     def remove(self, name: str, matches: Callable[[bytes], bool]) -> bool:
-        """See Store.remove_if."""
         # The object is replaced first: of two processes that both found it, only one replaces it.
         tombstone = _REMOVED + temporary_name("by-").encode()
         began = time.monotonic()

@@ -170,7 +170,6 @@ class LocalOrigin:
         return self._retried(path, lambda: path.stat().st_size)
 
     def names(self, folder: str) -> list[str]:
-        """See Reader.names."""
         path = Path(f"{self._root}/{folder}")
         return self._retried(path, lambda: _names(path))
 
@@ -210,7 +209,6 @@ class LocalOrigin:
         return LocalRead(self, name, start, length, crc)
 
     def close(self) -> None:
-        """Close the files."""
         self._files.clear()
         self._limited.close()
 

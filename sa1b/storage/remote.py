@@ -51,7 +51,6 @@ class RemoteOrigin:
         return result_of(self._start(self._size(name)))
 
     def names(self, folder: str) -> list[str]:
-        """See Reader.names."""
         return result_of(self._start(self._names(folder)))
 
     def request(

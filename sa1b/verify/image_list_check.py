@@ -274,7 +274,6 @@ class WarningList:
         return found
 
     def document(self) -> dict[str, Any]:
-        """JSON document for --json."""
         return {
             "root": self.root,
             "counts": dict(sorted(self.counts.items())),

@@ -69,12 +69,10 @@ class ShardResult:
             self.odd_images.setdefault(reason, []).append([offset, image_id])
 
     def document(self) -> dict[str, Any]:
-        """As JSON, see `from_document`."""
         return asdict(self)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "ShardResult":
-        """The result that `document` was made from."""
         found, largest = document["findings"], document["largest"]
         findings = Findings([Problem(**finding) for finding in found["kept"]], found["counts"])
         return cls(**{**document, "findings": findings, "largest": Largest(**largest)})

@@ -57,7 +57,6 @@ class RebuildSummary:
         return 1 if self.failed else 0
 
     def document(self) -> dict[str, Any]:
-        """JSON document for --json."""
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self, root: Root | None) -> str:

@@ -56,7 +56,6 @@ class Findings:
         return sum(count for kinds in self.counts.values() for count in kinds.values())
 
     def add(self, finding: Problem) -> None:
-        """Add one finding."""
         kinds = self.counts.setdefault(finding.file, {})
         kinds[finding.kind] = kinds.get(finding.kind, 0) + 1
         if kinds[finding.kind] <= KEPT:
@@ -123,7 +122,6 @@ class VerifyReport:
         return 1 if self.findings else 2 if self.unchecked else 0
 
     def document(self) -> dict[str, Any]:
-        """JSON document for --json."""
         document = asdict(self)
         found = document.pop("found")
         return {
@@ -134,7 +132,6 @@ class VerifyReport:
         }
 
     def table(self) -> str:
-        """Text for the terminal."""
         lines = [f"note: {note}" for note in self.notes]
         lines += self.found.lines()
         unchecked = [f"could not be checked: {name}: {why}" for name, why in self.unchecked.items()]

@@ -85,7 +85,6 @@ class Ddp(Mode):
     # `shared_statistics`; or `sa1b.engine.step.gradients.Buffers` shares them after each step.
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        """See `Mode`."""
         # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         wrapped = DistributedDataParallel(
@@ -113,7 +112,6 @@ class Fsdp(Mode):
     # float32. Inputs are never cast, because they may be coordinates.
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        """See `Mode`."""
         # A unit may return a view of a matrix product. Torch warns that changing such a result in place
         # removes the hook that gathers weights for the backward pass. Models add the result to a residual.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -246,7 +246,6 @@ class PipelineMode(Mode):
         return replace(data, micro_batch=batch // next(counts, batch))
 
     def check(self, config: ParallelConfig) -> None:
-        """See `Mode`."""
         if config.precision == "fp16":
             raise UsageError(
                 "--parallel.precision fp16: does not fit --parallel.mode pipeline, whose stages would detect "
@@ -267,11 +266,9 @@ class PipelineMode(Mode):
             )
 
     def check_model(self, module: nn.Module, ranks: int) -> None:
-        """See `divide`."""
         divide(module, ranks)
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        """See `Pipeline`."""
         stages = divide(module, rank_info.world_size)
         context = partial(autocast, config.precision, rank_info.device)
         return Pipeline(module, stages, rank_info, config.schedule, context)

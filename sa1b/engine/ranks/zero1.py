@@ -14,7 +14,6 @@ class Zero1Optimizer(ZeroRedundancyOptimizer):
     waits = ("_sync_params",)
 
     def send_weights(self) -> None:
-        """See `sa1b.engine.step.optim.Sharded`."""
         cast(Any, self)._sync_params()
 
 
@@ -22,7 +21,6 @@ class Zero1(Ddp):
     """--parallel.mode zero1."""
 
     def optimizer(self, groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-        """See `sa1b.engine.ranks.parallel.Mode`."""
         # The weights become views of one tensor for each rank, so that each rank sends its share at once.
         return Zero1Optimizer(groups, AdamW, parameters_as_bucket_view=True, **settings)
 

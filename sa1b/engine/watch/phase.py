@@ -158,14 +158,12 @@ class HostMoment:
     __slots__ = ("_at",)
 
     def record(self) -> None:
-        """See `Moment`."""
         self._at = time.perf_counter()
 
     def synchronize(self) -> None:
         """See `Moment`."""
 
     def elapsed_time(self, end_event: "HostMoment") -> float:
-        """See `Moment`."""
         return (end_event._at - self._at) * 1e3
 
 

@@ -218,7 +218,6 @@ class Window:
         self._metrics = metrics
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
-        """See `sa1b.engine.step.run.StepWindow`."""
         before = self._stragglers.count
         complete = self._stragglers.add(ranks)
         if self._stragglers.count == before:

@@ -58,7 +58,6 @@ class ExportSummary:
     linked: int | None = None  # files that are hard links to those of `link_from`; None without it
 
     def add(self, name: str, written: Written, *, skipped: bool) -> None:
-        """Count one part."""
         self.parts.append(name)
         self.images += written.images
         self.masks += written.masks
@@ -75,11 +74,9 @@ class ExportSummary:
         return 3 if self.missing else 0
 
     def document(self) -> dict[str, Any]:
-        """The summary as a JSON document, for --json."""
         return {"exit_code": self.exit_code(), **asdict(self)}
 
     def table(self) -> str:
-        """The summary as a table of text."""
         skipped = f" ({len(self.skipped):,} already complete)" if self.skipped else ""
         lines = [
             f"  {f'{self.unit}s':<6}  {len(self.parts):,}{skipped}",

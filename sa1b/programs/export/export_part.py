@@ -74,7 +74,6 @@ class ExportRecord:
         self.file.add_all({name: (content, None) for name, content in contents.items()})
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.__exit__()
 

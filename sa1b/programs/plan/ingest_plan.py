@@ -74,7 +74,6 @@ class IngestPlan:
         return 1 if self.failed or (self.free is not None and self.free < self.needed) else 0
 
     def document(self) -> dict[str, Any]:
-        """The estimates as a JSON document."""
         return {
             "exit_code": self.exit_code(),
             "sources": len(self.sources),
@@ -97,7 +96,6 @@ class IngestPlan:
         }
 
     def table(self) -> str:
-        """The estimates as a table of text."""
         left = len(self.sources) - len(self.finished) - len(self.failed)
         state = [f"{left:,} to convert"]
         if self.out is not None:
