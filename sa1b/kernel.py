@@ -20,9 +20,21 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+import numpy as np
+import numpy.typing as npt
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Arrays, arguments of kernels.
+Bools = npt.NDArray[np.bool_]
+Uint8s = npt.NDArray[np.uint8]
+Uint32s = npt.NDArray[np.uint32]
+Uint64s = npt.NDArray[np.uint64]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
 
 # All modules with kernels. They import no other module of the package, because numba would compile the
 # values of that module into the kernels.

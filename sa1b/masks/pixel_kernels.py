@@ -1,21 +1,15 @@
 """Runs to pixels, pixels to outlines, logits to runs, distances in a dense mask."""
 
 import numpy as np
-import numpy.typing as npt
 
-from sa1b.kernel import kernel
+from sa1b.kernel import Bools, Float32s, Int32s, Int64s, Uint8s, Uint32s, kernel
 
 
 @kernel
 def rasterize(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    masks: npt.NDArray[np.int64],
-    row_firsts: npt.NDArray[np.int64],
-    column_firsts: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint8],
-    boxes: npt.NDArray[np.int64],
-) -> None:
+    runs: Uint32s, offsets: Int64s, masks: Int64s, row_firsts: Int64s, column_firsts: Int64s, out: Uint8s,
+    boxes: Int64s,
+) -> None:  # fmt: skip
     """Write chosen masks, int64 [K], into out [K, H, W], 0 or 1.
 
     A pixel differs from the pixel above it if a run begins or ends between them. First, only these changes
@@ -101,12 +95,7 @@ def rasterize(
 
 
 @kernel
-def trace(
-    pixels: npt.NDArray[np.uint8],
-    points: npt.NDArray[np.int32],
-    ends: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int32],
-) -> int:
+def trace(pixels: Uint8s, points: Int32s, ends: Int64s, starts: Int32s) -> int:
     """Trace the borders of the foreground along the sides of pixels, and return their number.
 
     A walk along a border has the foreground on its right: outer borders are clockwise, borders of holes are
@@ -158,25 +147,10 @@ def trace(
 
 @kernel
 def enlarge(
-    logits: npt.NDArray[np.float32],
-    masks: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    row_weights: npt.NDArray[np.float32],
-    row_starts: npt.NDArray[np.int64],
-    row_stops: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.int64],
-    column_weights: npt.NDArray[np.float32],
-    column_starts: npt.NDArray[np.int64],
-    column_stops: npt.NDArray[np.int64],
-    x: int,
-    y: int,
-    height: int,
-    width: int,
-    offset: float,
-    areas: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint32],
-    out_offsets: npt.NDArray[np.int64],
-) -> None:
+    logits: Float32s, masks: Int64s, rows: Int64s, row_weights: Float32s, row_starts: Int64s,
+    row_stops: Int64s, columns: Int64s, column_weights: Float32s, column_starts: Int64s, column_stops: Int64s,
+    x: int, y: int, height: int, width: int, offset: float, areas: Int64s, out: Uint32s, out_offsets: Int64s,
+) -> None:  # fmt: skip
     """Write the runs of enlarged logits above 0, and the areas at three thresholds.
 
     Only the part of a mask is computed that reads a logit above -offset: all other enlarged logits are
@@ -263,7 +237,7 @@ def enlarge(
 
 
 @kernel
-def farthest(region: npt.NDArray[np.bool_], clicked: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+def farthest(region: Bools, clicked: Int64s) -> tuple[int, int, int]:
     """The pixel of a region that is farthest from its outside: x, y and the squared distance; or zeros."""
     # See `sa1b.sam.protocol.centre`. Distances are in integers, so that the result is exact. Rows whose
     # pixels are all nearer to the outside above or below than the farthest pixel so far are skipped.

@@ -58,22 +58,10 @@ def axis(
 
 @triton.jit(do_not_specialize=VARYING)
 def measure_masks(
-    runs: tl.tensor,
-    offsets: tl.tensor,
-    heights: tl.tensor,
-    widths: tl.tensor,
-    takens: tl.tensor,
-    flips: tl.tensor,
-    keys: tl.tensor,
-    places: tl.tensor,
-    image_size: tl.tensor,
-    height: tl.tensor,
-    width: tl.tensor,
-    SIZES: tl.constexpr,
-    TAKEN: tl.constexpr,
-    FLIPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    runs: tl.tensor, offsets: tl.tensor, heights: tl.tensor, widths: tl.tensor, takens: tl.tensor,
+    flips: tl.tensor, keys: tl.tensor, places: tl.tensor, image_size: tl.tensor, height: tl.tensor,
+    width: tl.tensor, SIZES: tl.constexpr, TAKEN: tl.constexpr, FLIPS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the keys of the ends of the runs, int64 [R], and a row for each mask into places, int64 [N, 8].
 
     A row of places: top, bottom, left and right of the mask's box in the dense mask, clipped to the image;
@@ -163,13 +151,9 @@ def following(
 
 @triton.jit
 def store(
-    pixels: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    height: tl.tensor,
+    pixels: tl.tensor, values: tl.tensor, row: tl.tensor, column: tl.tensor, height: tl.tensor,
     width: tl.tensor,
-) -> None:
+) -> None:  # fmt: skip
     place = row[:, None].to(tl.int64) * width + column[None, :]
     writable = (row[:, None] < height) & (column[None, :] < width)
     tl.store(pixels + place, values.to(pixels.dtype.element_ty), mask=writable)
@@ -177,18 +161,10 @@ def store(
 
 @triton.jit
 def draw(
-    offsets: tl.tensor,
-    place: tl.tensor,
-    keys: tl.tensor,
-    pixels: tl.tensor,
-    top: tl.tensor,
-    column: tl.tensor,
-    height: tl.tensor,
-    width: tl.tensor,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    offsets: tl.tensor, place: tl.tensor, keys: tl.tensor, pixels: tl.tensor, top: tl.tensor,
+    column: tl.tensor, height: tl.tensor, width: tl.tensor, ROWS: tl.constexpr, STEP: tl.constexpr,
     ONE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Write ROWS rows of these columns of a mask, from `top` on, but no pixel outside of it."""
     read = source_pixel(column.to(tl.int64), tl.load(place + 4), tl.load(place + 5))
     mirror = tl.load(place + 6)
@@ -225,18 +201,10 @@ def draw(
 
 @triton.jit(do_not_specialize=["offsets", "height", "programs"])
 def fill(
-    offsets: tl.tensor,
-    places: tl.tensor,
-    keys: tl.tensor,
-    pixels: tl.tensor,
-    height: tl.tensor,
-    width: tl.tensor,
-    programs: tl.tensor,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    offsets: tl.tensor, places: tl.tensor, keys: tl.tensor, pixels: tl.tensor, height: tl.tensor,
+    width: tl.tensor, programs: tl.tensor, ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
     ONE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Fill one tile of a mask, of which `programs` programs fill the tiles."""
     mask = (tl.program_id(0) // programs).to(tl.int64)
     tile = tl.program_id(0) % programs

@@ -1,13 +1,12 @@
 """Area, boxes, points, overlap, resizing, cropping and mirroring of masks, on runs."""
 
 import numpy as np
-import numpy.typing as npt
 
-from sa1b.kernel import kernel
+from sa1b.kernel import Bools, Float32s, Float64s, Int64s, Uint32s, Uint64s, kernel
 
 
 @kernel
-def area(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.NDArray[np.int64]) -> None:
+def area(runs: Uint32s, offsets: Int64s, out: Int64s) -> None:
     """Write the foreground pixels of each mask into out [N]."""
     for mask in range(len(out)):
         total = np.int64(0)
@@ -17,13 +16,7 @@ def area(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], out: npt.
 
 
 @kernel
-def bbox(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    height: int,
-    width: int,
-    out: npt.NDArray[np.int64],
-) -> None:
+def bbox(runs: Uint32s, offsets: Int64s, height: int, width: int, out: Int64s) -> None:
     """Write first column, first row, last column, last row of each mask, [N, 4]; empty: 0, 0, -1, -1."""
     for mask in range(len(out)):
         left, top = np.int64(width), np.int64(height)
@@ -56,12 +49,7 @@ def bbox(
 
 
 @kernel
-def contains(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    places: npt.NDArray[np.int64],
-    out: npt.NDArray[np.bool_],
-) -> None:
+def contains(runs: Uint32s, offsets: Int64s, places: Int64s, out: Bools) -> None:
     """Write into out [N] whether pixel places[i] (column-major; -1: no pixel) is foreground of mask i."""
     for mask in range(len(places)):
         place = places[mask]
@@ -77,12 +65,7 @@ def contains(
 
 
 @kernel
-def nth_foreground(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    ranks: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
-) -> None:
+def nth_foreground(runs: Uint32s, offsets: Int64s, ranks: Int64s, out: Int64s) -> None:
     """Write into out [N] the position (column-major) of foreground pixel ranks[i] of mask i; -1 if none."""
     for mask in range(len(ranks)):
         left = ranks[mask]
@@ -101,15 +84,9 @@ def nth_foreground(
 
 @kernel
 def boxes_and_points(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    size: tuple[int, int],
-    scale: tuple[float, float],
-    words: npt.NDArray[np.uint64],
-    boxes: npt.NDArray[np.float32],
-    points: npt.NDArray[np.float32],
-    areas: npt.NDArray[np.int64],
-) -> None:
+    runs: Uint32s, offsets: Int64s, size: tuple[int, int], scale: tuple[float, float], words: Uint64s,
+    boxes: Float32s, points: Float32s, areas: Int64s,
+) -> None:  # fmt: skip
     """Write the box [N, 4], a point [N, 2] and the area [N] of each mask; see sa1b.masks.geometry. `size`:
     height and width of the image. `scale`: factors on x and y.
     """
@@ -140,17 +117,9 @@ def boxes_and_points(
 
 @kernel
 def remap(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    height: int,
-    width: int,
-    boxes: npt.NDArray[np.int64],
-    columns: npt.NDArray[np.int64],
-    firsts: npt.NDArray[np.int64],
-    target_height: int,
-    out: npt.NDArray[np.uint32],
-    out_offsets: npt.NDArray[np.int64],
-) -> None:
+    runs: Uint32s, offsets: Int64s, height: int, width: int, boxes: Int64s, columns: Int64s, firsts: Int64s,
+    target_height: int, out: Uint32s, out_offsets: Int64s,
+) -> None:  # fmt: skip
     """Write masks whose columns and rows read source columns and rows. Target rows read source rows in order.
 
     Args:
@@ -221,12 +190,7 @@ def remap(
 
 
 @kernel
-def reverse(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint32],
-    out_offsets: npt.NDArray[np.int64],
-) -> None:
+def reverse(runs: Uint32s, offsets: Int64s, out: Uint32s, out_offsets: Int64s) -> None:
     """Rotate the masks by 180 degrees; write runs into out [R + N], offsets into out_offsets [N + 1]."""
     written = np.int64(0)
     out_offsets[0] = 0
@@ -241,12 +205,7 @@ def reverse(
 
 
 @kernel
-def cumulate(
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    spans: npt.NDArray[np.int64],
-) -> None:
+def cumulate(runs: Uint32s, offsets: Int64s, ends: Int64s, spans: Int64s) -> None:
     """Write the end of each run into ends [R], and the span of each mask's foreground into spans [N, 2]."""
     for mask in range(len(spans)):
         start, stop = np.int64(-1), np.int64(-1)
@@ -264,7 +223,7 @@ def cumulate(
 
 
 @kernel
-def run_at(ends: npt.NDArray[np.int64], low: int, high: int, position: int) -> int:
+def run_at(ends: Int64s, low: int, high: int, position: int) -> int:
     """Index of the run in ends[low:high] that contains the pixel at this position."""
     while low < high:
         middle = (low + high) // 2
@@ -277,16 +236,9 @@ def run_at(ends: npt.NDArray[np.int64], low: int, high: int, position: int) -> i
 
 @kernel
 def intersection(
-    ends_a: npt.NDArray[np.int64],
-    offsets_a: npt.NDArray[np.int64],
-    spans_a: npt.NDArray[np.int64],
-    boxes_a: npt.NDArray[np.int64],
-    ends_b: npt.NDArray[np.int64],
-    offsets_b: npt.NDArray[np.int64],
-    spans_b: npt.NDArray[np.int64],
-    boxes_b: npt.NDArray[np.int64],
-    out: npt.NDArray[np.int64],
-) -> None:
+    ends_a: Int64s, offsets_a: Int64s, spans_a: Int64s, boxes_a: Int64s, ends_b: Int64s, offsets_b: Int64s,
+    spans_b: Int64s, boxes_b: Int64s, out: Int64s,
+) -> None:  # fmt: skip
     """Write the number of common foreground pixels of every pair into out [Na, Nb].
 
     A box is first column, first row, last column and last row; for an empty mask, the last is before the
@@ -317,7 +269,7 @@ def intersection(
 
 
 @kernel
-def suppress(boxes: npt.NDArray[np.float64], max_iou: float, kept: npt.NDArray[np.bool_]) -> None:
+def suppress(boxes: Float64s, max_iou: float, kept: Bools) -> None:
     """Write into kept [N] whether no kept box before it overlaps a box by more than `max_iou`.
 
     A box is x, y, width and height. Two boxes without area overlap completely if they are equal.

@@ -1,9 +1,8 @@
 """COCO's compressed strings: the parser and the writer."""
 
 import numpy as np
-import numpy.typing as npt
 
-from sa1b.kernel import kernel
+from sa1b.kernel import Int64s, Uint8s, Uint32s, kernel
 
 # Codes of verdicts; sa1b.masks.coco.REASONS contains their names.
 VALID = 0
@@ -18,7 +17,7 @@ MAX_CHARACTERS = 12  # largest number of characters of a number: 60 bits, so tha
 
 
 @kernel
-def count_numbers(text: npt.NDArray[np.uint8]) -> int:
+def count_numbers(text: Uint8s) -> int:
     """Number of characters that end a number: an upper bound for the number of runs."""
     count = 0
     for character in text:
@@ -27,7 +26,7 @@ def count_numbers(text: npt.NDArray[np.uint8]) -> int:
 
 
 @kernel
-def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
+def judge(text: Uint8s, pixels: int) -> int:
     """The verdict on one string: its first error from left to right."""
     left = np.int64(pixels)
     last, before_last = np.int64(0), np.int64(0)
@@ -60,14 +59,9 @@ def judge(text: npt.NDArray[np.uint8], pixels: int) -> int:
 
 @kernel
 def parse(
-    text: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    pixels: int,
-    runs: npt.NDArray[np.uint32],
-    offsets: npt.NDArray[np.int64],
-    verdicts: npt.NDArray[np.uint8],
-) -> None:
+    text: Uint8s, starts: Int64s, lengths: Int64s, pixels: int, runs: Uint32s, offsets: Int64s,
+    verdicts: Uint8s,
+) -> None:  # fmt: skip
     """Parse the strings text[starts[i] : starts[i] + lengths[i]] of N masks; a mask that fails has no runs.
 
     Writes runs[:offsets[N]], offsets [N + 1] and verdicts [N]. The fast loop detects only that a mask fails;
@@ -119,9 +113,7 @@ def parse(
 
 
 @kernel
-def count_characters(
-    runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> None:
+def count_characters(runs: Uint32s, offsets: Int64s, lengths: Int64s) -> None:
     """Write the number of characters of each mask's string into lengths [N]."""
     for mask in range(len(lengths)):
         count = 0
@@ -137,7 +129,7 @@ def count_characters(
 
 
 @kernel
-def write(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], text: npt.NDArray[np.uint8]) -> None:
+def write(runs: Uint32s, offsets: Int64s, text: Uint8s) -> None:
     """Write the strings of all masks, one after the other."""
     position = 0
     for mask in range(len(offsets) - 1):
@@ -153,9 +145,7 @@ def write(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], text: np
             position += 1
 
 
-def encode_joined(
-    runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def encode_joined(runs: Uint32s, offsets: Int64s) -> tuple[Uint8s, Int64s]:
     """See `sa1b.masks.coco.encode_joined`."""
     lengths = np.empty(len(offsets) - 1, np.int64)
     count_characters(runs, offsets, lengths)
@@ -164,7 +154,7 @@ def encode_joined(
     return text, lengths
 
 
-def encode(runs: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+def encode(runs: Uint32s, offsets: Int64s) -> list[bytes]:
     """See `sa1b.masks.coco.encode`."""
     text, lengths = encode_joined(runs, offsets)
     joined = text.tobytes()

@@ -49,18 +49,10 @@ def terms(
 
 @triton.jit
 def compare(
-    logits: tl.tensor,
-    targets: tl.tensor,
-    inside: tl.tensor,
-    masks: tl.tensor,
-    sums: tl.tensor,
-    alpha: tl.constexpr,
-    gamma: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-) -> None:
+    logits: tl.tensor, targets: tl.tensor, inside: tl.tensor, masks: tl.tensor, sums: tl.tensor,
+    alpha: tl.constexpr, gamma: tl.constexpr, CANDIDATES: tl.constexpr, PIXELS: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the masks and the sums of a part of the pixels of a candidate."""
     candidate = (tl.program_id(0) // PARTS).to(tl.int64)
     pixel = (tl.program_id(0) % PARTS) * PART + tl.arange(0, PART)
@@ -83,15 +75,9 @@ def compare(
 
 @triton.jit
 def finish(
-    sums: tl.tensor,
-    focal: tl.tensor,
-    dice: tl.tensor,
-    iou: tl.tensor,
-    totals: tl.tensor,
-    PIXELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    sums: tl.tensor, focal: tl.tensor, dice: tl.tensor, iou: tl.tensor, totals: tl.tensor,
+    PIXELS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the losses and the IoU of a candidate; totals are the two sums of the dice loss."""
     candidate = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
@@ -112,19 +98,10 @@ def finish(
 
 @triton.jit
 def gradient(
-    logits: tl.tensor,
-    targets: tl.tensor,
-    totals: tl.tensor,
-    of_focal: tl.tensor,
-    of_dice: tl.tensor,
-    out: tl.tensor,
-    alpha: tl.constexpr,
-    gamma: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    PIXELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-) -> None:
+    logits: tl.tensor, targets: tl.tensor, totals: tl.tensor, of_focal: tl.tensor, of_dice: tl.tensor,
+    out: tl.tensor, alpha: tl.constexpr, gamma: tl.constexpr, CANDIDATES: tl.constexpr, PIXELS: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of both losses for a part of the pixels of a candidate."""
     candidate = (tl.program_id(0) // PARTS).to(tl.int64)
     pixel = (tl.program_id(0) % PARTS) * PART + tl.arange(0, PART)

@@ -71,16 +71,9 @@ def gelu(z: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_forward(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    eps: tl.constexpr,
-    GELU: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, eps: tl.constexpr,
+    GELU: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write BLOCK rows."""
     channel = tl.arange(0, CHANNELS)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,18 +86,9 @@ def norm_forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    gradient: tl.tensor,
-    of_x: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    eps: tl.constexpr,
-    GELU: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, gradient: tl.tensor, of_x: tl.tensor, sums: tl.tensor,
+    rows: tl.tensor, eps: tl.constexpr, GELU: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of every n-th block of rows, and this program's sums for weight and bias."""
     channel = tl.arange(0, CHANNELS)
     gain, offset = tl.load(weight + channel).to(tl.float32), tl.load(bias + channel).to(tl.float32)

@@ -41,20 +41,10 @@ def spread(weights: tl.tensor, K: tl.constexpr, D: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def upscale_forward(
-    x: tl.tensor,
-    gain: tl.tensor,
-    shift: tl.tensor,
-    matrix: tl.tensor,
-    bias: tl.tensor,
-    weights: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    eps: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
+    x: tl.tensor, gain: tl.tensor, shift: tl.tensor, matrix: tl.tensor, bias: tl.tensor, weights: tl.tensor,
+    out: tl.tensor, rows: tl.tensor, eps: tl.constexpr, C: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Write the logits of every n-th tile of a mask."""
     mask = tl.program_id(0).to(tl.int64)
     x += mask * rows * C
@@ -77,25 +67,11 @@ def upscale_forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def upscale_backward(
-    x: tl.tensor,
-    gain: tl.tensor,
-    shift: tl.tensor,
-    matrix: tl.tensor,
-    bias: tl.tensor,
-    weights: tl.tensor,
-    gradient: tl.tensor,
-    of_x: tl.tensor,
-    of_norm: tl.tensor,
-    of_matrix: tl.tensor,
-    of_bias: tl.tensor,
-    of_weights: tl.tensor,
-    rows: tl.tensor,
-    eps: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, gain: tl.tensor, shift: tl.tensor, matrix: tl.tensor, bias: tl.tensor, weights: tl.tensor,
+    gradient: tl.tensor, of_x: tl.tensor, of_norm: tl.tensor, of_matrix: tl.tensor, of_bias: tl.tensor,
+    of_weights: tl.tensor, rows: tl.tensor, eps: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the gradient of every n-th tile of a mask, and this program's sums for the parameters."""
     mask = tl.program_id(0).to(tl.int64)
     program = mask * tl.num_programs(1) + tl.program_id(1)

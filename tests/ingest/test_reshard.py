@@ -291,9 +291,6 @@ def test_a_source_that_vanishes_while_it_is_read_is_named_without_a_traceback(
     assert event.kind == "failed"
     assert event.value.expected
     assert event.value.message == f"[Errno 2] No such file or directory: '{source.path}'"
-        event.value.expected
-        and event.value.message == f"[Errno 2] No such file or directory: '{source.path}'"
-    )
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(sources: Path, tmp_path: Path) -> None:
