@@ -44,7 +44,6 @@ class CocoPass(SourceReading):
     ) -> None:
         self.path, self._name, self._options = path, name, options
         self._progress = progress
-        self.categories = []
         self._sha256 = hashlib.sha256()
         self._files: list[tuple[Path, bytes]] = []  # each file with its state when it was read
         self._members = self._all()
@@ -75,9 +74,6 @@ class CocoPass(SourceReading):
         for path, state in self._files:
             if fingerprint(path, stat_of(path)) != state:
                 raise SourceError(f"{path}: changed while {self.path} was read; run the same command again")
-
-    def close(self) -> None:
-        """Every file is closed once it has been read."""
 
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
         annotations = file.annotations(image)

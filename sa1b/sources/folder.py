@@ -93,7 +93,6 @@ class FolderPass(SourceReading):
         self, path: Path, ignore: Ignore, format: "FolderFormat", *, progress: Progress | None = None
     ) -> None:
         self.path, self.ignore, self._format = path, ignore, format
-        self.categories = []
         self._progress = progress
         self._sha256 = hashlib.sha256()
         self._stats = hashlib.sha256()  # state of every file when it was read
@@ -127,9 +126,6 @@ class FolderPass(SourceReading):
             stats.update(fingerprint(file, stat_of(file)))
         if stats.digest() != self._stats.digest():
             raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
-
-    def close(self) -> None:
-        """Every file is closed once it has been read."""
 
     def _member(self, file: Path) -> Member:
         found = stat_of(file)

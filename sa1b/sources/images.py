@@ -52,7 +52,6 @@ class _ImagesPass(SourceReading):
 
     def __init__(self, found: SourceReading, source: str, max_pixels: int) -> None:
         self._found, self._source, self._max_pixels = found, source, max_pixels
-        self.categories = []
 
     def items(self) -> Iterator[Member | Damage]:
         """The jpg and the json of each image; damage, and what is no file, as in the source."""
@@ -156,7 +155,6 @@ class RowsPass(SourceReading):
     """A pass over a Parquet file: the image of each row, and its other columns as a JSON file."""
 
     def __init__(self, path: Path, further: Sequence[str], *, progress: Progress | None) -> None:
-        self.categories = []
         self._path, self._further, self._progress = path, further, progress
         self._state = fingerprint(path, stat_of(path))
 
@@ -198,9 +196,6 @@ class RowsPass(SourceReading):
     def check_unchanged(self) -> None:
         if fingerprint(self._path, stat_of(self._path)) != self._state:
             raise SourceError(f"{self._path}: changed while it was read; run the same command again")
-
-    def close(self) -> None:
-        """The file is closed at the end of `items`."""
 
 
 def _is_text_name(name: str) -> bool:

@@ -6,11 +6,11 @@ plain), folders of extracted pairs, files of annotations in COCO's format with t
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from sa1b.errors import SourceError
 from sa1b.sources.pairing import WantedPairs
@@ -34,27 +34,26 @@ class Ignore:
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.patterns)
 
 
-class SourceReading(Protocol):
+class SourceReading(ABC):
     """One pass over a source of one format."""
 
     # of a file in COCO's format, with all fields, once the first item is read
-    categories: list[dict[str, Any]]
+    categories: Sequence[dict[str, Any]] = ()
 
+    @abstractmethod
     def items(self) -> Iterator[Member | Damage]:
         """Members and damage. Every byte is part of one, or of the format itself."""
-        ...
 
+    @abstractmethod
     def digests(self) -> dict[str, str]:
         """sha256 of the source, and md5 of a tar if requested; reads the rest of the source."""
-        ...
 
+    @abstractmethod
     def check_unchanged(self) -> None:
         """Raise SourceError if a file of the source has changed since it was read."""
-        ...
 
-    def close(self) -> None:
-        """Close the files."""
-        ...
+    def close(self) -> None:  # noqa: B027  most passes have nothing to close
+        """Close the files; by default each is closed once it has been read."""
 
 
 class SourceFormat(ABC):
@@ -143,7 +142,7 @@ class SourceReader:
         self._pass.check_unchanged()
 
     def categories(self) -> list[dict[str, Any]]:
-        return self._pass.categories
+        return list(self._pass.categories)
 
     def close(self) -> None:
         """Close the file. Call `check_unchanged` first."""

@@ -338,7 +338,6 @@ class TarPass(SourceReading):
 
     def __init__(self, source: Source, *, md5: bool, progress: Progress | None) -> None:
         self._source, self._progress = source, progress
-        self.categories = []
         self._stream = StoredStream(source.link or source.path, md5=md5, progress=progress)
 
     def items(self) -> Iterator[Member | Damage]:

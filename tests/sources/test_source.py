@@ -194,7 +194,7 @@ class Listed(SourceFormat):
 
 class ListedPass(SourceReading):
     def __init__(self, path):
-        self.path, self.categories = path, []
+        self.path = path
 
     def items(self):
         for name in self.path.read_text().split():
