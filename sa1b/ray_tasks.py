@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import tyro
 
 from sa1b.arguments import Range
 from sa1b.errors import UsageError
-from sa1b.workers import STALL_RETRIES, Event, Supervise, failure_of
+from sa1b.workers import Event, Supervise, Tasks, failure_of
 from sa1b.workers import supervise as supervise_processes
 
 MEMORY = 700 << 20  # bytes that a task reserves: ingest of a source takes up to 600 MB
@@ -122,24 +122,15 @@ def supervise(
         pool.close()
 
 
-class _Pool:
-    """The tasks of one call of `supervise`."""
+class _Pool(Tasks):
+    """The Ray tasks of one call of `supervise`."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        tasks: list[tuple[Any, ...]],
-        retries: int,
-        stall_timeout: float | None,
-    ) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         ray = self.ray = import_module("ray")
         strategies: Any = import_module("ray.util.scheduling_strategies")
-        self.function, self.tasks, self.retries, self.stall_timeout = function, tasks, retries, stall_timeout
-        self.waiting = deque(range(len(tasks)))
         self.running: dict[Any, _Running] = {}  # by reference
         self.attempts: Counter[int] = Counter()
-        self.deaths: Counter[int] = Counter()
-        self.stalls: Counter[int] = Counter()
         self.last = time.monotonic()  # when a task was running, or had not waited for long
         self.folder = str(Path.cwd())
         here = strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -187,7 +178,8 @@ class _Pool:
         try:
             kind, value = self.ray.get(running.reference)
         except self.ray.exceptions.RayError as error:
-            return self._ended(running, error)
+            how = f"no progress for {self.stall_timeout:g} s" if running.stalled else _described(error)
+            return self.ended(running.task, how, stalled=running.stalled)
         return Event(running.task, kind, value)
 
     def cancel_stalled(self) -> None:
@@ -217,15 +209,6 @@ class _Pool:
                 self.ray.cancel(reference, force=True)
         with suppress(Exception):
             self.ray.kill(self.board)
-
-    def _ended(self, running: _Running, error: Exception) -> Event:
-        counts, most = (self.stalls, STALL_RETRIES) if running.stalled else (self.deaths, self.retries)
-        counts[running.task] += 1
-        again = counts[running.task] <= most
-        if again:
-            self.waiting.appendleft(running.task)
-        how = f"no progress for {self.stall_timeout:g} s" if running.stalled else _described(error)
-        return Event(running.task, "died" if again else "lost", how)
 
 
 class _Board:

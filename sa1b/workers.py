@@ -204,21 +204,37 @@ def supervise(
         pool.close()
 
 
-class _Pool:
+@dataclass(slots=True)
+class Tasks:
+    """The tasks of one call of `supervise`, and how often each one has died or stalled."""
+
+    function: Callable[..., Any]
+    tasks: list[tuple[Any, ...]]
+    retries: int
+    stall_timeout: float | None
+    deaths: Counter[int] = field(default_factory=Counter)
+    stalls: Counter[int] = field(default_factory=Counter)
+    waiting: deque[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.tasks)))
+
+    def ended(self, task: int, how: str, *, stalled: bool) -> Event:
+        """The event for a task that ended without a result; it waits again if a retry is left."""
+        counts, most = (self.stalls, STALL_RETRIES) if stalled else (self.deaths, self.retries)
+        counts[task] += 1
+        again = counts[task] <= most
+        if again:
+            self.waiting.appendleft(task)
+        return Event(task, "died" if again else "lost", how)
+
+
+class _Pool(Tasks):
     """The processes of one call of `supervise`."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        tasks: list[tuple[Any, ...]],
-        retries: int,
-        stall_timeout: float | None,
-    ) -> None:
-        self.function, self.tasks, self.retries, self.stall_timeout = function, tasks, retries, stall_timeout
-        self.waiting = deque(range(len(tasks)))
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.running: dict[int, _Running] = {}  # by task
-        self.deaths: Counter[int] = Counter()
-        self.stalls: Counter[int] = Counter()
         self.selector = selectors.DefaultSelector()
 
     def start(self) -> None:
@@ -267,9 +283,7 @@ class _Pool:
                 time.sleep(0.001)  # another thread asks for its state at the same time and gets the exit code
             if one.answered:
                 return []
-            self.deaths[one.task] += 1
-            again = self.deaths[one.task] <= self.retries
-            return [self._ended(one.task, again, _describe(one.process.exitcode))]
+            return [self.ended(one.task, _describe(one.process.exitcode), stalled=False)]
         one.last = time.monotonic()
         events, buffer = [], one.received
         buffer += data
@@ -297,9 +311,8 @@ class _Pool:
         self._end(one)
         said = f"no progress for {self.stall_timeout:g} s"
         if one.process.is_alive():
-            return self._ended(one.task, False, f"{said}, and it cannot be killed; check its storage")
-        self.stalls[one.task] += 1
-        return self._ended(one.task, self.stalls[one.task] <= STALL_RETRIES, said)
+            return Event(one.task, "lost", f"{said}, and it cannot be killed; check its storage")
+        return self.ended(one.task, said, stalled=True)
 
     def close(self) -> None:
         for one in self.running.values():
@@ -308,11 +321,6 @@ class _Pool:
             one.process.join(_KILL_SECONDS)
             one.pipe.close()
         self.selector.close()
-
-    def _ended(self, task: int, again: bool, how: str) -> Event:
-        if again:
-            self.waiting.appendleft(task)
-        return Event(task, "died" if again else "lost", how)
 
     def _end(self, one: _Running, patience: float = 0.0) -> None:
         self.selector.unregister(one.pipe)
