@@ -77,9 +77,9 @@ def naming_index(reader: Reader, name: str) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, MissingError) as error:
+        what = "missing" if isinstance(error, FileNotFoundError | MissingError) else error
         raise ShardError(
-            f"{reader.url(name)}: {error}; `{command('verify')}` lists the damage, "
-            f"`{command('index')}` rebuilds the index"
+            f"{reader.url(name)}: {what}; run `{command('index')}` to rebuild it from the tar"
         ) from None
 
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.names import image_name
 from sa1b.programs.gallery.chart import Survey
@@ -33,9 +32,9 @@ from sa1b.shards.shard import index_path
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import Source
 from sa1b.sources.tar_reader import TAR, is_tar
-from sa1b.storage.errors import MissingError
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Root
+from sa1b.views.index_scan import naming_index
 
 SURVEYED_SHARDS = 64
 _BATCH_IMAGES = 1024
@@ -177,14 +176,8 @@ def _survey(reader: Reader, shard: str, survey: Survey, keep: npt.NDArray[np.uin
 
 def _batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     name = shard_files(shard)[1]
-    index = reader.url(name)
-    try:
-        with pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
-            yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
-    except (FileNotFoundError, MissingError):
-        raise ShardError(f"{index}: missing; run `{command('index')}` to rebuild it from the tar") from None
-    except (pa.ArrowException, KeyError) as error:
-        raise ShardError(f"{index}: {error}; run `{command('index')}` to rebuild it from the tar") from None
+    with naming_index(reader, name), pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+        yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
 
 
 def _indexed_shard(shard: Path, choice: Choice, progress: Bar) -> Gathered:
