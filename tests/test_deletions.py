@@ -84,7 +84,7 @@ REASONS = {
     "shards/commit.py join_tables": TEMPORARY,
     "shards/commit.py remove_quarantine": "files with the names that `Quarantine` gives",
     "shards/layer_writer.py _remove": LAYER,
-    "shards/layer_writer.py commit": LAYER,
+    "shards/layer_writer.py _commit": LAYER,
     "shards/layer_writer.py writing": f"{TEMPORARY}, then its folder if it is empty",
     "shards/staging.py _remove": OWNER,
     "shards/staging.py _remove_unfinished": OWNER,

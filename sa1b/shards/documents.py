@@ -5,7 +5,7 @@ code relies on the check. Unknown keys are ignored.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -225,6 +225,13 @@ class _ViewDataset(Struct):
     ids_sha256: Digest
 
 
+class LayerName(Struct):
+    """A layer that another one builds on, or that a view was made with."""
+
+    name: str
+    digest: Digest
+
+
 class _View(Struct):
     names: list[str]
     images: Count
@@ -234,18 +241,12 @@ class _View(Struct):
     chosen_by: dict[str, str]
     dataset: _ViewDataset
     document_sha256: Digest
+    layers: list[LayerName] = []
 
 
 class _StoredFile(Struct):
     bytes: Count
     sha256: Digest
-
-
-class LayerParent(Struct):
-    """The layer that another one builds on."""
-
-    name: str
-    digest: Digest
 
 
 class LayerInfo(Struct):
@@ -260,7 +261,7 @@ class LayerInfo(Struct):
     hidden: Count
     masks: _StoredFile  # masks.bin
     index: _StoredFile  # index.parquet
-    parent: LayerParent | None
+    parent: LayerName | None
     provenance: dict[str, Any]
     document_sha256: Digest
 
@@ -292,6 +293,17 @@ def check_view(document: Any) -> None:
     """Check the fields and the digest of a view's document; FieldError names the field."""
     converted(document, _View)
     _check_seal(document)
+
+
+def view_digest(ids_sha256: str, masks_where: str | None, layers: Sequence[str] = ()) -> str:
+    """The digest that identifies a view, from that of its sorted ids, its condition, and those of its layers.
+
+    Without the others, it is that of the ids; see docs/dataset-format.md.
+    """
+    if masks_where is None and not layers:
+        return ids_sha256
+    text = f"{ids_sha256} {masks_where or ''}" + "".join(f"\n{digest}" for digest in layers)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_layer(document: Any) -> LayerInfo:

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -42,6 +42,7 @@ from sa1b.shards.manifest import LAYERS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.shards.staging import remove_local_leftovers
 from sa1b.storage.atomic import flush, json_bytes, sha256_of, temporary_path
+from sa1b.storage.cache import fetch
 from sa1b.storage.claim import Claim, holder
 from sa1b.storage.store import Store
 from sa1b.version import __version__
@@ -107,11 +108,23 @@ class LayerWriter:
             "provenance": provenance,
         }
         document[SEAL] = seal_of(document)
-        # Without layer.json, a reader does not take the files of two versions for one.
-        self.store.remove(f"{LAYERS}/{self.name}/{DOCUMENT}")
-        self.store.commit([masks, index], f"{LAYERS}/{self.name}")
-        self.store.put(f"{LAYERS}/{self.name}/{DOCUMENT}", json_bytes(document))
+        self._commit(json_bytes(document))
         return check_layer(document)
+
+    def copy(self, source: Store, info: LayerInfo, document: bytes, progress: Callable[[int], None]) -> None:
+        """Copy a complete layer, verified by its digests. DamageError: a file has other bytes."""
+        for name, stored in ((MASKS, info.masks), (INDEX, info.index)):
+            with (self.folder / name).open("w+b") as file:
+                fetch(source.reader, f"{LAYERS}/{self.name}/{name}", stored.sha256, file, progress)
+            flush(self.folder / name)
+        self._commit(document)
+
+    def _commit(self, document: bytes) -> None:
+        folder = f"{LAYERS}/{self.name}"
+        # Without layer.json, a reader does not take the files of two versions for one.
+        self.store.remove(f"{folder}/{DOCUMENT}")
+        self.store.commit([self.folder / MASKS, self.folder / INDEX], folder)
+        self.store.put(f"{folder}/{DOCUMENT}", document)
 
 
 def provenance(program: str, settings: dict[str, Any], weights: list[str], **others: Any) -> dict[str, Any]:
@@ -133,6 +146,7 @@ def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[Lay
                 f"--name {name}: {store.root} has a layer of this name; choose another one, or replace it "
                 "with --overwrite"
             )
+        remove_local_leftovers(store)
         _check_own(store, name)
         folder = temporary_path(store.scratch / LAYERS / name / "new")
         folder.mkdir(parents=True)
@@ -177,6 +191,7 @@ def _claimed(store: Store, name: str) -> Iterator[None]:
 def _remove(store: Store, name: str) -> None:
     """Remove the files of a layer, layer.json first."""
     folder = f"{LAYERS}/{name}"
+    remove_local_leftovers(store)
     _check_own(store, name)
     store.remove(f"{folder}/{DOCUMENT}")
     if store.is_folder(folder):
@@ -185,19 +200,23 @@ def _remove(store: Store, name: str) -> None:
 
 def _check_own(store: Store, name: str) -> None:
     """UsageError if files in the folder have the names of a layer's files, and are not those of a layer."""
+    if not is_own(store, name):
+        raise UsageError(
+            f"{store.url(f'{LAYERS}/{name}')}: has files that belong to no layer; move them, or choose "
+            "another name"
+        )
+
+
+def is_own(store: Store, name: str) -> bool:
+    """Whether the files in the folder with the names of a layer's files are those of a layer, or none."""
     folder = f"{LAYERS}/{name}"
-    remove_local_leftovers(store)
     if not any(store.exists(f"{folder}/{one}") for one in (DOCUMENT, MASKS, INDEX)):
-        return
+        return True
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(store.read(f"{folder}/{DOCUMENT}"))["format"] == LAYER_FORMAT:
-            return
+            return True
     masks = f"{folder}/{MASKS}"
-    if (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC:
-        return
-    raise UsageError(
-        f"{store.url(folder)}: has files that belong to no layer; move them, or choose another name"
-    )
+    return (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC
 
 
 def make_change(base: Annotations, own: Annotations, existing: Existing) -> tuple[Change, int]:

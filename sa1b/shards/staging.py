@@ -136,7 +136,7 @@ def remove_local_leftovers(store: Store, spill: Path | None = None) -> None:
 
 def temporary_files(store: Store) -> dict[Path, str]:
     """Files that have a name of `temporary_path` in this machine's folders, and their processes."""
-    places = [store.scratch, *(store.scratch / folder for folder in (TASKS, QUARANTINE, VIEWS))]
+    places = [store.scratch, *(store.scratch / folder for folder in (TASKS, QUARANTINE, VIEWS, LAYERS))]
     places += _children(store.scratch / LAYERS)
     found = {path: process_of_temporary(path) for place in places for path in place.glob(".*.partial")}
     return {path: process for path, process in found.items() if process is not None}

@@ -52,7 +52,7 @@ from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
-from sa1b.views.view import open_view
+from sa1b.views.view import view_of
 
 _PREFETCH = 1  # micro-batches in flight while one is decoded
 
@@ -87,7 +87,7 @@ class Stream(IterableDataset[Batch]):
             with the same samples. See sa1b.storage.range_cache.
         cache_bytes: limit of the cache for this dataset directory, in bytes; required with `cache`.
         layers: names of layers (`sa1b layer add`): masks are chosen from those of the shards with the changes
-            of these layers, in this order; see docs/layers.md.
+            of these layers, in this order; by default those that the view was made with; see docs/layers.md.
         join: columns of other tables by image or mask id, such as {"caption": "captions.parquet"}; the values
             are in `batch.extra["caption"]`; see sa1b.stream.columns.
         text: a table of texts, `sa1b.Text(...)` or its path, for `batch.texts`; see sa1b.stream.text.
@@ -203,7 +203,7 @@ class Stream(IterableDataset[Batch]):
                 warnings.warn(f"{self.dataset.root} is {self.dataset.lacks()}", stacklevel=2)
         check_images(self.dataset, "a stream")
         self.root = self.dataset.root
-        self.view = open_view(self.dataset.reader, self.dataset.table, view)
+        self.view, self.dataset = view_of(self.dataset, view)
         if block_size > 1:
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)

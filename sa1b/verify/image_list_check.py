@@ -19,7 +19,7 @@ import numpy as np
 from sa1b.console import command, counted
 from sa1b.names import ID_END
 from sa1b.report import first_names
-from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view
+from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view, view_digest
 from sa1b.shards.image_ids import missing_ids
 from sa1b.shards.manifest import QUARANTINE, VIEWS
 from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines, read_warnings
@@ -80,8 +80,8 @@ def _form(document: Any, digest: str) -> str | None:
         check_view(document)
     except FieldError as error:
         return str(error)
-    where, ids = document.get("masks_where"), document["ids_sha256"]
-    made = ids if where is None else hashlib.sha256(f"{ids} {where}".encode()).hexdigest()
+    layers = [one["digest"] for one in document.get("layers", [])]
+    made = view_digest(document["ids_sha256"], document["masks_where"], layers)
     if not document.get("digest") == digest == made:
         return f"its ids and condition have the digest {made}, the file is named {digest}"
     return None

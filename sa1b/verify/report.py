@@ -106,6 +106,7 @@ class VerifyReport:
     images: int = 0
     masks: int = 0
     bytes: int = 0  # read from shards and indexes
+    layers: int = 0
     found: Findings = field(default_factory=Findings)
     # shard -> why: lack of memory or threads, not damage
     unchecked: dict[str, str] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class VerifyReport:
             ("images", f"{self.images:,}"),
             ("masks", f"{self.masks:,}"),
             ("bytes", f"{self.bytes:,} ({rate_text(self.bytes, self.seconds)})"),
+            *([("layers", f"{self.layers:,}")] if self.layers else []),
             ("findings", f"{len(self.found):,}"),
         ]
         rows += [(f"  {kind}", f"{count:,}") for kind, count in self.found.kinds().items()]

@@ -1,4 +1,4 @@
-"""Check a dataset directory: shards, indexes, sample table, dataset.json, task files, views, quarantine.
+"""Check a dataset directory: shards, indexes, tables, dataset.json, task files, views, layers, quarantine.
 
 Example: sa1b verify shards --deep --workers 4 --state verify.state
          sa1b verify s3://BUCKET/shards --deep --scratch /nvme/scratch
@@ -40,12 +40,14 @@ def main(
     """Check a dataset directory.
 
     Checks the digests and the structure of every shard and every other file of the dataset. Members are
-    compared with index and sample table, and mask records with the index. No file is changed or locked.
+    compared with index and sample table, and mask records with the index. Layers are compared with their
+    digests. No file is changed or locked.
     If reshard runs at the same time, the report lists the sources that it is writing.
 
     Args:
         root: Dataset directory that `sa1b reshard` made: a folder or a URL (s3://...).
-        deep: Also decode every JPEG and every mask, and compare the masks in records and index.
+        deep: Also decode every JPEG and every mask, compare the masks in records and index, and apply every
+            change of a layer.
         workers: Workers, each with one shard at a time and up to 500 MB of memory. By default 1; with Ray
             one for each CPU of the cluster.
         state: File outside ROOT that records the progress. After an interruption, the same command resumes

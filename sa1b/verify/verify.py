@@ -23,6 +23,7 @@ from sa1b.storage.atomic import ResumeRecord
 from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
+from sa1b.verify.layer_check import check_layers
 from sa1b.verify.member_check import ExpectedShard, ShardResult
 from sa1b.verify.report import Problem, VerifyRemedy, VerifyReport, short
 from sa1b.verify.root_check import RootCheck
@@ -92,6 +93,7 @@ def verify(
             report.masks += result.masks
             report.bytes += result.bytes
         check.conclude(results)
+        check_layers(store, report, deep=deep, quiet=quiet)
         if record is not None:
             record.remove()
     report.seconds = time.monotonic() - began

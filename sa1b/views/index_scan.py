@@ -51,7 +51,9 @@ def scan(
     workers: int,
     quiet: bool,
 ) -> Iterator[ShardPart]:
-    """Evaluate conditions over index files in threads, in any order; ShardError: one is damaged."""
+    """Evaluate conditions over the index files of shards, in threads; the results are in any order. The masks
+    of images that the dataset's layers change are read. ShardError: a file is missing or damaged.
+    """
     waiting = iter(shards)
     running: set[Future[ShardPart]] = set()
     pool = ThreadPoolExecutor(workers)
@@ -59,8 +61,7 @@ def scan(
         with bar(len(shards), "view", "shard", quiet) as progress:
             while True:
                 for shard in islice(waiting, _IN_FLIGHT * workers - len(running)):
-                    name = shard_files(dataset.shards[shard])[1]
-                    running.add(pool.submit(_part, dataset.reader, name, masks_where, images_where))
+                    running.add(pool.submit(_part, dataset, shard, masks_where, images_where))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -107,8 +108,9 @@ def _texts(reader: Reader, shard: str) -> pa.Table | None:
 
 
 def _part(
-    reader: Reader, name: str, masks_where: Predicate | None, images_where: Predicate | None
+    dataset: Dataset, shard: int, masks_where: Predicate | None, images_where: Predicate | None
 ) -> ShardPart:
+    reader, name = dataset.reader, shard_files(dataset.shards[shard])[1]
     images = images_where.fields - {"masks"} if images_where is not None else frozenset()
     fields = masks_where.fields if masks_where is not None else frozenset()
     per_image = {"image_id", *images} | (fields & {"width", "height"})
@@ -137,10 +139,30 @@ def _part(
             passed = np.concatenate([[0], np.cumsum(masks_where(mask_values(fields, column)))])
             ends = np.cumsum(counts)
             left = passed[ends] - passed[ends - counts]
+    if dataset.layers:
+        counts, left = _changed(dataset, columns["image_id"], counts, left, masks_where)
     passes = np.ones(len(counts), np.bool_)
     if images_where is not None:
         passes = images_where({**columns, "masks": left})
     return ShardPart(columns["image_id"].astype(np.uint64), passes, counts, left)
+
+
+def _changed(
+    dataset: Dataset,
+    ids: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    left: npt.NDArray[np.int64],
+    masks_where: Predicate | None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The numbers of masks, and of those that pass, with the changes of layers."""
+    counts, left = counts.copy(), left.copy()
+    of_layers = np.concatenate([layer.columns["image_id"] for layer in dataset.layers])
+    places = np.flatnonzero(np.isin(ids, of_layers)).tolist()
+    rows = [dataset.row(image_id) for image_id in ids[places].tolist()]
+    for i, found in zip(places, dataset.masks(rows), strict=True):
+        counts[i] = len(found)
+        left[i] = counts[i] if masks_where is None else masks_where.masks(found).sum()
+    return counts, left
 
 
 def _flat(lists: pa.ListArray, masks: int) -> npt.NDArray[Any]:

@@ -46,10 +46,11 @@ class Selection:
     ids: str | Path | None = None  # file of image ids, see sa1b.shards.image_ids
     # ids of that file that the dataset lacks are refused, counted, or listed
     missing: Literal["refuse", "skip", "list"] = "refuse"
+    layers: tuple[str, ...] = ()  # names of layers whose changes the masks have
 
     def flags(self) -> dict[str, str]:
         """Flag -> value, for all flags that are set."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
         if self.held_out is None:
             del values["split"]
         if self.ids is None or self.missing == "refuse":
@@ -81,6 +82,7 @@ class Selected:
             **({"missing_ids": self.missing.tolist()} if self.list_missing else {}),
             "digest": self.view.digest,
             "ids_sha256": self.view.ids_digest,
+            **({"layers": [list(layer) for layer in self.view.layers]} if self.view.layers else {}),
             "path": self.path,
             "view": self.opens,
         }
@@ -100,6 +102,7 @@ class Selected:
             )
             if self.list_missing:
                 lines += map(str, self.missing.tolist())
+        lines += [f"  layer   {name} ({digest})" for name, digest in self.view.layers]
         lines.append(f"  digest  {self.view.digest}")
         if self.name is not None:
             lines.append(f"  name    {self.name}")
@@ -134,7 +137,8 @@ def select(
     if out is not None and out.suffix != ".json" and out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     store = open_store(root)
-    dataset = Dataset(root)
+    dataset = Dataset(root, layers=selection.layers)
+    layers = tuple((layer.info.name, layer.info.digest) for layer in dataset.layers)
     if images_where is not None and (fields := images_where.fields & _STORED_IMAGE):
         check_images(
             dataset,
@@ -143,8 +147,10 @@ def select(
         )
     if scanned:  # the selection takes minutes, so a target that cannot be written is refused first
         views = view_target(store, out).views()
-        again = selection.flags(), dataset.table.ids_digest  # the view of an earlier, equal selection
-        other_views = [view for view in views if (view.chosen_by, view.dataset.get("ids_sha256")) != again]
+        again = selection.flags(), dataset.table.ids_digest, layers  # the view of an earlier, equal selection
+        other_views = [
+            view for view in views if (view.chosen_by, view.dataset.get("ids_sha256"), view.layers) != again
+        ]
         check_free(other_views, out, name, None, overwrite=overwrite)
     chosen = _by_hash(dataset.table.image_id, low, high)
     missing = no_ids()
@@ -170,6 +176,7 @@ def select(
             dataset.table,
             np.flatnonzero(chosen).astype(np.uint32),
             masks_where=masks_where,
+            layers=layers,
             name=name,
             chosen_by=selection.flags(),
             counts=dict(counts),

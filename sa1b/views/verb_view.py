@@ -33,6 +33,7 @@ def main(
     split: Literal["train", "held-out"] = "train",
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
     missing: Literal["refuse", "skip", "list"] = "refuse",
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
     name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None,
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None,
     overwrite: bool = False,
@@ -62,6 +63,8 @@ def main(
             or the .ids file of a view.
         missing: For ids of --ids that ROOT does not contain: refuse to write the view, skip (omit and count
             them) or list (omit and print them).
+        layers: Read and count masks with the changes of these layers (`sa1b layer add`), in this order. The
+            view names them by digest, and is always read with them.
         name: Readable alias of the digest.
         out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. To open the
             view, pass this path (with a "/" in it).
@@ -71,7 +74,7 @@ def main(
     """
     if missing != "refuse" and ids is None:
         raise UsageError(f"--missing {missing}: needs --ids; add --ids or omit --missing")
-    if not any((masks_where, images_where, subset, held_out, ids, name, out)):
+    if not any((masks_where, images_where, subset, held_out, ids, layers, name, out)):
         raise UsageError(
             f"{root}: the view would have all images; pass --masks-where, --images-where, --subset, "
             "--held-out or --ids, or give a view of all images a --name"
@@ -81,7 +84,7 @@ def main(
         check_writable("a view is written there without --out", root)
     with loading():
         from sa1b.views.selection import Selection, select
-    selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing)
+    selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing, layers)
     found = select(
         root, selection, name=name, out=out, overwrite=overwrite, workers=workers, quiet=json_output
     )

@@ -2,17 +2,19 @@
 
 A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
 is its identity: commands print it, its files are named after it, and it opens the view. Without a condition,
-the digest is the sha256 of the sorted ids, u64 little-endian. With a condition, it is the sha256 of that
-digest, a space and the condition.
+the digest is the sha256 of the sorted ids, u64 little-endian; for others see `view_digest`. A view that was
+made with layers names them by digest, and is read with them.
 
 `View.ids_digest` depends on the ids only. It is the key of the training order, so the order is the same for
 views with other masks, other shards or other image sizes of the same images. A dataset directory that gets
 more images keeps its views: the ids are looked up in its new sample table.
 """
 
+import copy
 import hashlib
 import mmap
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,16 +24,19 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.documents import view_digest
+from sa1b.shards.layer import reopen_layers
 from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.cache import fetch_once
 from sa1b.storage.claim import exclusive
-from sa1b.storage.errors import DamageError, MissingError
+from sa1b.storage.errors import DamageError, MissingError, ReplacedError
 from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
 from sa1b.storage.store import Root
 from sa1b.views.predicate import Predicate, PredicateError
 from sa1b.views.view_document import (
     PREFIX,
+    Layers,
     ViewDocument,
     check_free,
     check_name,
@@ -60,10 +65,12 @@ class View:
     # of the sample table, which differs for other bytes, other shards or more images; for integrity only
     bytes_digest: str
     masks_where: Predicate | None = None  # the condition that a mask must pass; None: all masks
+    layers: Layers = ()  # that the masks are read with
 
     def __repr__(self) -> str:
         condition = "" if self.masks_where is None else f", masks with {self.masks_where.text}"
-        return f"View({self.digest[:SHOWN_DIGEST]}: {self.count:,} images{condition})"
+        layers = "".join(f", layer {name}" for name, _ in self.layers)
+        return f"View({self.digest[:SHOWN_DIGEST]}: {self.count:,} images{condition}{layers})"
 
     def __len__(self) -> int:
         return self.count
@@ -93,17 +100,44 @@ def ids_digest(ids: npt.NDArray[np.uint64]) -> str:
     return hashlib.sha256(np.ascontiguousarray(ids, "<u8").data).hexdigest()
 
 
-def view_digest(ids_sha256: str, masks_where: Predicate | None) -> str:
-    """The digest that identifies a view, see the module's docstring."""
-    if masks_where is None:
-        return ids_sha256
-    return hashlib.sha256(f"{ids_sha256} {masks_where.text}".encode()).hexdigest()
+def _digest(ids_sha256: str, masks_where: Predicate | None, layers: Layers) -> str:
+    where = None if masks_where is None else masks_where.text
+    return view_digest(ids_sha256, where, [digest for _, digest in layers])
 
 
-def whole(table: SampleTable, masks_where: Predicate | None = None) -> View:
+def whole(table: SampleTable, masks_where: Predicate | None = None, layers: Layers = ()) -> View:
     """The view of all images of a dataset directory; opening it takes no time."""
-    digest = view_digest(table.ids_digest, masks_where)
-    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where=masks_where)
+    digest = _digest(table.ids_digest, masks_where, layers)
+    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where, layers)
+
+
+def view_of(dataset: Dataset, which: str | Path | None) -> tuple[View, Dataset]:
+    """A view of an open dataset as `open_view`, and the dataset with the layers that the view was made with.
+
+    ManifestError: also if the dataset was opened with other layers, or one of the view was replaced.
+    """
+    view = open_view(dataset.reader, dataset.table, which)
+    own = tuple((layer.info.name, layer.info.digest) for layer in dataset.layers)
+    if not view.layers or own == view.layers:
+        return view, dataset
+    made = f"made with layers {_listed(view.layers)}"
+    if own:
+        raise ManifestError(
+            f"view {which}: {made}, and opened with {_listed(own)}; omit these: the view names its own"
+        )
+    opened = copy.copy(dataset)
+    try:
+        opened.layers = reopen_layers(dataset.reader, dataset.table, view.layers)
+    except ReplacedError as error:
+        raise ManifestError(
+            f"view {which}: {made}, and {error.url} is another one now; restore it from a copy, or make the "
+            "view again"
+        ) from None
+    return view, opened
+
+
+def _listed(layers: Layers) -> str:
+    return ", ".join(f"{name} ({digest[:SHOWN_DIGEST]})" for name, digest in layers)
 
 
 def open_view(
@@ -137,21 +171,20 @@ def open_view(
     try:
         condition = document.condition()
         made_for = document.dataset["ids_sha256"]
-        if view_digest(document.ids_sha256, condition) != document.digest:
+        if _digest(document.ids_sha256, condition, document.layers) != document.digest:
             raise ValueError("its ids and condition are not those of its digest")
     except (PredicateError, ValueError, KeyError, TypeError) as error:
         raise ManifestError(f"{path}: damaged ({error!r}); {again}") from None
     if document.ids_sha256 == table.ids_digest:
-        return whole(table, condition)
+        return whole(table, condition, document.layers)
     if made_for == table.ids_digest:
         data = _map(source, document, ".rows", document.rows_sha256, width=4, check=check, again=again)
         rows = np.frombuffer(data, "<u4")
     else:
         data = _map(source, document, ".ids", document.ids_sha256, width=8, check=check, again=again)
         rows = _look_up(table, np.frombuffer(data, "<u8"), source.url(f"{document.stem}.ids"), reader.root)
-    return View(
-        rows, document.images, document.digest, document.ids_sha256, table.digest, masks_where=condition
-    )
+    about = document.digest, document.ids_sha256, table.digest
+    return View(rows, document.images, *about, condition, document.layers)
 
 
 def find_view(
@@ -176,6 +209,7 @@ def write_view(
     rows: npt.NDArray[np.uint32],
     *,
     masks_where: Predicate | None = None,
+    layers: Layers = (),
     name: str | None = None,
     chosen_by: dict[str, str] | None = None,
     counts: dict[str, int] | None = None,
@@ -189,6 +223,7 @@ def write_view(
 
     Args:
         rows: rows of the sample table, ascending, uint32 [n], at least one.
+        layers: names and digests of the layers that the view is read with.
         chosen_by: flags of the selection -> values; stored in the document, so that it can be repeated.
         counts: further counts for the document.
         out: where to write: a folder, or the path of the .json file; None: ROOT/views.
@@ -201,7 +236,7 @@ def write_view(
     ids = np.ascontiguousarray(table.image_id[rows], "<u8")
     row_bytes = np.ascontiguousarray(rows, "<u4").tobytes()
     ids_sha256 = ids_digest(ids)
-    digest = view_digest(ids_sha256, masks_where)
+    digest = _digest(ids_sha256, masks_where, layers)
     target = view_target(root, out)
     store, final = target.store, target.document(digest)
     with exclusive(store, target.claim, store.url(final)):  # writers only; readers take no claim
@@ -220,6 +255,7 @@ def write_view(
             chosen_by=chosen_by or {},
             dataset={"images": len(table), "ids_sha256": table.ids_digest},
             counts=counts or {},
+            layers=layers,
         )
         store.put(f"{final.removesuffix('.json')}.ids", ids.tobytes())
         store.put(f"{final.removesuffix('.json')}.rows", row_bytes)
@@ -270,11 +306,15 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
     return rows
 
 
-def images_of(root: str, which: str) -> tuple[npt.NDArray[np.uint64], Predicate | None]:
-    """The image ids of a view of a dataset directory, uint64 [n], ascending, and its condition on masks."""
-    dataset = Dataset(root)
-    view = open_view(dataset.reader, dataset.table, which)
-    return view.image_ids(dataset.table), view.masks_where
+def images_of(
+    root: str, which: str, layers: Sequence[str] = ()
+) -> tuple[npt.NDArray[np.uint64], Predicate | None, tuple[str, ...]]:
+    """The image ids of a view of a dataset directory, uint64 [n], ascending, its condition on masks, and the
+    layers that it is read with: `layers`, or those that it was made with.
+    """
+    view, dataset = view_of(Dataset(root, layers=layers), which)
+    names = tuple(name for name, _ in view.layers) or tuple(layers)
+    return view.image_ids(dataset.table), view.masks_where, names
 
 
 def copy_view(root: str, dest: str, which: str) -> str:
@@ -297,6 +337,7 @@ def copy_view(root: str, dest: str, which: str) -> str:
             table,
             rows.astype(np.uint32),
             masks_where=view.masks_where,
+            layers=view.layers,
             name=name,
             chosen_by=document.chosen_by,
             counts=document.counts,

@@ -27,6 +27,7 @@ from sa1b.views.predicate import Predicate, mask_predicate
 PREFIX = 6  # smallest number of characters of an abbreviated digest
 _CAP = 4 << 20  # largest document in bytes
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+Layers = tuple[tuple[str, str], ...]  # names and digests of layers, in the order in which they are applied
 _FIELDS = ("names", "images", "ids_sha256", "rows_sha256", "masks_where", "chosen_by", "dataset")
 
 
@@ -43,11 +44,12 @@ class ViewDocument:
     chosen_by: dict[str, str]  # flags of the selection -> values; `sql`: the statement of `sa1b query`
     dataset: dict[str, Any]  # images and ids_sha256 of the directory that it was selected from
     counts: dict[str, int] = field(default_factory=dict)  # further ones to print
+    layers: Layers = ()
     stem: str = ""  # path of the three files without their endings, relative to their reader
 
     def encode(self) -> bytes:
         """The bytes of the file; equal views give equal bytes."""
-        document = {
+        document: dict[str, Any] = {
             "format": VIEW_FORMAT,
             "digest": self.digest,
             "names": list(self.names),
@@ -59,6 +61,8 @@ class ViewDocument:
             "chosen_by": self.chosen_by,
             "dataset": self.dataset,
         }
+        if self.layers:
+            document["layers"] = [{"name": name, "digest": digest} for name, digest in self.layers]
         return json_bytes({**document, SEAL: seal_of(document)})
 
     def condition(self) -> Predicate | None:
@@ -70,7 +74,8 @@ class ViewDocument:
         sql = [shlex.quote(self.chosen_by["sql"])] if "sql" in self.chosen_by else []
         name_flag = "--as-view" if sql else "--name"
         flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items() if flag != "sql"]
-        return " ".join([*sql, *flags, *(f"{name_flag} {name}" for name in self.names[:1])])
+        layers = ["--layers", *(name for name, _ in self.layers)] if self.layers else []
+        return " ".join([*sql, *flags, *layers, *(f"{name_flag} {name}" for name in self.names[:1])])
 
     def again(self, root: object) -> str:
         """The command that selects the view again from a dataset directory."""
@@ -107,7 +112,9 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
             raise ValueError(f"digest {digest!r}")
         fields |= {"names": tuple(fields["names"])}
         counts = {what: n for what, n in document.items() if what not in fields and type(n) is int}
-        return ViewDocument(**fields, digest=digest, counts=counts, stem=name.removesuffix(".json"))
+        layers = tuple((one["name"], one["digest"]) for one in document.get("layers", []))
+        stem = name.removesuffix(".json")
+        return ViewDocument(**fields, digest=digest, counts=counts, layers=layers, stem=stem)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); remove it and run `{command('view')}` again"

@@ -9,7 +9,7 @@ import pytest
 
 from sa1b.console import command
 from tests.cli.verb import called, runner
-from tests.shards.tiny_source import ROOTS, make_root, two_sources
+from tests.shards.tiny_source import ROOTS, add_layer, make_root, two_sources
 
 run = runner("copy")
 verify = runner("verify")
@@ -19,7 +19,9 @@ view = runner("view")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
-    return make_root(folder / "root", two_sources(folder), ROOTS["plain"])
+    root = make_root(folder / "root", two_sources(folder), ROOTS["plain"])
+    add_layer(root)
+    return root
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def test_copy(root, tmp_path):
 
 def test_to_a_bucket_and_back(root, tmp_path):
     """A bucket of fsspec's local file system, which creates no folders."""
-    for folder in ("tasks", "quarantine/sa_000001", "quarantine/sa_000002"):
+    for folder in ("tasks", "layers/round2", "quarantine/sa_000001", "quarantine/sa_000002"):
         (tmp_path / "bucket" / folder).mkdir(parents=True)
     url = f"local://{tmp_path}/bucket"
     done = run(root, url, "--scratch", tmp_path / "scratch")

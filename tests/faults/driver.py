@@ -26,8 +26,10 @@ from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import atomic
 from tests.faults.power import power as replayed
+from tests.shards.tiny_source import add_layer
 
 OPTIONS = Options(images_per_shard=6)
+Run = Callable[[Path, Path], None]
 _LONGEST = 60  # seconds; a run takes one
 
 
@@ -41,6 +43,12 @@ def make(source: Path, root: Path) -> None:
             ingest(one, root, OPTIONS, Policy(), replace_images=True)
     remove_leftovers(root)
     finish(root)
+
+
+def make_layer(source: Path, root: Path) -> None:
+    """One run that writes a layer, or writes it again."""
+    del source
+    add_layer(root, overwrite=True)
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -78,9 +86,16 @@ class Faults:
 
 
 def forked(
-    source: Path, root: Path, faults: Faults, *, log: Path | None = None, flushed: bool = True, **fault: int
+    source: Path,
+    root: Path,
+    faults: Faults,
+    *,
+    log: Path | None = None,
+    flushed: bool = True,
+    run: Run = make,
+    **fault: int,
 ) -> tuple[int, str]:
-    """Run `make` in a child with a fault or a recording; returns its wait status and its error output.
+    """Run `make`, or another function, in a child with a fault or a recording; returns its wait status and its error output.
 
     If not `flushed`, the child's flushes have no effect, as if the code contained none.
     """
@@ -99,7 +114,7 @@ def forked(
             faults.arm(root, **fault)
         code = 0
         try:
-            make(source, root)
+            run(source, root)
         except BaseException as error:
             shown = (
                 f"{type(error).__name__}: {error}" if isinstance(error, OSError) else traceback.format_exc()
@@ -169,7 +184,8 @@ def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) 
 def power(
     source: Path, work: Path, count: int, seed: int, faults: Faults, *, flushed: bool
 ) -> dict[str, object]:
-    """The power fails while a source is converted, while a second one is added, and while one is replaced.
+    """The power fails while a source is converted, while a second one is added, while one is replaced, and
+    while a layer is written.
 
     `source` has other/sa_000001.tar and larger/<its name> beside it.
     """
@@ -188,15 +204,17 @@ def power(
         "second": (lambda root: make(other, root), damaged),
         "replaced": (both, source),
     }
+    scenarios["layer"] = (lambda root: make(other, root), other)
     found: dict[str, object] = {}
     for name, (before, new) in scenarios.items():
+        work_of = make_layer if name == "layer" else make
 
-        def recorded(root: Path, log: Path, new: Path = new) -> None:
-            status, message = forked(new, root, faults, log=log, flushed=flushed)
+        def recorded(root: Path, log: Path, new: Path = new, run: Run = work_of) -> None:
+            status, message = forked(new, root, faults, log=log, flushed=flushed, run=run)
             assert not status, message
 
-        def again(root: Path, new: Path = new) -> str | None:
-            status, message = forked(new, root, faults)
+        def again(root: Path, new: Path = new, run: Run = work_of) -> str | None:
+            status, message = forked(new, root, faults, run=run)
             return message or f"status {status}" if status else None
 
         found[name] = replayed(before, recorded, again, contents, work / name, count, seed)

@@ -14,6 +14,9 @@ from typing import Any
 import sa1b
 from sa1b.errors import Sa1bError
 from sa1b.shards import manifest
+from sa1b.shards.layer import layer_names
+from sa1b.storage.open import open_store
+from sa1b.verify.layer_check import verify_layer
 from tests.faults import replay
 
 Samples = dict[int, tuple[bytes, Any]]
@@ -36,6 +39,9 @@ def opened(root: Path, expected: Samples) -> str | None:
         for sample in dataset:
             if expected.get(sample.image_id) != (sample.jpeg, sample.annotations.to_json()):
                 return f"image {sample.image_id} is not the original"
+        for name, is_complete in layer_names(open_store(root)).items():
+            if is_complete and (problems := verify_layer(str(root), name, quiet=True).problems):
+                return f"layer {name}: {problems[0]}"
     except Exception as error:
         return f"opened, then {type(error).__name__}: {error}"
     return None

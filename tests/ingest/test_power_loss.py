@@ -1,4 +1,4 @@
-"""The power fails while ingest is at work: what opens is right, and the next run gives the same files."""
+"""The power fails while ingest, or the writer of a layer, is at work: what opens is right, and the next run gives the same files."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults
 
-SCENARIOS = {"first", "second", "replaced"}
+SCENARIOS = {"first", "second", "replaced", "layer"}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,12 @@ from sa1b.masks import coco, geometry
 from sa1b.masks.runs import Runs
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
+from sa1b.shards.layer import Change
+from sa1b.shards.layer_writer import writing
 from sa1b.sources.discovery import discover
+from sa1b.storage.open import open_store
 
 HEIGHT, WIDTH = 48, 64
 
@@ -119,6 +124,21 @@ ROOTS = {  # the options of reshard
     "image_size": Options(images_per_shard=5, image_size=32, quality=80),
     "annotations_only": Options(images_per_shard=5, annotations_only=True),
 }
+
+
+def add_layer(root, name="round2", images=3, overwrite=False):
+    """A layer that adds, replaces and, where there are three masks, hides one of each of the first images."""
+    dataset = Dataset(root)
+    with writing(open_store(root), name, overwrite=overwrite) as writer:
+        for row in range(images):
+            base = next(dataset.masks([row]))
+            own = base.keep(np.arange(len(base)) < 2)
+            own = replace(
+                own, mask_id=np.array([base.mask_id[0], base.mask_id.max() + 1])[: len(own)], text=None
+            )
+            change = Change(own, np.arange(len(own)) == 0, base.mask_id[2:3])
+            writer.add(change, int(dataset.table.masks_crc32c[row]))
+        return writer.commit(dataset.table, None, {"program": "test"})
 
 
 def two_sources(folder: Path) -> list[Path]:

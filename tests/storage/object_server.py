@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _remove_empty(self, folder: Path) -> None:
         """A bucket has no folders, only objects."""
-        while folder.parent != self.folder and not any(folder.iterdir()):
+        while folder.is_dir() and folder.parent != self.folder and not any(folder.iterdir()):
             folder.rmdir()
             folder = folder.parent
 

@@ -28,10 +28,13 @@ from sa1b.shards.manifest import read_tasks
 from sa1b.storage.open import open_store
 from sa1b.storage.reader import Range, Reader
 from sa1b.stream.plan import ResumeError
+from sa1b.verify.layer_check import verify_layer
 from sa1b.views.predicate import mask_predicate
+from sa1b.views.selection import Selection, select
 from sa1b.views.view import write_view
 from tests.shards import tiny
 from tests.shards.test_layer import parsed, two, write
+from tests.storage.service import Service
 from tests.stream.recorded import digest
 
 IDS = range(1, 13)
@@ -224,3 +227,34 @@ def test_layers_of_a_url_are_those_of_the_folder(root: Path, url: str, tmp_path:
     fsspec.filesystem("memory").rm_file(f"{url.removeprefix('memory:/')}/layers/round2/masks.bin")
     with pytest.raises(ManifestError, match=f"{url}/layers/round2/masks.bin: missing; restore"):
         stream_of(url, "round2", **options)
+
+
+def test_layers_of_an_object_store_are_written_and_read(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    subprocess.run(["mkdir", "-p", tmp_path / "store" / "data"], check=True)
+    subprocess.run(["cp", "-r", root, tmp_path / "store" / "data" / "shards"], check=True)
+    stored = tmp_path / "store" / "data" / "shards" / "layers"
+    url, options = "s3://data/shards", {"damage_log": tmp_path / "damage.jsonl"}
+    with Service("object_server", tmp_path / "store") as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        wanted = digests(stream_of(root, "round2"))
+        assert digests(stream_of(url, "round2", **options)) == wanted
+        assert write(url, "new", two(4)).digest == write(root, "new", two(4)).digest
+        assert sorted(path.name for path in (stored / "new").iterdir()) == [
+            "index.parquet", "layer.json", "masks.bin"
+        ]  # fmt: skip
+        assert digests(stream_of(url, "new", **options)) == digests(stream_of(root, "new"))
+        assert verify_layer(url, "new", quiet=True).problems == []
+        view = select(url, Selection(layers=("new",)), name="of-new", quiet=True).view
+        assert digests(stream_of(url, view="of-new", **options)) == digests(stream_of(root, "new"))
+        assert view.digest == select(root, Selection(layers=("new",)), quiet=True).view.digest
+        path = stored / "new" / "masks.bin"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        (problem, *_) = verify_layer(url, "new", quiet=True).problems
+        assert "s3://data/shards/layers/new/masks.bin: sha256" in problem
+        drop(open_store(url), "new")
+        assert not (stored / "new").exists() or not list((stored / "new").iterdir())

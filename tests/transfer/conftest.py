@@ -11,7 +11,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.folder import FolderStore
 from sa1b.views.view import write_view
-from tests.shards.tiny_source import ROOTS, make_root, two_sources
+from tests.shards.tiny_source import ROOTS, add_layer, make_root, two_sources
 
 
 @pytest.fixture(scope="package")
@@ -21,11 +21,12 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def made(sources, tmp_path_factory):
-    """A dataset directory with two sources, five shards, a quarantine and two views."""
+    """A dataset directory with two sources, five shards, a quarantine, two views and a layer."""
     root = make_root(tmp_path_factory.mktemp("copied") / "root", sources, ROOTS["plain"])
     table = Dataset(root).table
     write_view(root, table, np.arange(1, len(table), dtype=np.uint32), name="most")
     write_view(root, table, np.flatnonzero(table.shard == 2)[:2].astype(np.uint32), name="two")
+    add_layer(root)
     return root
 
 

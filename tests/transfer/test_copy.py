@@ -17,6 +17,7 @@ from sa1b.programs.transfer import dataset_copy
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.layer_writer import drop
 from sa1b.shards.manifest import read_task, read_tasks
 from sa1b.storage.claim import Claim
 from sa1b.storage.folder import FolderStore
@@ -24,7 +25,7 @@ from sa1b.storage.open import open_store
 from sa1b.stream.dataset import Stream
 from sa1b.verify.verify import verify
 from sa1b.views.view import copy_view, images_of
-from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
+from tests.shards.tiny_source import ROOTS, add_layer, make_root, pairs, write_source
 from tests.transfer.copying import content, copied, damage
 
 SHARD = "sa1b-000001-0001.tar"
@@ -103,7 +104,7 @@ def test_an_interrupted_copy_can_be_resumed_and_read_before(root, target, monkey
     assert summary.skipped == sorted(
         name[6:-5] for name in before if name.startswith("tasks/") and name.endswith(".json")
     )
-    kept = {name: data for name, data in before.items() if name.endswith((".tar", ".parquet"))}
+    kept = {name: data for name, data in before.items() if name.startswith("sa1b-")}
     tasks = read_tasks(root)
     finished = {shard.name[:-4] for name in summary.skipped for shard in tasks[name].shards}
     assert summary.bytes_kept == sum(
@@ -424,13 +425,16 @@ class TestShards:
             copied(root, tmp_path / "copy", shards=["sa1b-9*"])
         assert not (tmp_path / "copy").exists()
 
-    def test_the_shards_of_a_view_are_copied_with_it(self, root, target):
-        summary = copied(root, target, images=images_of(str(root), "two")[0])
+    @pytest.mark.parametrize("layers", [(), ("round2",)])
+    def test_the_shards_of_a_view_are_copied_with_it(self, root, target, layers):
+        summary = copied(root, target, images=images_of(str(root), "two")[0], layers=layers)
+        assert target.folders("layers") == [*layers]
         digest = copy_view(str(root), target.root, "two")
         assert (summary.sources, summary.shards) == (1, 1)
         assert target.names("views") == [f"{digest}.ids", f"{digest}.json", f"{digest}.rows"]
         report = verify(target, deep=True, workers=0, quiet=True)
-        assert (report.findings, report.notes) == ([], [])
+        notes = [f"layer {name} has 2 images that the directory lacks" for name in layers]
+        assert (report.findings, report.notes, report.layers) == ([], notes, len(layers))
         shutil.rmtree(root / "tasks")  # the copy needs nothing of the original
         assert images_of(target.root, "two")[0].tolist() == images_of(str(root), "two")[0].tolist()
         rows = json.loads(target.read(f"views/{digest}.json"))["dataset"]
@@ -450,3 +454,28 @@ def test_a_store_is_opened_again_by_its_url(bucket):
     store = bucket()
     store.put("a", b"1")
     assert open_store(store.root).read("a") == b"1"
+
+
+def test_layers_are_copied_and_never_replaced(root, target):
+    """Other tests compare the bytes of copies of a directory with a layer."""
+    summary = copied(root, target)
+    assert (summary.layers, summary.exit_code()) == (["round2"], 0)
+    assert "  layers   round2" in summary.table()
+    copy, original = (Dataset(one, layers=["round2"]) for one in (target.root, root))
+    assert [one.annotations.mask_id.tolist() for one in copy] == [
+        one.annotations.mask_id.tolist() for one in original
+    ]
+    assert copied(root, target).layers == []
+    add_layer(root, "round3", images=2)
+    damage(FolderStore(root), "layers/round3/masks.bin", offset=30)
+    drop(FolderStore(root), "round2")
+    add_layer(root, "round2", images=1)
+    (root / "layers" / "stopped").mkdir()
+    before = content(target)
+    summary = copied(root, target)
+    assert summary.exit_code() == 1
+    assert content(target) == before
+    assert summary.failed_layers.keys() == {"round2", "round3"}
+    assert "has a layer of this name; choose another one" in summary.failed_layers["round2"]
+    assert "layers/round3/masks.bin" in summary.failed_layers["round3"]
+    assert "FAILED layer round2: " in summary.table()

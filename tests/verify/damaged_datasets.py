@@ -2,8 +2,8 @@
 
     python -m tests.verify.damaged_datasets --count 500 --seed 1
 
-A world has tars, a folder, a file in COCO's format with hashed ids, a fetched part and a view in one dataset
-directory. Each case removes, cuts, empties, changes, exchanges or renames one or two of its files, of every kind.
+A world has tars, a folder, a file in COCO's format with hashed ids, a fetched part, a view and a layer in one
+dataset directory. Each case removes, cuts, empties, changes, exchanges or renames one or two of its files, of every kind.
 Then the commands that `verify` prints are run as printed, with or without the sources, until it prints none.
 No command may reduce the images that the dataset serves or an intact shard holds. With the sources the end is
 Clean, and every image is there with its bytes. A violation is printed with its seed; the exit code is then 1.
@@ -47,6 +47,7 @@ from sa1b.verify.verify import verify
 from sa1b.views.verb_view import main as view
 from tests import processes
 from tests.shards import tiny
+from tests.shards.tiny_source import add_layer
 
 ROUNDS = 12  # of advice that is followed
 PART = (901, 903, 904, 907)  # the images that were fetched of sa_000009
@@ -61,7 +62,8 @@ KINDS = {  # pattern of the files of a kind in a dataset directory
     "kept": "quarantine/*/0*",
     "view": "views/*.json",
     "view data": "views/*.[ir]*s",
-    "folder": "*/",  # all files of tasks/, quarantine/ or views/
+    "layer": "layers/*/*",
+    "folder": "*/",  # all files of tasks/, quarantine/, views/ or layers/
 }
 ACTIONS = ("remove", "cut", "empty", "flip", "swap", "foreign", "rename", "move")
 
@@ -126,6 +128,7 @@ def make(root: Path, paths: list[Path]) -> None:
     write_dataset(root, read_tasks(root))
     with contextlib.redirect_stdout(io.StringIO()):
         view(str(root), held_out="30%", name="held")
+    add_layer(root)
 
 
 def ids_in(shard: bytes) -> set[int]:
@@ -206,6 +209,7 @@ def typed(words: Iterable[str]) -> list[str]:
         "IMAGES": "src/images",
         "photos.tar": "src/photos",
         "train.tar": "src/train.json",
+        "MASKS": "src/photos",
     }
     return [re.sub(r"PATH/TO/(.+)", lambda one: places.get(one[1], f"src/{one[1]}"), word) for word in words]
 

@@ -10,8 +10,8 @@ from sa1b.storage.atomic import temporary_path
 from sa1b.verify import verify
 from sa1b.verify.report import VerifyReport
 from sa1b.verify.root_check import RootCheck
-from tests.shards.tiny_source import ROOTS
-from tests.verify.checking import check
+from tests.shards.tiny_source import ROOTS, add_layer
+from tests.verify.checking import check, flip
 
 
 @pytest.mark.parametrize("name", ROOTS)
@@ -63,3 +63,36 @@ def test_a_folder_without_shards_is_refused(tmp_path):
         check(tmp_path)
     with pytest.raises(ManifestError, match="no dataset there"):
         check(tmp_path / "nowhere")
+
+
+def test_layers_are_part_of_the_check(root):
+    """tests/verify/test_mutations.py changes any byte of one."""
+    add_layer(root, images=4)
+    add_layer(root, "round3")
+    report = check(root, deep=True)
+    assert (report.findings, report.layers, report.exit_code()) == ([], 2, 0)
+    assert "layers    2" in report.table()
+    (root / "layers/round3/layer.json").unlink()
+    path = root / "layers/round2/masks.bin"
+    flip(path, 100)
+    report = check(root)
+    assert report.notes == ["layer round3 is unfinished: the same command makes it again"]
+    (finding,) = report.findings
+    assert (finding.kind, finding.file) == ("layer_damaged", "layers/round2")
+    assert "layers/round2/masks.bin: sha256" in finding.message
+    assert f"layer add {root} PATH/TO/MASKS --name round2 --overwrite" in finding.remedy
+    deep = check(root, deep=True).findings
+    assert len(deep) == 2
+    assert "record of image 100 at offset" in deep[1].message
+    path.write_bytes(b"a user's")
+    (root / "layers/round2/layer.json").write_text("{}")
+    (finding,) = check(root).findings
+    assert finding.remedy == f"move {root}/layers/round2 to another folder, and make the layer again"
+
+
+def test_layers_are_not_checked_without_the_sample_table(root):
+    add_layer(root)
+    next(root.glob("samples-*")).unlink()
+    report = check(root)
+    assert report.unchecked.keys() == {"layers"}
+    assert report.exit_code() == 1

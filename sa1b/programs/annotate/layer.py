@@ -26,7 +26,7 @@ from sa1b.shards.layer import check_layer_name, layer_names, read_info
 from sa1b.shards.layer_writer import Existing, make_change, provenance, writing
 from sa1b.shards.manifest import LAYERS
 from sa1b.storage.open import open_store
-from sa1b.views.view import open_view
+from sa1b.views.view import view_of
 
 PROGRAM = "sa1b annotate"
 _BATCH = 64  # images whose stored masks are read together
@@ -141,7 +141,7 @@ def open_target(
             f"{root}: at a URL; pass --out, a folder for the annotations until the layer is complete, which "
             "all processes share"
         )
-    chosen = open_view(dataset.reader, dataset.table, view)
+    chosen, dataset = view_of(dataset, view)
     own = {
         "existing": existing,
         "view": None if view is None else chosen.digest,

@@ -142,9 +142,11 @@ def main(
     form = _format(
         to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
     )
-    images, masks_where = (None, None) if view is None else images_of(root, view)
+    images, masks_where = None, None
+    if view is not None:
+        images, masks_where, layers = images_of(root, view, layers)
     if isinstance(form, Yolo) and val_view is not None:
-        val, val_where = images_of(root, val_view)
+        val, val_where, layers = images_of(root, val_view, layers)
         if images is not None:
             if (both := np.isin(images, val).sum()) or masks_where != val_where:
                 why = f"{both:,} of its images are also in" if both else "another condition on masks than"

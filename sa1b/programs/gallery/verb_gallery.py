@@ -78,7 +78,7 @@ def main(
         from sa1b.programs.gallery.members import Choice
         from sa1b.programs.gallery.page import write_gallery
         from sa1b.shards.dataset import open_dataset
-        from sa1b.views.view import open_view
+        from sa1b.views.view import view_of
     images, facts = None, []
     if layers and not is_dataset(source):
         raise UsageError(
@@ -87,9 +87,9 @@ def main(
     if view is not None:
         if not is_dataset(source):
             raise UsageError(f"{source}: not a dataset directory; pass one, or omit --view and --warnings")
-        table = open_dataset(source).table
-        opened = open_view(source, table, view)
-        images = opened.image_ids(table)
+        opened, dataset = view_of(open_dataset(source, layers=layers), view)
+        images = opened.image_ids(dataset.table)
+        layers = layers or tuple(one for one, _ in opened.layers)
         name = "" if opened.digest.startswith(view) else f"{view}, "
         facts.append(("View", f"{name}{opened.digest}"))
         if opened.masks_where is not None:

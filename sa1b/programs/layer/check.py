@@ -1,17 +1,14 @@
-"""The list of layers, and the verification of one: digests, every record, and the masks that it changes."""
+"""The list of the layers of a dataset directory."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from sa1b.console import command, counted
-from sa1b.errors import ManifestError, Sa1bError
-from sa1b.masks.runs import MaskError
-from sa1b.report import aligned, bar, first_lines
+from sa1b.console import command
+from sa1b.errors import ManifestError
+from sa1b.report import aligned
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import LayerInfo
-from sa1b.shards.layer import layer_names, open_layers, read_info
-from sa1b.shards.manifest import LAYERS
-from sa1b.storage.cache import digest
+from sa1b.shards.layer import layer_names, read_info
 from sa1b.storage.open import open_store
 
 
@@ -69,67 +66,4 @@ def list_layers(root: str) -> LayerList:
                 found.unfinished.append(name)
         except ManifestError as error:
             found.damaged[name] = str(error)
-    return found
-
-
-@dataclass(slots=True)
-class LayerCheck:
-    """The result of the verification of a layer."""
-
-    name: str
-    images: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    def exit_code(self) -> int:
-        """0: intact; 1: there is a problem."""
-        return 1 if self.problems else 0
-
-    def document(self) -> dict[str, Any]:
-        """The result as a JSON document."""
-        code = {"exit_code": self.exit_code()}
-        return {**code, "name": self.name, "images": self.images, "problems": self.problems}
-
-    def table(self) -> str:
-        """The result as text."""
-        if not self.problems:
-            return f"layer {self.name}: {counted(self.images, 'image')} verified, intact"
-        return "\n".join([*first_lines(self.problems), f"layer {self.name}: {len(self.problems):,} problems"])
-
-
-def verify_layer(root: str, name: str, *, quiet: bool = False) -> LayerCheck:
-    """Verify the digests of a layer and apply every record to the stored masks of its image."""
-    found = LayerCheck(name)
-    dataset = Dataset(root)
-    try:
-        *parents, layer = open_layers(dataset.reader, dataset.table, [name])
-    except ManifestError as error:
-        found.problems.append(str(error))
-        return found
-    ids = layer.columns["image_id"].tolist()
-    if (stored := digest(dataset.reader, layer.file)) != layer.info.masks.sha256:
-        found.problems.append(
-            f"{dataset.reader.url(layer.file)}: sha256 {stored}, layer.json has {layer.info.masks.sha256}; "
-            "restore it from a copy"
-        )
-    dataset.layers = tuple(parents)
-    with bar(len(ids), "verify", " images", quiet) as shown:
-        for image_id in ids:
-            shown.update(1)
-            try:
-                (base,) = dataset.masks([dataset.row(image_id)])
-            except KeyError:
-                found.problems.append(
-                    f"{LAYERS}/{name}: image {image_id} is not in {root}; make the layer again"
-                )
-                continue
-            except Sa1bError as error:
-                found.problems.append(str(error))
-                continue
-            try:
-                pending = layer.submit(dataset.reader, image_id)
-                assert pending is not None
-                pending.apply(base).runs()
-                found.images += 1
-            except (Sa1bError, MaskError) as error:
-                found.problems.append(str(error))
     return found

@@ -77,9 +77,10 @@ def main(
         check_writable(f"layer {action} changes {root}", root)
     with loading():
         from sa1b.programs.layer.add import add_layer
-        from sa1b.programs.layer.check import LayerCheck, list_layers, verify_layer
+        from sa1b.programs.layer.check import list_layers
         from sa1b.shards.layer_writer import drop
         from sa1b.storage.open import open_store
+        from sa1b.verify.layer_check import LayerCheck, verify_layer
     if action == "list":
         present(list_layers(root), json_output)
         return 0

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.console import command
-from sa1b.errors import UsageError
+from sa1b.errors import LockedError, ManifestError, UsageError
 from sa1b.names import SHARD_PREFIX, is_quarantine_file
 from sa1b.programs.transfer.plan import CopyPlan, CopySummary, make_plan, partial_task
 from sa1b.report import Bar, bar
@@ -34,6 +34,8 @@ from sa1b.shards.commit import (
     write_dataset,
 )
 from sa1b.shards.documents import ShardInfo, Task
+from sa1b.shards.layer import DOCUMENT, layer_names, read_info
+from sa1b.shards.layer_writer import writing
 from sa1b.shards.manifest import (
     DATASET,
     LAYERS,
@@ -71,6 +73,7 @@ def copy_dataset(
     *,
     shards: Sequence[str] = (),
     images: npt.NDArray[np.uint64] | None = None,
+    layers: Sequence[str] | None = None,
     workers: int = 1,
     scratch: Path | None = None,
     quiet: bool = False,
@@ -79,9 +82,10 @@ def copy_dataset(
 
     A source with a damaged shard is skipped and the others are copied. With `shards`, patterns of names
     (fnmatch), or `images`, ids as uint64 [N], ascending, only shards that match or hold one are copied, and
-    no views. `dest` is empty or has a part of the same dataset: else, and if a disk is too small, UsageError.
-    Each of the threads copies one source at a time: 64 MiB of memory. `scratch`: of a URL: local folder for
-    the objects that are being copied. OSError: a store fails; what was copied is kept.
+    no views. `layers`: names of the layers to copy; None: all. `dest` is empty or has a part of the same
+    dataset: else, and if a disk is too small, UsageError. Each of the threads copies one source at a time:
+    64 MiB of memory. `scratch`: of a URL: local folder for the objects that are being copied. OSError: a
+    store fails; what was copied is kept.
     """
     began = time.monotonic()
     source, target = open_store(root, scratch=scratch), open_store(dest, scratch=scratch)
@@ -100,6 +104,7 @@ def copy_dataset(
             copy = _Copy(source, target, plan, staging=staging, summary=summary, progress=progress)
             copy.release_claims()
             copy.sources(workers)
+            copy.layers(layer_names(source) if layers is None else layers)
             if not shards and images is None:
                 copy.views()
             copy.dataset()
@@ -152,6 +157,23 @@ class _Copy:
                 staged = self._staged(name, path)
             self.target.commit_file(staged, f"{VIEWS}/{name}")
             self.summary.views.append(name)
+
+    def layers(self, names: Iterable[str]) -> None:
+        """Copy complete layers; one that the destination has with the same document is skipped."""
+        for name in names:
+            path = f"{LAYERS}/{name}/{DOCUMENT}"
+            if not self.source.exists(path):
+                continue  # unfinished
+            try:
+                info, document = read_info(self.source.reader, name), self.source.read(path)
+                if self.target.exists(path) and self.target.read(path) == document:
+                    continue
+                with writing(self.target, name) as writer:
+                    writer.copy(self.source, info, document, self._check_running)
+            except (ManifestError, UsageError, LockedError, DamageError, MissingError) as error:
+                self.summary.failed_layers[name] = str(error).replace("--name ", "")
+            else:
+                self.summary.layers.append(name)
 
     def dataset(self) -> None:
         with dataset_claim(self.target):

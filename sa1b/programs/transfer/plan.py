@@ -232,13 +232,15 @@ class CopySummary:
     partial: list[str] = field(default_factory=list)  # sources of which only some shards were copied
     # source that is not in the copy, or not with all its shards -> the reason
     failed: dict[str, str] = field(default_factory=dict)
+    failed_layers: dict[str, str] = field(default_factory=dict)  # as `failed`
     # sources that the original directory lists as failed or pending
     missing: list[str] = field(default_factory=list)
     views: list[str] = field(default_factory=list)  # names of the copied files of views
+    layers: list[str] = field(default_factory=list)  # names of the layers that this run copied
 
     def exit_code(self) -> int:
-        """0: everything was copied. 1: a source was not."""
-        return 1 if self.failed else 0
+        """0: everything was copied. 1: a source or a layer was not."""
+        return 1 if self.failed or self.failed_layers else 0
 
     def document(self) -> dict[str, Any]:
         return {"exit_code": self.exit_code(), **asdict(self)}
@@ -253,12 +255,15 @@ class CopySummary:
             f"  masks    {self.masks:,}",
             f"  bytes    {self.bytes_copied:,} ({rate_text(self.bytes_copied, self.seconds)}){kept}",
         ]
+        if self.layers:
+            lines.append(f"  layers   {first_names(self.layers)}")
         if self.partial:
             lines.append(f"  partial  {counted(len(self.partial), 'source')}: only some of their shards")
         lines += [f"FAILED {name}: {why}" for name, why in sorted(self.failed.items())]
+        lines += [f"FAILED layer {name}: {why}" for name, why in sorted(self.failed_layers.items())]
         if not self.sources:
             lines.append(f"No source was copied: {self.dataset} was not written.")
-        elif self.failed:
+        elif self.failed or self.failed_layers:
             lines.append(f"Not complete: {self.dataset} lists the sources that were copied.")
         elif self.missing:
             lines.append(

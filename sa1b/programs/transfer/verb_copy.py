@@ -5,7 +5,8 @@ Example: sa1b copy shards s3://BUCKET/shards --workers 4 --scratch /nvme/scratch
          sa1b copy s3://BUCKET/shards shards --view small
 
 To resume an interrupted copy, run the same command again: copied sources are skipped. Exit code 0: copied;
-1: a source is damaged and was left out, the others are copied; 2: nothing more was copied; 130: interrupted.
+1: a source or layer is damaged and was left out, the others are copied; 2: nothing more was copied;
+130: interrupted.
 """
 
 import sys
@@ -45,8 +46,9 @@ def main(
         root: Dataset directory that `sa1b reshard` made: a folder or a URL (s3://...).
         dest: Folder or URL of the copy: empty, or with a part of the same dataset, which is completed.
         shards: Copy only the shards whose names match, such as 'sa1b-000020-*'; may be repeated. Views,
-            warnings and quarantine of incomplete sources are not copied.
-        view: Copy only the shards that hold an image of this view (its name, digest or path), and the view.
+            layers, warnings and quarantine of incomplete sources are not copied.
+        view: Copy only the shards that hold an image of this view (its name, digest or path), the view, and
+            the layers that it was made with.
         workers: Sources that are copied at the same time.
         scratch: With a URL: local folder for the objects that are being copied; by default sa1b-USERID in the
             system's folder for temporary files.
@@ -58,10 +60,19 @@ def main(
     with loading():
         from sa1b.programs.transfer.dataset_copy import copy_dataset
         from sa1b.views.view import copy_view, images_of
-    images = None if view is None else images_of(root, view)[0]
+    images, layers = None, tuple[str, ...]()
+    if view is not None:
+        images, _, layers = images_of(root, view)
     try:
         summary = copy_dataset(
-            root, dest, shards=shards, images=images, workers=workers, scratch=scratch, quiet=json_output
+            root,
+            dest,
+            shards=shards,
+            images=images,
+            layers=layers if shards or view is not None else None,
+            workers=workers,
+            scratch=scratch,
+            quiet=json_output,
         )
     except KeyboardInterrupt:
         sys.stderr.write("Nothing is damaged; run the same command again to resume.\n")
