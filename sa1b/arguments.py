@@ -64,6 +64,7 @@ _ELSEWHERE = {
     "drop_last": "drop it; every image is used once in each epoch",
     "pin_memory": "drop it; copies to a GPU are from pinned memory",
     "device": "pass the device to Loader or load_model",
+    "endpoint": "pass storage_options={'endpoint_url': ...}, or set AWS_ENDPOINT_URL",
     "size": "pass image_size, the side of the padded square, to Stream",
     "point_coords": "pass points",
     "point_labels": "pass labels",
@@ -96,14 +97,18 @@ def check_names(function: str, given: Iterable[str], known: Collection[str]) -> 
             raise BadType(f"{function}({name}=...): no such argument; {_ELSEWHERE.get(name, hint)}")
 
 
-def check_arguments(function: Callable[_P, _R], options: type | None = None) -> Callable[_P, _R]:
-    """Decorate a public function with `check_names`; `options`: dataclass of its further arguments."""
-    known = [name for name in signature(function).parameters if name not in ("self", "options")]
+def check_arguments(
+    function: Callable[_P, _R], options: type | None = None, name: str | None = None
+) -> Callable[_P, _R]:
+    """Decorate a public function with `check_names`; `options`: dataclass of its further arguments; `name`:
+    its public name, if that is another one.
+    """
+    known = [one for one in signature(function).parameters if one not in ("self", "options")]
     known += [] if options is None else options.__annotations__
 
     @wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        check_names(function.__qualname__.removesuffix(".__init__"), kwargs, known)
+        check_names(name or function.__qualname__.removesuffix(".__init__"), kwargs, known)
         return function(*args, **kwargs)
 
     return checked

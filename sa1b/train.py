@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from sa1b.console import before_training, broken_pipe, command
 
@@ -212,10 +212,10 @@ def train_and_close(run: Run) -> int:
 
 def how_it_ended(config: Config, step: int, result: str) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
-    out = config.out.rstrip("/")
+    out, name = config.out.rstrip("/"), PurePath(config.out).name
     lines = [f"checkpoint: {out}/checkpoints/{folder_name(step)}", f"result: {result}"]
     if isinstance(config, SamConfig):
-        annotated = f"{config.folder.name if config.is_remote else out}-annotated"
+        annotated = f"{name if config.is_remote else out}-annotated"
         words = [str(config.data.root), "--weights", out, "--out", annotated]
         words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
         lines.append(f"next: {command('annotate')} {shlex.join(words)}")

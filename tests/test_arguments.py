@@ -138,6 +138,7 @@ def test_other_words_are_kept() -> None:
         ("embed_image", "images", "did you mean 'image'?"),
         ("ground", "phrase", "did you mean 'phrases'?"),
         ("predict", "point_coords", "pass points"),
+        ("Stream", "endpoint", "pass storage_options={'endpoint_url': ...}"),
         ("generate_masks", "pred_iou_thresh", "pass min_predicted_iou"),
         ("generate_masks", "zzz", "choose from points_per_side, "),
     ],
@@ -148,6 +149,13 @@ def test_names_of_other_libraries_lead_to_the_own_ones(function: str, name: str,
     message = re.escape(f"{function}({name}=...): no such argument; {way_out}")
     with pytest.raises(TypeError, match=f"^{message}"):
         getattr(sa1b, function)(*arguments.get(function, (model, None)), **{name: 1})
+
+
+def test_an_unknown_argument_of_open_is_named_with_its_public_function() -> None:
+    with pytest.raises(
+        TypeError, match=r"^sa1b.open\(endpoint=...\): no such argument; pass storage_options"
+    ):
+        sa1b.open("shards", endpoint="http://127.0.0.1")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

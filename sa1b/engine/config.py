@@ -230,6 +230,7 @@ def _check(config: Config) -> None:
         raise UsageError(
             "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no --dry-run"
         )
+    set_endpoint(config)
     if not config.data.root and not coco:
         raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
     config.data.check_text(type(config).__name__, reads_text=config.reads_text)
@@ -290,6 +291,14 @@ def _check(config: Config) -> None:
         raise UsageError(
             f"--evaluation.view {config.data.view}: is also --data.view; pass a view of other images"
         )
+
+
+def set_endpoint(config: Config) -> None:
+    """Make --data.endpoint that of --out and --init too, unless their environment variable is set."""
+    for url in (config.out, config.init or ""):
+        kind = kind_of(url)
+        if protocol_of(url) and kind.endpoint and config.data.endpoint is not None:
+            os.environ.setdefault(kind.endpoint_variable, config.data.endpoint)
 
 
 def _check_out(config: Config) -> None:

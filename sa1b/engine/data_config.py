@@ -58,7 +58,8 @@ class DataConfig:
         prefetch: Micro-batches that are prepared in advance.
         decode: Where JPEG files are decoded: cpu, or gpu (needs the extra gpu). auto: on the CPU, until rates
             on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.
-        endpoint: URL of an object store other than Amazon's; by default $AWS_ENDPOINT_URL.
+        endpoint: URL of an object store other than Amazon's, by default $AWS_ENDPOINT_URL; without that
+            variable, also of --out and --init.
         deadline: Seconds that a read may take over all its attempts before training stops.
         cache: Folder on a local disk that caches the data read from a URL; later epochs read it from there.
             Samples do not change.

@@ -12,7 +12,7 @@ coordinates, so points and boxes are pixel indices. The image is resized so that
 model's image_size, as the stream resizes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -57,7 +57,7 @@ class Prediction:
 class ImageEmbedding:
     """What `Sam.embed` returns for an image, on the model's device, for several calls of `predict`."""
 
-    features: Tensor
+    features: Tensor = field(repr=False)
     height: int  # of the image that was passed, pixels
     width: int
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import BadType, BadValue, plain_root, whole_number
+from sa1b.arguments import BadType, BadValue, check_arguments, plain_root, whole_number
 from sa1b.arguments import path as check_path
 from sa1b.console import command, counted
 from sa1b.errors import ManifestError, TableError, UsageError
@@ -343,6 +343,7 @@ def check_cache(cache: object, cache_bytes: object, *, is_open: bool = False) ->
     return whole_number("cache_bytes", cache_bytes, 1)
 
 
+@partial(check_arguments, name="sa1b.open")
 def open_dataset(
     root: str | Path,
     *,

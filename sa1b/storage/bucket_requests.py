@@ -176,7 +176,7 @@ class BucketRequests:
             )
             raise type(error)(f"{error}. {advice}", url=url) from error
         except MissingError as error:
-            message = f"{url}: cannot be written ({error}); create the bucket first"
+            message = f"{url}: cannot be written, because it has no bucket; create the bucket first"
             raise StorageError(message, url=url) from error
         except NotImplementedError as error:
             raise StorageError(

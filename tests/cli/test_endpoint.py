@@ -2,13 +2,16 @@
 
 import os
 import shutil
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from sa1b import verbs
+from sa1b.engine.config import set_endpoint
 from sa1b.errors import UsageError
+from sa1b.recipes.presets import PRESETS
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.manifest import read_tasks
 from sa1b.sources.path_arguments import Endpoint, takes_endpoint
@@ -73,3 +76,17 @@ def test_the_variable_is_set_for_the_command_only(monkeypatch: pytest.MonkeyPatc
 def test_each_protocol_with_an_endpoint_has_a_variable() -> None:
     for kind in protocols.KINDS:
         assert bool(kind.endpoint) == bool(kind.endpoint_variable)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "http://a"), ("http://b", "http://b")])
+def test_the_endpoint_of_the_data_is_that_of_a_run_in_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", before or "")
+    if before is None:
+        monkeypatch.delenv("AWS_ENDPOINT_URL")
+    data = replace(PRESETS["tiny"].data, endpoint="http://a")
+    set_endpoint(replace(PRESETS["tiny"], data=data, out="run"))
+    assert os.environ.get("AWS_ENDPOINT_URL") == before
+    set_endpoint(replace(PRESETS["tiny"], data=data, out="s3://bucket/run"))
+    assert os.environ["AWS_ENDPOINT_URL"] == after
