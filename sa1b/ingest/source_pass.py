@@ -114,11 +114,11 @@ class SourcePass:
         if not self.sealed:
             raise NoPairError(f"{self.source.label}: no usable pair; {self._problems()}")
         self.quarantine.flush()  # the task file, written later, counts its contents
-        return self._task(digests.get("sha256"), reader.categories())
+        return self._task(digests.get("sha256"), reader.found())
 
-    def _task(self, sha256: str | None, categories: list[dict[str, Any]]) -> Task:
+    def _task(self, sha256: str | None, found: dict[str, Any]) -> Task:
         source, quarantine = self.source, self.quarantine
-        reading = {**self.policy.reading(source), **({"categories": categories} if categories else {})}
+        reading = {**self.policy.reading(source), **found}
         is_all = source.wanted is None
         return Task(
             source={

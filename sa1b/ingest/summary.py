@@ -9,7 +9,7 @@ from sa1b.ingest.finish import Finished
 from sa1b.ingest.search import Searched
 from sa1b.report import fact_lines, first_lines
 from sa1b.shards.documents import Task
-from sa1b.shards.manifest import DATASET, QUARANTINE
+from sa1b.shards.manifest import DATASET, QUARANTINE, READING
 from sa1b.sources.discovery import NotTaken
 from sa1b.storage.open import open_store
 from sa1b.storage.store import Root
@@ -69,7 +69,9 @@ class ReshardSummary:
         tasks = self._chosen()
         refused: Counter[str] = Counter()
         warnings: Counter[str] = Counter()
+        left_out: Counter[str] = Counter()
         for task in tasks:
+            left_out.update(task.source.get(READING, {}).get("left_out", {}))
             refused.update(task.counts["refused"])
             warnings.update(task.warnings)
         return {
@@ -83,6 +85,7 @@ class ReshardSummary:
             "bytes_out": sum(shard.bytes + shard.index_bytes for task in tasks for shard in task.shards),
             "refused": dict(sorted(refused.items())),
             "warnings": dict(sorted(warnings.items())),
+            **({"left_out": dict(sorted(left_out.items()))} if left_out else {}),
             "damaged_sources": {task.name: task.damage for task in tasks if task.damage},
         }
 
@@ -138,6 +141,7 @@ class ReshardSummary:
             rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
         rows += [(f"refused: {reason}", f"{count:,}") for reason, count in totals["refused"].items()]
         rows += [(f"warning: {reason}", f"{count:,}, kept") for reason, count in totals["warnings"].items()]
+        rows += [(f"left out: {what}", f"{count:,}") for what, count in totals.get("left_out", {}).items()]
         for name, damages in totals["damaged_sources"].items():
             rows += [
                 (f"damage in {name}", f"at offset {one['offset']:,}: {one['message']}") for one in damages[:5]

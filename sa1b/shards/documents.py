@@ -135,6 +135,7 @@ class _Reading(Struct):
     ignore: list[str] | UnsetType = UNSET
     max_pixels: Count | UnsetType = UNSET
     categories: list[dict[str, Any]] | UnsetType = UNSET
+    left_out: dict[str, Count] | UnsetType = UNSET
     part: bool | UnsetType = UNSET
 
 

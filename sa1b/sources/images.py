@@ -10,12 +10,15 @@ keep their bytes; PNG, WebP, BMP and TIFF become JPEGs.
 
 The texts of an image are stored with it: those of 1.txt, 1.caption.txt and 1.json that follow or precede
 1.jpg without another image between them, or those of columns of the row. In JSON and Parquet, TEXT_FIELDS
-names the fields. Other files of a source are left out.
+names the fields. Further fields of them, other columns, and other small files such as 1.cls are kept as
+`fields` of the image: numbers and short strings. Anything else is left out and counted.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
 _ROWS = 64  # that are read at a time
 TEXT_FIELDS = ("caption", "captions", "text", "texts", "txt")
 _COMPANIONS = (".json", ".txt")
+_MAX_FIELD = 1 << 10  # bytes of a file, or letters of a value, that becomes a field
 _MAX_TEXT_BYTES = 1 << 20  # of a file; the longest captions have 10 kB
 
 
@@ -52,6 +56,7 @@ class _ImagesPass(SourceReading):
 
     def __init__(self, found: SourceReading, source: str, max_pixels: int) -> None:
         self._found, self._source, self._max_pixels = found, source, max_pixels
+        self.left_out: Counter[str] = Counter()
 
     def items(self) -> Iterator[Member | Damage]:
         """The jpg and the json of each image; damage, and what is no file, as in the source."""
@@ -61,13 +66,15 @@ class _ImagesPass(SourceReading):
                 yield item
                 continue
             is_image = is_image_name(item.name)
-            if not is_image and not _is_text_name(item.name):
+            if not is_image and not _is_text_name(item.name) and len(item.data) > _MAX_FIELD:
+                self.left_out[_ending(item.name)] += 1
                 continue
             if images and not _belongs(item.name, images[0].name):
                 yield from self._pairs(images, texts)
                 images, texts = [], []
             (images if is_image else texts).append(item)
         yield from self._pairs(images, texts)
+        self.left_out.update(self._found.left_out)
 
     def digests(self) -> dict[str, str]:
         return self._found.digests()
@@ -81,18 +88,35 @@ class _ImagesPass(SourceReading):
     def _pairs(self, images: list[Member], files: list[Member]) -> Iterator[Member]:
         """The pairs of images of one name, with the texts beside them; a text of no image is refused."""
         texts: dict[str, None] = {}  # each once, in their order
+        fields: dict[str, Any] = {}
         for file in files:
+            beside = bool(images and _belongs(file.name, images[0].name))
+            if not _is_text_name(file.name):
+                self._add_fields(fields, {_ending(file.name): _decoded(file.data) if beside else None})
+                continue
             try:
-                found = _texts(file)
-                if found and not (images and _belongs(file.name, images[0].name)):
+                found, others = _contents(file)
+                if found and not beside:
                     raise BadSample("text_unpaired", "no image of this name beside it")
                 texts |= dict.fromkeys(found)
+                self._add_fields(fields, others)
             except BadSample as error:
                 yield replace(file, detail=str(error), reason=error.reason)
         for image in images:
-            yield from self._pair(image, list(texts))
+            yield from self._pair(image, {"texts": list(texts)} | ({"fields": fields} if fields else {}))
 
-    def _pair(self, image: Member, texts: list[str]) -> Iterator[Member]:
+    def _add_fields(self, fields: dict[str, Any], found: dict[str, Any]) -> None:
+        """Add numbers and short strings; anything else that has a value is left out."""
+        for name, value in found.items():
+            is_short = isinstance(value, bool | int | float) or (
+                isinstance(value, str) and len(value) <= _MAX_FIELD
+            )
+            if is_short and not (isinstance(value, float) and isnan(value)):
+                fields[name] = value
+            elif value is not None or name.startswith("."):
+                self.left_out[name] += 1
+
+    def _pair(self, image: Member, about: dict[str, Any]) -> Iterator[Member]:
         name = image.name.removeprefix("./")
         named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
         image_id = hashed_id(self._source, name) if named is None else named.image_id
@@ -104,7 +128,7 @@ class _ImagesPass(SourceReading):
         document = {
             "image": image_entry(image_id, height, width),
             "annotations": [],
-            "provenance": {"format": "images", "file": name, "texts": texts, **encoding},
+            "provenance": {"format": "images", "file": name, **about, **encoding},
         }
         yield replace(image, name=member_name(image_id, "jpg"), data=jpeg)
         yield replace(image, name=member_name(image_id, "json"), data=json.dumps(document).encode())
@@ -152,10 +176,14 @@ class ImageTar(TarFormat):
 
 
 class RowsPass(SourceReading):
-    """A pass over a Parquet file: the image of each row, and its other columns as a JSON file."""
+    """A pass over a Parquet file: the image of each row, and its other columns as a JSON file: those of
+    `further` and, with `scalars`, all numbers and strings.
+    """
 
-    def __init__(self, path: Path, further: Sequence[str], *, progress: Progress | None) -> None:
-        self._path, self._further, self._progress = path, further, progress
+    def __init__(
+        self, path: Path, further: Sequence[str], *, progress: Progress | None, scalars: bool = False
+    ) -> None:
+        self._path, self._further, self._progress, self._scalars = path, further, progress, scalars
         self._state = fingerprint(path, stat_of(path))
 
     def items(self) -> Iterator[Member]:
@@ -169,9 +197,13 @@ class RowsPass(SourceReading):
         """The image of each row, and the further columns that the file has."""
         try:
             with pq.ParquetFile(self._path) as file:
-                names = file.schema_arrow.names
-                column = image_column(self._path, file.schema_arrow)
-                further = [name for name in self._further if name in names and name != column]
+                schema = file.schema_arrow
+                column = image_column(self._path, schema)
+                others = [one for one in schema if one.name != column]
+                further = [one.name for one in others if self._takes(one)]
+                if self._scalars:
+                    left = {one.name for one in others}.difference(further)
+                    self.left_out = dict.fromkeys(left, file.metadata.num_rows)
                 batches = file.iter_batches(_ROWS, columns=[column, *further])
                 rows = (row for batch in batches for row in batch.to_pylist())
                 for number, row in enumerate(rows):
@@ -179,6 +211,12 @@ class RowsPass(SourceReading):
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
             raise SourceError(f"{self._path}: cannot be read as Parquet: {why}; download it again") from None
+
+    def _takes(self, column: pa.Field) -> bool:
+        kind = column.type
+        is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        is_scalar = is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        return column.name in self._further or (self._scalars and is_scalar)
 
     def _member(self, number: int, row: dict[str, Any] | bytes | None) -> Member:
         data, path = (row.get("bytes"), row.get("path")) if isinstance(row, dict) else (row, None)
@@ -209,17 +247,36 @@ def _belongs(name: str, image: str) -> bool:
     return rest != name and "/" not in rest and not (is_image_name(name) and "." in rest)
 
 
-def _texts(file: Member) -> list[str]:
-    """The texts of a text file, a JSON list or known fields of an object; BadSample: unreadable."""
+def _ending(name: str) -> str:
+    """What follows the first dot of a file's name: .cls, .seg.npy."""
+    return "." + name.rpartition("/")[2].lstrip(".").partition(".")[2]
+
+
+def _decoded(data: bytes) -> str | None:
+    """A small file as text; None if it is none."""
+    try:
+        text = data.decode()
+    except ValueError:
+        return None
+    return text.strip() if "\0" not in text else None
+
+
+def _contents(file: Member) -> tuple[list[str], dict[str, Any]]:
+    """The texts of a text file, of a list in JSON, or of the known fields of a JSON object, and its further
+    fields. BadSample: the file cannot be read.
+    """
     if len(file.data) > _MAX_TEXT_BYTES:
         raise BadSample(
             "text_unreadable", f"{len(file.data):,} bytes; a text has at most {_MAX_TEXT_BYTES:,}"
         )
     try:
         if file.name.lower().endswith(".txt"):
-            return texts_of({"txt": file.data.decode()})
+            return texts_of({"txt": file.data.decode()}), {}
         document = json.loads(file.data)
-        return texts_of(document if isinstance(document, dict) else {"texts": document})
+        if not isinstance(document, dict):
+            return texts_of({"texts": document}), {}
+        others = {name: value for name, value in document.items() if name not in TEXT_FIELDS}
+        return texts_of(document), others
     except (ValueError, RecursionError) as error:
         raise BadSample("text_unreadable", f"cannot be read: {error}") from None
 
@@ -271,7 +328,7 @@ class ImageRows(SourceFormat):
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return _ImagesPass(
-            RowsPass(source.path, TEXT_FIELDS, progress=progress), source.name, self.max_pixels
+            RowsPass(source.path, TEXT_FIELDS, progress=progress, scalars=True), source.name, self.max_pixels
         )
 
     def reading(self, source: Source) -> dict[str, Any]:

@@ -6,7 +6,7 @@ plain), folders of extracted pairs, files of annotations in COCO's format with t
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,6 +39,8 @@ class SourceReading(ABC):
 
     # of a file in COCO's format, with all fields, once the first item is read
     categories: Sequence[dict[str, Any]] = ()
+    # number of members or rows by ending or column that nothing is kept of, once all items are read
+    left_out: Mapping[str, int] = {}
 
     @abstractmethod
     def items(self) -> Iterator[Member | Damage]:
@@ -141,8 +143,10 @@ class SourceReader:
         """SourceError if size, inode, mtime or ctime changed; see `LocalFile.check_unchanged`."""
         self._pass.check_unchanged()
 
-    def categories(self) -> list[dict[str, Any]]:
-        return list(self._pass.categories)
+    def found(self) -> dict[str, Any]:
+        """What the source has beside its pairs, to be recorded with it: `categories` and `left_out`."""
+        found = {"categories": list(self._pass.categories), "left_out": dict(self._pass.left_out)}
+        return {name: value for name, value in found.items() if value}
 
     def close(self) -> None:
         """Close the file. Call `check_unchanged` first."""

@@ -332,3 +332,59 @@ def test_photographs_keep_every_byte(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path / "photos")
     dataset = sa1b.open(reshard(tmp_path / "photos", tmp_path / "root"))
     assert sorted(one.jpeg for one in dataset) == sorted(path.read_bytes() for path in REAL)
+
+
+@pytest.mark.parametrize("form", ["tar", "parquet"])
+def test_small_members_and_columns_are_fields_and_the_others_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    images = {f"{i}": encoded(shade=i) for i in range(3)}
+    if form == "tar":
+        files: dict[str, bytes] = {}
+        for name, data in images.items():
+            about = {
+                "url": f"http://x/{name}",
+                "width": 60,
+                "caption": "a cat",
+                "exif": {"a": 1},
+                "none": None,
+            }
+            files |= {
+                f"{name}.cls": b"7\n",
+                f"{name}.jpg": data,
+                f"{name}.json": json.dumps(about).encode(),
+                f"{name}.seg.npy": bytes(2000),
+                f"{name}.id": b"\xff\x00",
+            }
+        source = tar_of(tmp_path / "train.tar", {**files, "classes.lst": b"cat", "big.bin": bytes(5000)})
+        fields = {".cls": "7", "url": "http://x/0", "width": 60}
+        left = {".bin": 1, ".id": 3, ".lst": 1, ".seg.npy": 3, "exif": 3}
+    else:
+        rows = [
+            {
+                "image": {"bytes": data, "path": f"{name}.jpg"},
+                "label": 7,
+                "score": 0.5,
+                "nothing": float("nan"),
+                "title": "a cat" if name == "0" else "x" * 3000,
+                "text": "a cat",
+                "embedding": [0.1, 0.2],
+            }
+            for name, data in images.items()
+        ]
+        source = tmp_path / "train.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), source)
+        fields = {"label": 7, "score": 0.5, "title": "a cat"}
+        left = {"embedding": 3, "nothing": 3, "title": 2}
+    root = reshard(source, tmp_path / "out")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["left_out"] == left
+    found = {
+        one.annotations.to_json()["provenance"]["file"]: one.annotations.to_json()["provenance"]
+        for one in sa1b.open(root)
+    }
+    assert found["0.jpg"]["fields"] == fields
+    assert found["0.jpg"]["texts"] == ["a cat"]
+    assert verify(root, deep=True, workers=0, quiet=True).exit_code() == 0
+    main((str(source),), out=str(root), images_only=True)
+    assert f"left out: {min(left)} " in capsys.readouterr().out
