@@ -36,7 +36,7 @@ from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coc
 from sa1b.sam.prediction import at_source
 from sa1b.sam.protocol import PROMPTS, QUICK_PROMPTS, ImageTruth, SamProtocol, Score
 from sa1b.shards.predictions import Predicted
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.stream.batch import Batch
 
 

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.image_encoder import ImageEncoder
-from sa1b.sam.mask_decoder import ALL, MaskDecoder
-from sa1b.sam.prompt_encoder import PromptEncoder
+from sa1b.sam.mask_decoder import ALL, MaskDecoder, PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
 from sa1b.sam.transformer import SharedImage
 

@@ -28,9 +28,8 @@ from sa1b.storage.atomic import (
     this_machine,
 )
 from sa1b.storage.claim import ENDING, Holder, remove_dead
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.open import open_store
-from sa1b.storage.store import Root, Store
+from sa1b.storage.store import FolderStore, Root, Store
 
 _OWNER = "owner"  # file in the folder that proves that this program made it
 _SPILL = ".sa1b-spill"  # folder in a folder of --spill

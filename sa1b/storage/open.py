@@ -7,8 +7,7 @@ from typing import Any
 from sa1b.arguments import plain_root, was_url
 from sa1b.errors import UsageError
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.folder import FolderStore
-from sa1b.storage.store import Root, Store
+from sa1b.storage.store import FolderStore, Root, Store
 
 _buckets: dict[tuple[str, Path | None, str], BucketStore] = {}  # share their connections
 

@@ -25,7 +25,7 @@ from sa1b.console import parse
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks import geometry
 from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
-from sa1b.programs.annotate.folder import AnnotationFolder
+from sa1b.programs.annotate.images import AnnotationFolder
 from sa1b.programs.annotate.layer import open_target
 from sa1b.programs.annotate.verb_annotate import main
 from sa1b.programs.layer.verb_layer import main as layer_main

@@ -9,7 +9,7 @@ from sa1b.engine.checkpoint import resume
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.storage.atomic import json_bytes
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.stream.plan import ResumeError
 
 CONFIG = PRESETS["tiny"].document()

@@ -10,7 +10,7 @@ from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.ingest.start_checks import admitted
 from sa1b.shards.documents import Options
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from tests.shards import tiny
 
 

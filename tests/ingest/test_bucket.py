@@ -29,8 +29,8 @@ from sa1b.sources.discovery import discover
 from sa1b.storage.bucket import BucketStore
 from sa1b.storage.claim import Claim
 from sa1b.storage.errors import DeniedError, StorageError, UnavailableError
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.objects import Upload
+from sa1b.storage.store import FolderStore
 from sa1b.workers import Event
 from tests import processes
 from tests.ingest.test_several_runs import files

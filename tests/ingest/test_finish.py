@@ -22,7 +22,7 @@ from sa1b.shards.documents import Options
 from sa1b.shards.manifest import dataset_document, read_dataset, read_tasks, table_name, write_task
 from sa1b.shards.sample_table import open_table, read_facts
 from sa1b.storage.claim import Claim
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.verify.verify import verify
 from tests import processes
 from tests.shards import tiny

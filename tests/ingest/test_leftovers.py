@@ -15,8 +15,8 @@ from sa1b.shards.documents import Options
 from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of, staging_place
 from sa1b.storage.atomic import temporary_path, this_machine, this_process
 from sa1b.storage.claim import Holder
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.open import open_store
+from sa1b.storage.store import FolderStore
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
 

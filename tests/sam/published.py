@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sa1b.sam.mask_decoder import DenseEmbedding
 from sa1b.sam.model import ModelConfig
-from sa1b.sam.prompt_encoder import DenseEmbedding
 
 STAND_INS = ("torchvision", "torchvision.ops", "torchvision.ops.boxes", "torchvision.transforms")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.sam import prompt_encoder
-from sa1b.sam.prompt_encoder import PromptEncoder, product_of_patches
+from sa1b.sam import mask_decoder
+from sa1b.sam.mask_decoder import PromptEncoder, product_of_patches
 from tests.sam import published
 
 SIZE, SIDE, CHANNELS = 1024, 8, 32
@@ -131,6 +131,6 @@ def test_every_parameter_of_the_masks_has_the_gradients_of_convolutions_if_they_
         )
 
     expected = gradients()
-    monkeypatch.setattr(prompt_encoder, "downscaled", product_of_patches)
+    monkeypatch.setattr(mask_decoder, "downscaled", product_of_patches)
     for one, other in zip(gradients(), expected, strict=True):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()

@@ -260,7 +260,7 @@ def test_changes_that_do_not_fit_an_image_are_refused() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from tests.shards import test_layer
 root, where = Path(sys.argv[1]), sys.argv[2]
 def kill(*arguments, **others): os.kill(os.getpid(), signal.SIGKILL)

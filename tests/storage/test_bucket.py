@@ -23,11 +23,10 @@ from sa1b.storage.bucket_requests import BucketRequests, Conditions
 from sa1b.storage.cache import download
 from sa1b.storage.claim import Claim, holder, live_holders
 from sa1b.storage.errors import DeniedError, StorageError
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.objects import Objects, S3Objects, Stat, Upload
 from sa1b.storage.open import open_store
 from sa1b.storage.reader import Reader
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore, Store
 from tests.storage.ceph import wait_for
 from tests.storage.conftest import directory_of
 from tests.storage.service import Service

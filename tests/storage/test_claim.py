@@ -16,7 +16,7 @@ import pytest
 from sa1b.errors import LockedError
 from sa1b.storage.atomic import is_of_dead_process, this_process
 from sa1b.storage.claim import Claim, holder, live_holders, remove_dead
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 
 NAME = "tasks/sa_000020.claim"
 

@@ -9,7 +9,7 @@ import pytest
 
 from sa1b.shards.dataset import Dataset
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.views.view import write_view
 from tests.shards.tiny_source import ROOTS, add_layer, make_root, two_sources
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sa1b.programs.transfer.dataset_copy import copy_dataset
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.open import open_store
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore, Store
 from tests.ingest.bucket_runs import Killer, contents, forked
 
 

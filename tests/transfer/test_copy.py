@@ -20,8 +20,8 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.layer_writer import drop
 from sa1b.shards.manifest import read_task, read_tasks
 from sa1b.storage.claim import Claim
-from sa1b.storage.folder import FolderStore
 from sa1b.storage.open import open_store
+from sa1b.storage.store import FolderStore
 from sa1b.stream.dataset import Stream
 from sa1b.verify.verify import verify
 from sa1b.views.view import copy_view, images_of

@@ -41,7 +41,7 @@ from sa1b.shards.stored import no_ids
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.pairing import WantedPairs
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.verify.report import VerifyReport
 from sa1b.verify.verify import verify
 from sa1b.views.verb_view import main as view

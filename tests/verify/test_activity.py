@@ -12,7 +12,7 @@ from sa1b.ingest.reshard import reshard
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.storage.claim import Claim
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.verify import root_check
 from sa1b.verify import verify as verify_module
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source

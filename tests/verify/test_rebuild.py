@@ -20,7 +20,7 @@ from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.claim import Claim
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 from sa1b.verify import rebuild as rebuild_module
 from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
 from tests.shards.tiny_source import ROOTS, make_root

@@ -27,8 +27,7 @@ from sa1b.shards.staging import remove_leftovers
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.claim import Claim, observe
 from sa1b.storage.errors import StorageError, UnavailableError
-from sa1b.storage.folder import FolderStore
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore, Store
 
 CHECKPOINTS = "checkpoints"
 _CLAIM = "run.claim"

@@ -23,7 +23,7 @@ from sa1b.engine.checkpoint.resume import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError
-from sa1b.storage.folder import FolderStore
+from sa1b.storage.store import FolderStore
 
 _ELSEWHERE = -1  # in place of the digest of a tensor that another rank has; a crc32 is never negative
 

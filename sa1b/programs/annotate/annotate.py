@@ -25,8 +25,14 @@ from sa1b.errors import BadSample, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.masks import coco, geometry
 from sa1b.names import parse_member_name
-from sa1b.programs.annotate.folder import AnnotationFolder, open_folder
-from sa1b.programs.annotate.images import FoundImages, InputImage, find_images, read_image
+from sa1b.programs.annotate.images import (
+    AnnotationFolder,
+    FoundImages,
+    InputImage,
+    find_images,
+    open_folder,
+    read_image,
+)
 from sa1b.programs.annotate.layer import LayerTarget
 from sa1b.report import bar, first_lines
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig, generate

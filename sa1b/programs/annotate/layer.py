@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from sa1b.errors import LockedError, UsageError
 from sa1b.names import parse_member_name
-from sa1b.programs.annotate.folder import LINES, SETTINGS, AnnotationFolder
-from sa1b.programs.annotate.images import InputImage, stored_images
+from sa1b.programs.annotate.images import LINES, SETTINGS, AnnotationFolder, InputImage, stored_images
 from sa1b.report import bar
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.annotation import parse_annotation
