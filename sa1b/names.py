@@ -51,7 +51,6 @@ def image_name(image_id: int) -> str:
 
 
 def member_name(image_id: int, ending: str) -> str:
-    """`sa_<id>.<ending>`."""
     return f"{_IMAGE_PREFIX}{image_id}.{ending}"
 
 
@@ -122,7 +121,6 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def is_shard_of(name: str, source: str) -> bool:
-    """Whether `name` is the name of a shard of a source."""
     found = parse_shard_name(name)
     return found is not None and found.stem == source_stem(source)
 

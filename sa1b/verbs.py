@@ -29,7 +29,6 @@ def module_of(verb: str) -> ModuleType:
 
 
 def in_order() -> list[str]:
-    """All verbs in the order of use."""
     return sorted(paths(), key=lambda verb: entry(verb)[0])
 
 

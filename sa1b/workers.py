@@ -169,9 +169,7 @@ class Supervise(Protocol):
         workers: int,
         retries: int = 2,
         stall_timeout: float | None = None,
-    ) -> Generator[Event, None, None]:
-        """See `supervise`."""
-        ...
+    ) -> Generator[Event, None, None]: ...
 
 
 def supervise(

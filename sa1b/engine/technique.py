@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[T]):
-    """The place of one technique."""
-
     target: str  # its module and the object in it, as MODULE:NAME
     flag: str  # the flag that asks for it, for the message if the module is missing
 
@@ -44,5 +42,4 @@ class Place(Generic[T]):
 
     @property
     def module(self) -> str:
-        """Name of the module."""
         return self.target.partition(":")[0]

@@ -310,7 +310,6 @@ def _checked(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64
 
 
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The values as a contiguous int64 array of this shape."""
     array = np.asarray(values)
     if array.shape != shape or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise BadValue(f"{name} must be integers {list(shape)}, got {array.dtype} {list(array.shape)}")

@@ -262,8 +262,6 @@ class ProjectedAttention(nn.Module):
 
 
 class TokenAttention(ProjectedAttention):
-    """Attention of the tokens to each other."""
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values [M, T, C] -> [M, T, C]."""
         heads = (self.split(self.q_proj(q)), self.split(self.k_proj(k)), self.split(self.v_proj(v)))

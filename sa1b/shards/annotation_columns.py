@@ -26,8 +26,6 @@ MAX_LISTED_MASKS = 1000  # for an image and a reason; real images have 100 masks
 
 @dataclass(slots=True)
 class ImageWarning:
-    """A warning about an image."""
-
     message: str  # what is odd; the first example if several masks are concerned
     masks: list[int] = field(default_factory=list)  # the first MAX_LISTED_MASKS masks concerned
     mask_count: int = 0

@@ -33,7 +33,6 @@ class Predicted:
     phrases: tuple[str, ...] = ()  # empty if points were the prompts
 
     def line(self, image_id: int) -> str:
-        """The line of the file for an image."""
         size = [self.runs.height, self.runs.width]
         masks: list[dict[str, Any]] = [
             {

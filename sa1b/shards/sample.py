@@ -214,8 +214,6 @@ class SampleLocation:
 
 @dataclass(frozen=True, slots=True)
 class PendingRead:
-    """A sample that is being read."""
-
     location: SampleLocation
     reader: Reader
     begun: _Begun  # the pending read, which may cover a block of samples
@@ -260,7 +258,6 @@ class PendingRead:
         return jpeg, annotations
 
     def cancel(self) -> None:
-        """Drop the read."""
         self.begun.cancel()
         for change in self.changes:
             change.cancel()
@@ -288,7 +285,6 @@ def check_size(reader: Reader, shard: str, document: Mapping[str, Any]) -> None:
 
 
 def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLocation:
-    """Location of the sample of a row of the table."""
     masks_start = table.masks_offset(row)
     return SampleLocation(
         image_id=int(table.image_id[row]),

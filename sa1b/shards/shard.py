@@ -125,7 +125,6 @@ class ShardWriter:
 
 
 def index_path(shard: Path) -> Path:
-    """The path of the index of a shard."""
     return shard.with_suffix(".parquet")
 
 

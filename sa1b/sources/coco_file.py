@@ -65,8 +65,6 @@ class CocoDocument(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class CocoImage:
-    """An image of the file."""
-
     image_id: int  # in the dataset directory
     entry: dict[str, Any]  # the object in the list `images`
     name: str  # of its file, relative to the folder of images

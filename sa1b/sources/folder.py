@@ -201,7 +201,6 @@ class FolderFormat(SourceFormat):
         return is_pair_name(name)
 
     def member_name(self, path: Path, file: Path) -> str:
-        """The name of a file of a source as a member."""
         return file.name
 
     def name_of(self, path: Path) -> str:

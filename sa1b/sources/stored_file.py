@@ -120,9 +120,7 @@ class StoredFile(Protocol):
         """Raise SourceError if the file has changed since it was opened."""
         ...
 
-    def close(self) -> None:
-        """Release the file."""
-        ...
+    def close(self) -> None: ...
 
 
 class LocalFile:

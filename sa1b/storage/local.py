@@ -75,7 +75,6 @@ class OpenFiles:
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
 
     def find(self, path: str) -> OpenFile | None:
-        """The file of a path, if it is open."""
         with self._lock:
             file = self._files.get(path)
             if file is not None:
@@ -103,7 +102,6 @@ class OpenFiles:
             self._files.pop(path, None)
 
     def clear(self) -> None:
-        """Close all files."""
         with self._lock:
             self._files.clear()
 

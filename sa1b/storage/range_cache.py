@@ -44,8 +44,6 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that may be cached."""
-
     name: str  # relative to the root
     size: int  # bytes
     digest: str  # sha256 in hexadecimal

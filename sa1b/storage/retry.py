@@ -84,7 +84,6 @@ class CounterSet:
         self._waited = 0.0
 
     def add(self, **counts: int) -> None:
-        """Add to counters by name."""
         with self._lock:
             self._counts.update(counts)
 
@@ -94,7 +93,6 @@ class CounterSet:
             self._waited += seconds
 
     def snapshot(self) -> Counters:
-        """The counters now."""
         with self._lock:
             return Counters(**self._counts, waited=self._waited)
 

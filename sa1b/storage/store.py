@@ -80,7 +80,6 @@ class Store(ABC):
         """Bytes of an object; None if it does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Whether the object exists."""
         return self.size(name) is not None
 
     @abstractmethod
@@ -208,7 +207,6 @@ class FolderStore(Store):
         """A folder needs no copies of its objects."""
 
     def path(self, name: str) -> Path:
-        """The path of an object."""
         return self.folder / name
 
     def url(self, name: str) -> str:

@@ -166,7 +166,6 @@ class VerifyReport:
 
 
 def short(error: Exception) -> str:
-    """An exception in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 

@@ -123,7 +123,6 @@ def _check_shards(
     quiet: bool,
     supervise: Supervise,
 ) -> dict[str, ShardResult]:
-    """The results in the order of `expected`."""
     results: dict[str, ShardResult | None] = {one.info.name: None for one in expected}
     keys: dict[str, Any] = {}
     tasks = {}

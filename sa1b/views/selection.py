@@ -244,7 +244,6 @@ def _threshold(part: Fraction) -> int:
 
 
 def _by_hash(ids: npt.NDArray[np.uint64], low: int, high: int) -> npt.NDArray[np.bool_]:
-    """Whether the hash of each id is in [low, high)."""
     if (low, high) == (0, 1 << 64):
         return np.ones(len(ids), np.bool_)
     hashes = random_words(0, Purpose.SUBSET, ids)

@@ -26,8 +26,6 @@ from sa1b.storage.store import Store
 
 
 class BucketLocation(Location):
-    """The checkpoints of a run in a bucket."""
-
     # A rank writes its files to the local folder of the run and uploads them, with the other files of the
     # run. To resume, one rank of each machine copies the checkpoint to the local folder.
 

@@ -132,12 +132,10 @@ class RunPlan:
 
     @property
     def limit(self) -> str:
-        """The largest of the limits."""
         return max(self.limits, key=lambda name: self.limits[name])
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return self.limits[self.limit]
 
     @property

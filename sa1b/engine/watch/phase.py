@@ -48,8 +48,6 @@ T = TypeVar("T")
 
 
 class Phase(NamedTuple):
-    """A phase of a rank."""
-
     name: str  # one of `PARTS`, `OTHER` or another phase of the run
     step: int  # counted from 0
     micro_batch: int  # counted from 1; 0 if it concerns none

@@ -56,8 +56,6 @@ _CONVERTED = ("not_a_jpeg", "jpeg_unsupported")  # reasons that conversion to JP
 
 @dataclass(frozen=True, slots=True)
 class InputImage:
-    """An image to annotate."""
-
     name: str  # path, or the dataset directory and `sa_<id>`
     read: Callable[[], bytes]  # the bytes of its file
     image_id: int | None = None  # only of an image of a dataset directory
@@ -214,8 +212,6 @@ IMAGES_PER_FOLDER = 10_000  # about as many as in a tar of SA-1B
 
 @dataclass(slots=True)
 class AnnotationFolder:
-    """The output folder of an annotation."""
-
     out: Path
     folders: int  # number of folders of pairs
     name: str  # start of their names: that of the output folder in the first run

@@ -51,7 +51,6 @@ class LayerTarget:
     is_temporary: bool
 
     def images(self) -> list[InputImage]:
-        """The images to annotate."""
         return stored_images(self.dataset, self.rows)
 
     def written(self, settings: dict[str, Any]) -> LayerInfo | None:

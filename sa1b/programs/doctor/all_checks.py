@@ -61,7 +61,6 @@ ON_DEMAND = (RING,)  # not run unless chosen
 
 
 def names() -> tuple[str, ...]:
-    """The names of all checks, in order."""
     return (*(check.name for check in LOCAL), RENDEZVOUS, *(check.name for check in TOGETHER))
 
 

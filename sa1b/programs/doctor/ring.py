@@ -31,8 +31,6 @@ Alter = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of one rank."""
-
     host: str
     error: tuple[int, str] | None  # step and description of the first wrong chunk; None: right results
     ring_seconds: float

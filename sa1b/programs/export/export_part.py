@@ -40,8 +40,6 @@ class Written:
 
 @dataclass(slots=True)
 class ExportRecord:
-    """The parts of an export folder."""
-
     out: Path
     kind: str = ""  # see Format.kind; empty: no record
     # name of a part -> digest of its content, see content_digest
@@ -87,7 +85,6 @@ class ExportRecord:
             self.file.add(name, None, None)
 
     def finish(self, name: str, written: Written) -> None:
-        """Record a part that is complete."""
         self.written[name] = written
         if self.file is not None:
             self.file.add(name, self.contents[name], asdict(written))

@@ -49,8 +49,6 @@ _GZIP_LEVEL = 2  # isal has levels 0 to 3; no level makes JPEGs much smaller
 
 @dataclass(frozen=True)
 class SourceTars(Format):
-    """Source tars as in the download."""
-
     unit = "tar"
 
     images_per_tar: int | None = None  # tars of a source, `<source>-0000.tar`, ...; None: one

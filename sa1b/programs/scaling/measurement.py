@@ -25,8 +25,6 @@ from sa1b.workers import Event, Failure, supervise
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a measurement."""
-
     config: Config  # gets ranks and batches of each case
     device: Device
     placement: Placement

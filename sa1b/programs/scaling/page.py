@@ -101,7 +101,6 @@ _COLORS = {"compute": 1, "communication": 3, "data": 2}  # numbers of the classe
 
 
 def page(scaling: Scaling, verdict: Verdict) -> str:
-    """The page of a measurement."""
     lines = "".join(f"<p>{escape(line)}</p>" for line in verdict.lines)
     advice = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.advice)
     parts = {

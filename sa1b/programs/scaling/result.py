@@ -108,8 +108,6 @@ def compare(case: Case, result: CaseResult, first: Case, base: CaseResult) -> Po
 
 @dataclass(frozen=True)
 class Scaling:
-    """All results."""
-
     series: tuple[Series, ...]
     results: Mapping[Case, CaseResult]
     preset: str

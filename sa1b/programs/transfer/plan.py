@@ -45,8 +45,6 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The contents of a copy."""
-
     tasks: dict[str, Task]  # task files of the source directory, by source
     shards: dict[str, list[ShardInfo]]  # source -> its shards in the copy, in order
     finished: set[str]  # sources that the destination has with exactly these shards

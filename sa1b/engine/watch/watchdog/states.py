@@ -116,7 +116,6 @@ class StateExchange:
         self._wake.set()
 
     def own(self) -> RankState:
-        """The state of this rank at this moment."""
         phase = self._phases.current
         return RankState(
             rank=self._rank_info.rank,
