@@ -24,6 +24,7 @@ from pyarrow import csv as arrow_csv
 from sa1b.errors import UsageError
 from sa1b.names import ID_END
 from sa1b.report import first_names
+from sa1b.shards.file_names import FileNames
 
 IMAGE_COLUMNS = ("image_id", "file_name", "image", "img_path", "image_path", "id")  # searched in this order
 PARQUET, LINES, JSON = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), (".json",)
@@ -144,9 +145,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def with_ids(table: pa.Table, column: str) -> tuple[pa.Table, int]:
+def with_ids(table: pa.Table, column: str, names: FileNames | None = None) -> tuple[pa.Table, int]:
     """The rows whose text in a column names an image, with its id instead; and the number of other rows."""
     ids = ids_of_names(table[column], numbers=column == "image_id")
+    if names is not None:
+        ids = pc.coalesce(names.ids(table[column]), ids)
     rows = table.filter(pc.is_valid(ids))
     return rows.set_column(table.schema.names.index(column), column, ids.drop_null()), ids.null_count
 

@@ -29,7 +29,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ from sa1b.storage.reader import Reader, pieces_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from sa1b.shards.dataset import Dataset
+    from sa1b.shards.file_names import FileNames
 
 KEYS = ("mask_id", "image_id")
 _VERSION = 1  # format of the converted files
@@ -144,6 +147,7 @@ def open_columns(
     *,
     key: str | None = None,
     texts: bool = False,
+    dataset: "Dataset | None" = None,
 ) -> dict[str, Column]:
     """Open the columns of a stream; convert sources that are not converted yet.
 
@@ -151,12 +155,30 @@ def open_columns(
         join: name of the column -> source; an open column is used unchanged.
         key: the column of ids; None: the first of KEYS that the source has, else one that names images.
         texts: the values are texts: an id may have several rows, and a conversation is its answers.
+        dataset: whose images are named, also by their own file names, see sa1b.shards.file_names.
 
     Raises:
         ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
         OSError: the cache cannot be written.
     """
-    return {name: _open(name, source, storage_options, key, texts) for name, source in join.items()}
+    names = None
+    if dataset is not None and not all(isinstance(source, Column) for source in join.values()):
+        from sa1b.shards.file_names import names_of
+
+        names = names_of(dataset)
+    how = _How(key, texts, names)
+    return {name: _open(name, source, storage_options, how) for name, source in join.items()}
+
+
+class _How(NamedTuple):  # how a source is converted
+    key: str | None
+    texts: bool
+    names: "FileNames | None"
+
+    def record(self) -> list[Any]:
+        """What decides about the result, for the name of the converted file."""
+        given = [] if self.key is None else [self.key]
+        return [*given, self.texts, *([] if self.names is None else [self.names.digest])]
 
 
 def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
@@ -168,9 +190,7 @@ def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[
             column.warn_of_missing(images())
 
 
-def _open(
-    name: str, source: Any, storage_options: Mapping[str, Any] | None, key: str | None, texts: bool
-) -> Column:
+def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
     import pyarrow as pa
 
     if isinstance(source, Column):
@@ -178,18 +198,18 @@ def _open(
     if not isinstance(name, str) or name in ("", *KEYS):
         raise ColumnError(f"join[{name!r}]: must be the name of a column other than {' and '.join(KEYS)}")
     if isinstance(source, pa.Table):
-        return _open_table(name, source, key, texts)
+        return _open_table(name, source, how)
     if not isinstance(source, str | os.PathLike):
         raise ColumnError(
             f"join[{name!r}]: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
         )
-    return _open_file(name, os.fspath(source), storage_options, key, texts)
+    return _open_file(name, os.fspath(source), storage_options, how)
 
 
-def _open_table(name: str, table: "pa.Table", key: str | None, texts: bool) -> Column:
+def _open_table(name: str, table: "pa.Table", how: _How) -> Column:
     """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
     where = f"join[{name!r}]: the pyarrow table"
-    batch = _sorted(table, name, where, key, texts)
+    batch = _sorted(table, name, where, how)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
     os.close(descriptor)
     with naming_path(Path(path)):
@@ -205,9 +225,7 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(
-    name: str, source: str, storage_options: Mapping[str, Any] | None, key: str | None, texts: bool
-) -> Column:
+def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
     from sa1b.shards.image_ids import ENDINGS
 
     if not source.endswith(ENDINGS):
@@ -229,7 +247,7 @@ def _open_file(
             size,
             Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
         ]
-        folder = cache_folder() / "columns" / _digest([source, name, *([] if key is None else [key]), texts])
+        folder = cache_folder() / "columns" / _digest([source, name, *how.record()])
         final = folder / f"{_digest([_VERSION, *state])}.arrow"
         if not final.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +255,7 @@ def _open_file(
                 if not final.exists():  # no other process has converted it meanwhile
                     for stale in folder.glob("*.partial"):
                         stale.unlink()
-                    _convert(name, source, reader, file, size, final, key, texts)
+                    _convert(name, source, reader, file, size, final, how)
     return Column(name, final, source)
 
 
@@ -254,12 +272,10 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
         ) from error
 
 
-def _convert(
-    name: str, source: str, reader: Reader, file: str, size: int, final: Path, key: str | None, texts: bool
-) -> None:
+def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path, how: _How) -> None:
     temporary = final.with_suffix(".partial")
     with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
-        batch = _sorted(_read(path, name, source), name, source, key, texts)
+        batch = _sorted(_read(path, name, source), name, source, how)
         _write(batch, temporary)
         flush(temporary)
         commit(temporary, final)
@@ -293,12 +309,13 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 
 
-def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: bool) -> "pa.RecordBatch":
+def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordBatch":
     """Ids, int64, ascending, and values of a table."""
     import pyarrow as pa
 
     from sa1b.shards.image_ids import answers_of, collected, image_column, is_text, with_ids
 
+    key = how.key
     for one in (*KEYS, name):
         if table.schema.names.count(one) > 1:
             raise ColumnError(
@@ -319,7 +336,7 @@ def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: b
     kind = table.schema.field(column).type
     key = "mask_id" if column == "mask_id" else "image_id"
     if key == "image_id" and is_text(kind):
-        table, others = with_ids(table, column)
+        table, others = with_ids(table, column, how.names)
         if others and not len(table):
             raise ColumnError(f"{source}: no row names an image in column {column!r}; write such as sa_7.jpg")
         if others:
@@ -335,7 +352,7 @@ def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: b
         )
     try:
         ids = table[column].cast(pa.int64()).to_numpy()
-        given = (answers_of(table[name]) if texts else None) or table[name]
+        given = (answers_of(table[name]) if how.texts else None) or table[name]
         values = given.cast(_large(given.type)).combine_chunks()
     except pa.ArrowException as error:
         raise ColumnError(f"{source}: {error}") from error
@@ -343,7 +360,11 @@ def _sorted(table: "pa.Table", name: str, source: str, key: str | None, texts: b
     ids = ids[order]
     values = values.take(pa.array(order))
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
-    if len(repeated) and texts and pa.types.is_large_string(getattr(values.type, "value_type", values.type)):
+    if (
+        len(repeated)
+        and how.texts
+        and pa.types.is_large_string(getattr(values.type, "value_type", values.type))
+    ):
         ids, values = collected(ids, values)
     elif len(repeated):
         raise ColumnError(

@@ -207,7 +207,7 @@ class Stream(IterableDataset[Batch]):
         if block_size > 1:
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)
-        self.columns = open_columns(join or {}, storage_options)
+        self.columns = open_columns(join or {}, storage_options, dataset=self.dataset)
         self.text = open_text(text, self.dataset, storage_options)
         opened = [one for name, one in self.columns.items() if one is not (join or {})[name]]
         if self.text is not None and self.text is not text:  # workers get open columns

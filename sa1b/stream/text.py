@@ -264,7 +264,8 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
     name = TEXTS if own else options.column
     try:
         source = _own_texts(dataset) if own else options.source
-        column = open_columns({name: source}, storage_options, key=options.key, texts=True)[name]
+        opened = open_columns({name: source}, storage_options, key=options.key, texts=True, dataset=dataset)
+        column = opened[name]
     except (ColumnError, MissingError) as error:
         raise ColumnError(str(error).removeprefix(f"join[{name!r}]: ")) from None
     return TextColumn(options, column)

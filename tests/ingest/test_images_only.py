@@ -388,3 +388,41 @@ def test_small_members_and_columns_are_fields_and_the_others_are_counted(
     assert verify(root, deep=True, workers=0, quiet=True).exit_code() == 0
     main((str(source),), out=str(root), images_only=True)
     assert f"left out: {min(left)} " in capsys.readouterr().out
+
+
+def test_a_table_by_own_file_names_is_joined(tmp_path: Path) -> None:
+    """By the path in the source, with or without folders above it that name the source."""
+    root = tmp_path / "shards"
+    for name, shades in (("photos", (1, 2)), ("others", (3,))):
+        files = {f"{'cats/' if i == 2 else ''}{i}.jpg": encoded(shade=i) for i in (*shades, 9)}
+        reshard(written(tmp_path / name, files), root)
+    rows = [
+        {"image": "1.jpg", "caption": "one"},
+        {"image": "/data/photos/cats/2.jpg", "caption": "two"},
+        {"image": "others/3.jpg", "caption": "three"},
+        {"image": "9.jpg", "caption": "of both sources"},
+        {"image": "cats/7.jpg", "caption": "of none"},
+    ]
+    (tmp_path / "captions.json").write_text(json.dumps(rows))
+    ids = {hashed(f"{name}.jpg"): name for name in ("photos/1", "photos/cats/2", "others/3")}
+    wanted = {"photos/1": "one", "photos/cats/2": "two", "others/3": "three"}
+    with pytest.warns(UserWarning, match="2 rows name no image") as record:
+        stream = sa1b.Stream(
+            root, global_batch=1, masks=0, image_size=32, join={"caption": str(tmp_path / "captions.json")}
+        )
+    assert any("no caption for 2 of 5 images" in str(one.message) for one in record)
+    found = {int(batch.ids[0]): batch.extra["caption"][0] for batch in stream}
+    assert {ids[one]: text for one, text in found.items() if text is not None} == wanted
+    out = tmp_path / "parquet"
+    words = f"caption={tmp_path / 'captions.json'}"
+    assert export_main(str(root), to="parquet", out=out, join=(words,), json_output=True) == 0
+    table = pq.read_table(out)
+    exported = dict(zip(table["image_id"].to_pylist(), table["caption"].to_pylist(), strict=True))
+    assert exported == {one: found[one] for one in exported}
+    (tmp_path / "captions.csv").write_text("image,text\nphotos/1.jpg,first\nphotos/1.jpg,second\n")
+    with pytest.warns(UserWarning, match="no text for 4 of 5"):
+        stream = sa1b.Stream(
+            root, global_batch=5, masks=0, image_size=32, text=str(tmp_path / "captions.csv")
+        )
+    (batch,) = stream
+    assert {*filter(None, batch.extra["text"])} <= {"first", "second"}

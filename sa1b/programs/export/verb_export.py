@@ -140,7 +140,7 @@ def main(
         from sa1b.programs.export.image_files import Yolo
         from sa1b.views.view import images_of
     form = _format(
-        to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
+        root, to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
     )
     images, masks_where = None, None
     if view is not None:
@@ -184,6 +184,7 @@ def _check_flags(to: str, given: Sequence[str]) -> None:
 
 
 def _format(
+    root: str,
     to: To,
     layout: Literal["by-source", "flat"] | None,
     image_size: int | None,
@@ -208,21 +209,22 @@ def _format(
     if to == "webdataset":
         from sa1b.programs.export.source_tars import IMAGES_PER_TAR, WebDataset
 
-        return WebDataset(number or IMAGES_PER_TAR, _columns(join), texts)
+        return WebDataset(number or IMAGES_PER_TAR, _columns(root, join), texts)
     if to == "coco":
         from sa1b.programs.export.coco import Coco
 
-        return Coco(number, segmentation or "rle", columns=_columns(join), texts=texts)
+        return Coco(number, segmentation or "rle", columns=_columns(root, join), texts=texts)
     if to == "yolo-seg":
         return Yolo(number or IMAGES_PER_LIST)
     if to == "parquet":
         from sa1b.programs.export.parquet import IMAGES_PER_FILE, Parquet
 
-        return Parquet(number or IMAGES_PER_FILE, _columns(join), texts)
+        return Parquet(number or IMAGES_PER_FILE, _columns(root, join), texts)
     return SourceTars(number, plain)
 
 
-def _columns(join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
+def _columns(root: str, join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
+    from sa1b.shards.dataset import open_dataset
     from sa1b.storage.errors import MissingError
     from sa1b.stream.columns import ColumnError, open_columns
 
@@ -232,7 +234,7 @@ def _columns(join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
     if twice:
         raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
     try:
-        return tuple(open_columns(dict(joined)).values())
+        return tuple(open_columns(dict(joined), dataset=open_dataset(root)).values())
     except (ColumnError, MissingError) as error:
         raise UsageError(str(error).replace("join['", "--join ", 1).replace("']", "", 1)) from None
 
