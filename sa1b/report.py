@@ -4,11 +4,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from sa1b.console import show
+
+if TYPE_CHECKING:
+    from tqdm import tqdm  # slow; commands import this module for --help
 
 _DECIMAL = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -113,7 +114,8 @@ class AboveBar(logging.Handler):
     """Writes log records to stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
+        from tqdm import tqdm
+
         tqdm.write(self.format(record), file=sys.stderr)
 
 
@@ -121,6 +123,8 @@ def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) ->
     """A progress bar; a context manager with `update(n)` and `set_postfix(...)`. The unit "B" is shown with
     prefixes (kB, MB, ...). `delay`: seconds until the bar is shown, for work that usually takes less.
     """
+    from tqdm import tqdm
+
     return tqdm(
         total=total,
         desc=desc,
