@@ -21,7 +21,8 @@ def difference(shown: Block, printed: str) -> str | None:
     """
     if shown.not_compared is not None:
         return None
-    printed = printed.replace(f"{sys.executable} -m sa1b", "sa1b")
+    # In an activated environment, messages name its interpreter without the folder.
+    printed = re.sub(rf"(?:{re.escape(sys.executable)}|\bpython3?) -m sa1b\b(?!\.)", "sa1b", printed)
     expected, found = _lines(shown.code), _lines(printed)
     rest = " *"
     if shown.numbers_vary is not None:
