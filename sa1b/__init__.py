@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sa1b.stream.batch import Batch
     from sa1b.stream.dataset import Stream
     from sa1b.stream.loader import Loader
+    from sa1b.stream.mix import Mix
     from sa1b.stream.text import Text
 
 _PUBLIC = {
@@ -30,6 +31,7 @@ _PUBLIC = {
     "Sample": ("sa1b.shards.sample", "Sample"),
     "Stream": ("sa1b.stream.dataset", "Stream"),
     "Loader": ("sa1b.stream.loader", "Loader"),
+    "Mix": ("sa1b.stream.mix", "Mix"),
     "Text": ("sa1b.stream.text", "Text"),
     "Batch": ("sa1b.stream.batch", "Batch"),
     "load_model": ("sa1b.recipes.weights", "load_model"),
@@ -45,6 +47,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "Loader",
+    "Mix",
     "Sample",
     "Stream",
     "Text",

@@ -152,7 +152,12 @@ def reported(extra: str | None = None) -> Iterator[None]:
     except BrokenPipeError:
         sys.exit(broken_pipe())
     except (KeyboardInterrupt, Sa1bError, OSError) as error:
-        sys.exit(_code(partial(_raise, error)))
+        sys.exit(exit_code_of(error))
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Print the line of an expected error or of Ctrl-C, and return the exit code."""
+    return _code(partial(_raise, error))
 
 
 def _raise(error: BaseException) -> NoReturn:

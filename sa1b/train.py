@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 
-from sa1b.console import before_training, broken_pipe, command
+from sa1b.console import before_training, broken_pipe, command, counted
 
 if __name__ == "__main__":
     before_training()
@@ -202,7 +202,7 @@ def train_and_close(run: Run) -> int:
         if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
             write_whole(Path(marker), b"")
         if run.step > begun:
-            print("\n".join(how_it_ended(config, run.step, run.metrics.result)), flush=True)
+            print("\n".join(how_it_ended(run)), flush=True)
     elif control.stopping and rank_info.rank == 0:
         print(how_it_stopped(run.step, config.deadline, control.stop), flush=True)
     if control.restarts:
@@ -210,13 +210,19 @@ def train_and_close(run: Run) -> int:
     return int(control.restarts)
 
 
-def how_it_ended(config: Config, step: int, result: str) -> list[str]:
+def how_it_ended(run: Run) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
-    out, name = config.out.rstrip("/"), PurePath(config.out).name
-    lines = [f"checkpoint: {out}/checkpoints/{folder_name(step)}", f"result: {result}"]
+    config, out, name = run.config, run.config.out.rstrip("/"), PurePath(run.config.out).name
+    lines = [f"checkpoint: {out}/checkpoints/{folder_name(run.step)}", f"result: {run.metrics.result}"]
+    if seen := run.feed.seen():
+        parts = [
+            f"{source} {counted(images, 'image')} ({epochs:.3g} epochs)"
+            for source, (images, epochs) in seen.items()
+        ]
+        lines.append(f"seen: {', '.join(parts)}")
     if isinstance(config, SamConfig):
         annotated = f"{name if config.is_remote else out}-annotated"
-        words = [str(config.data.root), "--weights", out, "--out", annotated]
+        words = [config.roots()[0], "--weights", out, "--out", annotated]
         words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
         lines.append(f"next: {command('annotate')} {shlex.join(words)}")
     elif config.evaluation.view is not None:

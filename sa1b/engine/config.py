@@ -27,6 +27,7 @@ from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.data_config import DataConfig
+from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, checked, declared
 from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
@@ -130,6 +131,10 @@ class Config(ABC):
         """
         return parallel.micro_batches(self.data, self.parallel, world_size)
 
+    def roots(self) -> list[str]:
+        """The dataset directories of the run."""
+        return roots_of(self.data)
+
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
@@ -210,6 +215,8 @@ def parse(
             default=default,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
+    if root and config.data.mix is not None and config.data.root == root:
+        config = replace(config, data=replace(config.data, root=""))
     config.check()
     if not silent:
         sys.stderr.writelines(f"{note}\n" for note in notes)
@@ -231,7 +238,7 @@ def _check(config: Config) -> None:
             "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no --dry-run"
         )
     set_endpoint(config)
-    if not config.data.root and not coco:
+    if not config.data.root and config.data.mix is None and not coco:
         raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
     config.data.check_text(type(config).__name__, reads_text=config.reads_text)
     for flag, value in _numbers(config.document()):
@@ -257,7 +264,7 @@ def _check(config: Config) -> None:
     _check_out(config)
     if config.folder.exists() and not config.folder.is_dir():
         raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
-    if (config.folder / DATASET).exists() or _is_inside(config.folder, config.data.root):
+    if (config.folder / DATASET).exists() or any(_is_inside(config.folder, root) for root in config.roots()):
         raise UsageError(
             f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
             "another folder"
@@ -303,7 +310,7 @@ def set_endpoint(config: Config) -> None:
 
 def _check_out(config: Config) -> None:
     """Refuse URLs that cannot be those of a run, and --scratch without a URL."""
-    protocol, root = protocol_of(config.out), config.data.root
+    protocol = protocol_of(config.out)
     if config.is_remote and not config.out.partition("://")[2].strip("/"):
         raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
     if plain_root(config.out) != config.out:
@@ -314,7 +321,8 @@ def _check_out(config: Config) -> None:
         raise UsageError(
             f"--out {config.out}: {protocol} can only be read; pass a folder, or an s3://, gs:// or az:// URL"
         )
-    if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/") and config.is_remote:
+    inside = [root for root in config.roots() if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/")]
+    if inside and config.is_remote:
         raise UsageError(
             f"--out {config.out}: is a dataset directory or inside one, not for a run; name another URL"
         )

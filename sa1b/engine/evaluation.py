@@ -18,7 +18,7 @@ from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
-from sa1b.stream.dataset import Stream
+from sa1b.stream.batch_stream import BatchStream
 
 _PREFETCHED = 8  # images that each rank prepares in advance
 
@@ -29,7 +29,7 @@ def held_out_feed(
     image_size: int,
     rank_info: RankInfo,
     run: Path,
-    training: Stream | None,
+    training: BatchStream | None,
 ) -> Feed | None:
     """The feed of an evaluation: every image of the view once over all ranks; None without a view. UsageError
     if it shares images with the feed `training`, which is None if nothing is trained.
@@ -51,8 +51,13 @@ def held_out_feed(
     feed = Feed(settings, image_size, rank_info, run, seed=0, view=config.view, order="sequential")
     if training is None:
         return feed
-    own, others = (view.table_rows(np.arange(len(view))) for view in (feed.stream.view, training.view))
-    if shared := len(np.intersect1d(own, others)):
+    shared = 0
+    for own in feed.stream.sources():
+        for other in training.sources():
+            if own.dataset.root == other.dataset.root:
+                rows = [one.table_rows(np.arange(len(one))) for one in (own.view, other.view)]
+                shared += len(np.intersect1d(rows[0], rows[1]))
+    if shared:
         raise UsageError(
             f"--evaluation.view {config.view}: shares {shared:,} images with the training data; make two "
             f"views with the same `{command('view')} --held-out PART`, one with --split train and one with "
@@ -87,7 +92,7 @@ def evaluate(
     module.eval()
     model = declared(module)
     damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
-    images = len(feed.stream.view)
+    images = feed.images
     shown: list[tuple[int, str]] = []
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:

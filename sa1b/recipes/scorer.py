@@ -45,9 +45,14 @@ class ClickScorer:
 
     def __init__(self, published: bool, device: torch.device) -> None:
         self.published = published
-        self.score = Score.empty(device, PROMPTS if published else QUICK_PROMPTS, by_size=published)
+        self.score = self._new_score(device)
         self.empty = torch.zeros((), dtype=torch.int64, device=device)
+        self._by_source: dict[str, Score] = {}  # of a mixture
         self._last: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
+
+    def _new_score(self, device: torch.device | None = None) -> Score:
+        prompts = PROMPTS if self.published else QUICK_PROMPTS
+        return Score.empty(device or self.score.sums.device, prompts, by_size=self.published)
 
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
@@ -58,6 +63,11 @@ class ClickScorer:
             found = {name: values[rows] for name, values in found.items()}
         weights = torch.ones_like(batch.areas[rows]) if self.published else inputs[1].weights[rows]
         self.score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
+        for name in sorted(set(batch.source)):
+            of_source = torch.tensor([one == name for one in batch.source], device=weights.device)
+            counted = weights * of_source[batch.masks.image[rows]]
+            score = self._by_source.setdefault(name, self._new_score())
+            score.add(found["intersections"], found["unions"], batch.areas[rows], counted)
         self.empty += (weights == 0).sum()
         self._last = rows, weights, found
 
@@ -69,9 +79,19 @@ class ClickScorer:
     def all_reduce(self) -> None:
         self.score.all_reduce()
         dist.all_reduce(self.empty)
+        names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(names, list(self._by_source))  # a rank may have had no image of a source
+        for name in sorted({name for some in names for name in some}):
+            self._by_source.setdefault(name, self._new_score()).all_reduce()
 
     def result(self) -> dict[str, float]:
-        return self.score.result() | {"empty": int(self.empty)}
+        # The figures of a source of a mixture have its name after a slash.
+        by_source = {
+            f"{figure}/{name}": value
+            for name, score in sorted(self._by_source.items())
+            for figure, value in score.result().items()
+        }
+        return self.score.result() | {"empty": int(self.empty)} | by_source
 
 
 def source_truth(batch: Batch) -> list[ImageTruth]:

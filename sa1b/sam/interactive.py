@@ -25,7 +25,7 @@ from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, pick, scene_of
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe, is_frozen, step_flops
-from sa1b.sam.targets import Samples, Targets, inputs_of, overlaps, rounded_up, with_equal_counts
+from sa1b.sam.targets import Samples, Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
@@ -161,7 +161,8 @@ class Interactive(nn.Module):
             Training: sums over masks, weighted by targets.weights, float32 scalars; divide by the count over
             all ranks. "loss" has the gradient; "focal", "dice" and "iou_loss" are its parts before their
             weights, "iou_first" and "iou_last" the chosen mask's IoU after the first and the last iteration,
-            "count" the sum of the weights. All parameters always get a gradient; it is 0 if the count is 0.
+            "count" the sum of the weights; "of_images" the sums of loss, last IoU and weights of each image,
+            float32 [B, 3]. All parameters always get a gradient; it is 0 if the count is 0.
             Evaluation: "intersections" and "unions", int64 [M, 4], in pixels of the dense masks inside the
             image, after 1, 3 and 5 clicks and for the exact box alone; "logits", float32 [M, R, R] of the
             padded square, and "predicted_iou", float32 [M], of the answer to the first click. With one
@@ -245,7 +246,7 @@ class Interactive(nn.Module):
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
         recompute = torch.is_grad_enabled() and early is None
-        losses, parts, ious = [], [], []
+        losses, parts, ious, of_masks = [], [], [], torch.zeros_like(targets.weights)
         outcome: IterationOutcome | None = None
         for number in range(1 + rests.shape[1]):
             if outcome is not None and (recipe.unprompted == 0 or number < rests.shape[1]):
@@ -256,12 +257,14 @@ class Interactive(nn.Module):
                 points, labels = _with_click(points, labels, click, label)
             feedback = None if outcome is None else outcome.feedback
             outcome = self.iteration(scene, points, labels, feedback, compiled=compiled, recompute=recompute)
-            sums = share * (outcome.losses * targets.weights).sum(dim=1)
-            focal, dice, quality = sums.unbind()
-            loss = recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
+            weighted = outcome.losses * targets.weights
+            sums = share * weighted.sum(dim=1)
+            loss = self._weighted(sums)
             losses.append(loss if early is None else early.add(loss))
             parts.append(sums.detach())
-            ious.append((targets.weights * outcome.iou).sum().detach())
+            of_masks = of_masks + share * self._weighted(weighted.detach())
+            iou = (targets.weights * outcome.iou).detach()
+            ious.append(iou.sum())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
         return {
             "loss": torch.stack(losses).sum(),
@@ -271,7 +274,13 @@ class Interactive(nn.Module):
             "iou_first": ious[0],
             "iou_last": ious[-1],
             "count": targets.weights.sum(),
+            "of_images": by_image(torch.stack((of_masks, iou, targets.weights)), targets),
         }
+
+    def _weighted(self, parts: Tensor) -> Tensor:
+        """The loss of its parts, [3, ...]."""
+        recipe, (focal, dice, quality) = self.recipe, parts.unbind()
+        return recipe.focal_weight * focal + recipe.dice_weight * dice + recipe.iou_weight * quality
 
     def _iterations_are_independent(self, device: torch.device) -> bool:
         """Whether the backward pass of an iteration can follow its forward pass at once.

@@ -125,6 +125,13 @@ def with_equal_counts(targets: Targets, most: int | None = None) -> Targets:
     )
 
 
+def by_image(of_masks: Tensor, targets: Targets) -> Tensor:
+    """Sums over the masks of each image, in the same order each time: float32 [B, n] from [n, M]."""
+    images = torch.arange(len(targets.sizes), device=of_masks.device)
+    belongs = targets.image == images[:, None]
+    return torch.where(belongs[:, None], of_masks, 0).sum(dim=2)
+
+
 def at_size(logits: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [M, K, H, W] at the size of the targets, float32 [M, K, R, R], and their masks, bool.
 

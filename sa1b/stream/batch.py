@@ -65,6 +65,8 @@ class Batch(Tensors):
         dense: the masks as pixels, uint8 [M, size, size]; None unless the loader has `dense` set.
         extra: joined columns (`Stream(join=...)`), on the host: name -> list of B or M Python values, None
             if the table has no row; see sa1b.stream.columns.
+        source: the name of each image's source in a mixture (`sa1b.Mix`), B of them, on the host; else empty.
+        source_index: int64 [B], the number of each image's source in the mixture; else None.
         texts: one text for each image or mask (`Stream(text=...)`), as tokens; else None.
         buffer: uint8, the memory of all tensors except `images` and `dense` after `pack`, else None.
     """
@@ -88,6 +90,8 @@ class Batch(Tensors):
     position: int
     dense: Tensor | None = None
     extra: dict[str, list[Any]] = field(default_factory=dict)
+    source: tuple[str, ...] = ()
+    source_index: Tensor | None = None
     texts: Texts | None = None
     buffer: Tensor | None = None
 

@@ -40,13 +40,14 @@ class LoaderSettings:
     @classmethod
     def of(cls, loader: Loader, **changes: Any) -> Self:
         """The settings of a loader; `changes` replace some of them."""
-        stream = loader.stream
-        settings = {
+        stream, datasets = loader.stream, [source.dataset for source in loader.stream.sources()]
+        stored = [one.manifest["options"].get("image_size") for one in datasets]
+        settings: dict[str, Any] = {
             "threads": loader.threads,
             "cpus": available_cpus(),
-            "is_local": stream.dataset.reader.is_local,
+            "is_local": all(one.reader.is_local for one in datasets),
             "cached": stream.stats.cache is not None,
-            "stored": stream.dataset.manifest["options"].get("image_size"),
+            "stored": None if None in stored else max(stored),
             "image_size": stream.options.image_size,
             "on_gpu": loader.device.type == "cuda",
             "decodes_on_gpu": stream.decoder.device.type != "cpu",

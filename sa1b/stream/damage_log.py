@@ -56,12 +56,14 @@ class DamageLog:
         read: int,
         reason: str,
         once: bool = False,
+        source: str | None = None,
     ) -> None:
         """Write a line. The first one is a warning of the logger `sa1b`; every one, if the file cannot be
         written.
 
         `read` are the samples that this rank has read, with those before a restart: the file contains their
-        damaged samples too. With `once`, an image that this rank has logged before is skipped.
+        damaged samples too. With `once`, an image that this rank has logged before is skipped. `source` is
+        the name of a source of a mixture.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
@@ -73,9 +75,11 @@ class DamageLog:
             "image_id": image_id,
             "position": position,
             "reason": reason[:1000],
+            **({} if source is None else {"source": source}),
         }
         with self._lock:
-            if once and any(entry.get("image_id") == image_id for entry in self.entries()):
+            logged = [(entry.get("source"), entry.get("image_id")) for entry in self.entries()]
+            if once and (source, image_id) in logged:
                 return
             try:
                 self._append(line)

@@ -15,32 +15,28 @@ the part of each step that this process reads. The number of workers only select
 batch i of a rank comes from worker i mod n, the order in which a DataLoader collects batches.
 """
 
-import contextlib
+import reprlib
 import warnings
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
-from sa1b.errors import UsageError
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
 from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.columns import open_columns, warn_of_missing
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decoders import decoder
-from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
+from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
-from sa1b.stream.pending import PendingBatch, SampleSource
+from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import (
-    MAX_POSITION,
-    MicroBatch,
     Plan,
     ResumeError,
     check_state,
@@ -54,10 +50,8 @@ from sa1b.stream.text import open_text
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import view_of
 
-_PREFETCH = 1  # micro-batches in flight while one is decoded
 
-
-class Stream(IterableDataset[Batch]):
+class Stream(BatchStream):
     """Micro-batches of one rank, in the order of the formula.
 
     Args:
@@ -161,8 +155,8 @@ class Stream(IterableDataset[Batch]):
         check_cache(cache, cache_bytes, is_open=isinstance(root, Dataset))
         layers = check_layers(layers, is_open=isinstance(root, Dataset))
         found_rank, found_size = process_rank()
-        self.rank = found_rank if rank is None else whole_number("rank", rank)
-        self.world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
+        rank = found_rank if rank is None else whole_number("rank", rank)
+        world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
         self._arguments = {
             "root": root,
             "global_batch": global_batch,
@@ -173,8 +167,8 @@ class Stream(IterableDataset[Batch]):
             "seed": seed,
             "block_size": block_size,
             "damage_log": damage_log,
-            "rank": self.rank,
-            "world_size": self.world_size,
+            "rank": rank,
+            "world_size": world_size,
             "shares": shares,
             "deadline": deadline,
             "storage_options": storage_options,
@@ -219,9 +213,9 @@ class Stream(IterableDataset[Batch]):
             if order == "shuffle"
             else Sequential(count)
         )
-        micro_batch = micro_batch or largest_share(global_batch, self.world_size, shares)
-        self.plan = Plan(formula, global_batch, micro_batch, self.rank, self.world_size, shares)
-        self.damage_log = DamageLog(Path(damage_log), self.rank, start=None)
+        micro_batch = micro_batch or largest_share(global_batch, world_size, shares)
+        self.plan = Plan(formula, global_batch, micro_batch, rank, world_size, shares)
+        self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
 
@@ -239,93 +233,13 @@ class Stream(IterableDataset[Batch]):
             f"position {self.position:,})"
         )
 
-    def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
-        return len(self.plan)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches of an epoch; for an endless stream, the number that covers an epoch."""
-        return self.plan.steps_per_epoch
-
-    @property
-    def position(self) -> int:
-        """Position at which the next iteration begins, in samples over all epochs.
-
-        Beginning an iteration advances it to the next epoch. `state_dict(batch)` is the state within an
-        iteration.
-        """
-        return self.iterations.position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self.iterations.position = checked_position(position)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of an epoch. The first epoch is 0.
-
-        Raises:
-            ValueError: the epoch is not a whole number, negative, or beyond the last position.
-        """
-        epoch, count = whole_number("epoch", epoch), self.plan.order.count
-        self.position = whole_number("epoch", epoch, most=MAX_POSITION // count) * count
-
     def use_decoder(self, name: str) -> None:
-        """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
         if name != self.options.decoder:
             self.decoder, self.options = decoder(name), replace(self.options, decoder=name)
             self._arguments["decoder"] = name
 
-    def begin(self) -> int:
-        """Begin an iteration and return its position.
-
-        The next iteration is the next epoch, even if this one is not read to its end. An endless stream
-        continues after the last batch passed to `taken`: UsageError if a DataLoader with workers read it.
-        """
-        return self.iterations.begin(None if self.epochs is None else self.plan.epoch_end)
-
-    def taken(self, batch: Batch) -> None:
-        """Let an endless stream continue after `batch` when this process iterates again."""
-        if self.epochs is None and get_worker_info() is None:
-            self.position = batch.position
-
-    def __iter__(self) -> StreamIterator:
-        if get_worker_info() is not None and self.decoder.device.type != "cpu":
-            raise UsageError(
-                f"decoder={self.options.decoder!r}: decodes on a GPU, which worker processes of a "
-                "DataLoader cannot share; read with sa1b.Loader(stream, device='cuda')"
-            )
-        return StreamIterator(self.plan, self.iterations, self.read, self.begin)
-
-    def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
-        """Read micro-batches, the next one while one is decoded."""
-        return closed_at_exit(self._read(pieces))
-
-    def _read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
-        in_flight: deque[PendingBatch] = deque()
-        ending = contextlib.ExitStack()
-        ending.enter_context(self.dataset.reader.used())
-        try:
-            for piece in pieces:
-                in_flight.append(self.submit(piece))
-                if len(in_flight) > _PREFETCH:
-                    batch = in_flight.popleft().finish()
-                    self.taken(batch)
-                    yield batch
-            while in_flight:  # the end of an epoch
-                yield in_flight.popleft().finish()
-        except Exception:
-            if get_worker_info() is not None:
-                self.iterations.fail()
-            raise
-        finally:
-            for one in in_flight:
-                one.cancel()
-            ending.close()
-
-    def source(self) -> SampleSource:
-        """Where the samples come from, with the current decoder and options."""
-        return SampleSource(
+    def sources(self) -> list[SampleSource]:
+        source = SampleSource(
             dataset=self.dataset,
             view=self.view,
             plan=self.plan,
@@ -337,22 +251,9 @@ class Stream(IterableDataset[Batch]):
             damage_log=self.damage_log,
             stats=self.stats,
         )
-
-    def submit(self, piece: MicroBatch) -> PendingBatch:
-        """Start reading all samples of a micro-batch concurrently."""
-        return self.source().submit(piece)
-
-    def close(self) -> None:
-        """Close files and connections of this process; the next read opens them again."""
-        self.dataset.reader.close()
+        return [source]
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
-        """The state to resume from.
-
-        Args:
-            batch: the last batch that was used: training resumes after it. None: training resumes where the
-                next iteration begins, so the rest of an unfinished epoch is skipped.
-        """
         condition = self.view.masks_where
         layers = [[layer.info.name, layer.info.digest] for layer in self.dataset.layers]
         return ({"layers": layers} if layers else {}) | {
@@ -378,11 +279,11 @@ class Stream(IterableDataset[Batch]):
             ResumeError: the state has another sequence: the images, the condition on masks, the seed, the
                 order or the block size differ; or it has other layers.
         """
-        own = self.state_dict()
-        grown = self.view.digest == self.dataset.table.ids_digest
-        view = self._arguments["view"]
-        name = "all images of the directory" if view is None else f"the view {str(view)!r}"
-        check_state(own, state, name, self.root, grown=grown)
+        self.check_state(state)
+        if "position" not in state:
+            raise ResumeError(
+                f"state {reprlib.repr(state)}: has no position; pass what state_dict() returned"
+            )
         try:
             position = checked_position(state["position"])
             if isinstance(self.plan.order, Order):
@@ -392,6 +293,14 @@ class Stream(IterableDataset[Batch]):
                 f"state position {state['position']!r}: {error}; pass what state_dict() returned"
             ) from None
         self.position = position
+
+    def check_state(self, state: object) -> None:
+        """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
+        own = {name: value for name, value in self.state_dict().items() if name != "position"}
+        grown = self.view.digest == self.dataset.table.ids_digest
+        view = self._arguments["view"]
+        name = "all images of the directory" if view is None else f"the view {str(view)!r}"
+        check_state(own, state, name, self.root, grown=grown)
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import Stream
+from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.loader import Loader
 
 
@@ -59,9 +59,9 @@ class TrainingData(lightning.Callback):
         return self._loader
 
     @property
-    def _stream(self) -> Stream:
+    def _stream(self) -> BatchStream:
         stream = getattr(self._loader, "stream", getattr(self._loader, "dataset", None))
-        if not isinstance(stream, Stream):
+        if not isinstance(stream, BatchStream):
             raise UsageError(
                 "TrainingData(make): make() must return a sa1b.Loader, or a DataLoader of a sa1b.Stream with "
                 f"batch_size=None, not {self._loader!r}"

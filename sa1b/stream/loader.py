@@ -33,8 +33,8 @@ import torch
 
 from sa1b.arguments import BadValue, check_arguments, number, whole_number
 from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
-from sa1b.stream.dataset import Stream
 from sa1b.stream.decoders import decoder_for
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.pipeline import BatchPipeline, PipelineSettings
@@ -46,7 +46,7 @@ class Loader:
     """Iterates over the batches of a stream, on `device`.
 
     Args:
-        stream: the stream to read, from its current position.
+        stream: the stream or mixture to read, from its current position.
         threads: threads that read and decode; by default one for each CPU that this rank may use, see
             sa1b.workers.available_cpus.
         prefetch: batches that are in flight or complete while the caller uses another one, at least 1.
@@ -69,7 +69,7 @@ class Loader:
     @check_arguments
     def __init__(
         self,
-        stream: Stream,
+        stream: BatchStream,
         *,
         threads: int | None = None,
         prefetch: int = 2,
@@ -81,8 +81,10 @@ class Loader:
         quiet: bool = False,
     ) -> None:
         self.stream = stream
-        if not isinstance(stream, Stream):
-            raise BadValue(f"stream={stream!r} must be a sa1b.Stream: Loader(Stream(root, global_batch=256))")
+        if not isinstance(stream, BatchStream):
+            raise BadValue(
+                f"stream={stream!r} must be a sa1b.Stream or sa1b.Mix: Loader(Stream(root, global_batch=256))"
+            )
         self.threads = available_cpus() if threads is None else whole_number("threads", threads, 1)
         self.prefetch = prefetch = whole_number("prefetch", prefetch, 1)
         self.device = _device(device)
@@ -139,7 +141,7 @@ class Loader:
             self._side = SideStream(self.device)
         self._pipeline = pipeline = BatchPipeline(self._settings, self._side)
         with contextlib.ExitStack() as ending:
-            ending.enter_context(self.stream.dataset.reader.used())
+            ending.enter_context(self.stream.used())
             ending.callback(self._end, pipeline)
             while True:
                 while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:

@@ -1,9 +1,9 @@
 """A micro-batch on its way from storage to the device, and where its samples come from.
 
-pending = source.submit(piece)      the reads of all samples are in flight
-pending.pick(i)                     waits for the bytes of sample i and chooses its masks
-pending.decode(start, stop)         decodes samples into `pending.images`, or substitutes of damaged ones
-pending.collate()                   the batch
+pending = submit(sources, order, piece)     the reads of all samples are in flight
+pending.pick(i)                             waits for the bytes of sample i and chooses its masks
+pending.decode(start, stop)                 decodes samples, or substitutes of damaged ones, into `images`
+pending.collate()                           the batch
 """
 
 import threading
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,11 +27,12 @@ from sa1b.stream.buffers import PinnedBuffer, fresh
 from sa1b.stream.columns import Column
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import Decoder, EncodedImage
-from sa1b.stream.order import Sequential
+from sa1b.stream.mixture import Mixture
+from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
-from sa1b.stream.text import TextColumn
+from sa1b.stream.text import TextColumn, Texts, merged
 from sa1b.stream.transform import Frame
 from sa1b.views.predicate import ORIGIN_FIELDS
 from sa1b.views.view import View
@@ -54,20 +56,15 @@ class SampleSource:
     text: TextColumn | None
     damage_log: DamageLog
     stats: PipelineStats
+    name: str | None = None  # in a mixture
 
-    def rows(self, piece: MicroBatch) -> tuple[list[int], list[bool]]:
-        """The rows of the sample table that a micro-batch reads, and whether each one is valid."""
-        positions, order = np.arange(piece.start, piece.stop), self.plan.order
-        if isinstance(order, Sequential):
-            indices, valid = order.rows(positions)
-        else:
-            indices, valid = order.rows(positions), np.ones(len(positions), np.bool_)
-        return self.view.table_rows(indices).tolist(), valid.tolist()
-
-    def submit(self, piece: MicroBatch) -> "PendingBatch":
-        """Start reading all samples of a micro-batch concurrently."""
-        rows, valid = self.rows(piece)
-        return PendingBatch(self, piece, rows, valid, self.read(rows))
+    def rows(self, positions: npt.NDArray[np.int64]) -> list[int]:
+        """The rows of the sample table at positions of this source's order."""
+        order = self.plan.order
+        assert not isinstance(order, Mixture)
+        indices = order.rows(positions)[0] if isinstance(order, Sequential) else order.rows(positions)
+        rows: list[int] = self.view.table_rows(indices).tolist()
+        return rows
 
     def read(self, rows: list[int]) -> list[PendingRead]:
         """Start reading samples. Texts of layers are joined only if the condition on masks reads them."""
@@ -89,13 +86,15 @@ class SampleSource:
             reason=str(error),
             # An evaluation reads the same image each time.
             once=isinstance(self.plan.order, Sequential),
+            source=self.name,
         )
 
     def where(self, row: int) -> str:
         """Image, shard and offset of a row of the sample table, for messages."""
         table = self.dataset.table
         shard = self.dataset.reader.url(self.dataset.shards[int(table.shard[row])])
-        return f"image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
+        source = "" if self.name is None else f"source {self.name}: "
+        return f"{source}image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +117,10 @@ class PendingBatch:
     evaluation would not be comparable.
     """
 
-    source: SampleSource
+    sources: list[SampleSource]  # one, or those of a mixture, which have the same decoder and image size
     piece: MicroBatch
+    which: list[int]  # for each sample, the number of its source
+    local: list[int]  # and its position in the order of this source
     rows: list[int]  # of the sample table; of a damaged sample, that of its substitute
     valid: list[bool]  # False for padding and, once decoded, for a damaged sample of a sequential stream
     reads: list[PendingRead]
@@ -142,6 +143,15 @@ class PendingBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def source(self) -> SampleSource:
+        """The first source, for what all have in common: decoder, image size, statistics."""
+        return self.sources[0]
+
+    def of(self, i: int) -> SampleSource:
+        """The source of sample i."""
+        return self.sources[self.which[i]]
 
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
@@ -206,8 +216,8 @@ class PendingBatch:
         return False
 
     def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
-        source = self.source
-        options, seed, epoch = source.options, source.seed, (self.piece.start + i) // source.plan.order.count
+        source = self.of(i)
+        options, seed, epoch = source.options, source.seed, self.local[i] // source.plan.order.count
         try:
             with source.stats.busy("read", int(source.dataset.table.jpg_bytes[row])):
                 jpeg, annotations = read.result()
@@ -225,7 +235,7 @@ class PendingBatch:
 
     def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
         """Log a damaged sample and pick its replacement."""
-        source, position = self.source, self.piece.start + i
+        source, position = self.of(i), self.piece.start + i
         order = source.plan.order
         source.record_damage(row, position, damage)
         if isinstance(order, Sequential):
@@ -235,7 +245,9 @@ class PendingBatch:
             return PickedSample(i, attempt, row, None, masks)
         if attempt + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
-        self.rows[i] = row = int(source.view.table_rows(np.array([order.substitute(position, attempt)]))[0])
+        assert isinstance(order, Order)
+        index = order.substitute(self.local[i], attempt)
+        self.rows[i] = row = int(source.view.table_rows(np.array([index]))[0])
         (read,) = source.read([row])
         return self._pick(i, attempt + 1, row, read)
 
@@ -262,25 +274,40 @@ class PendingBatch:
 
     def where(self, i: int) -> str:
         """Image, shard and offset of sample i, for messages."""
-        return self.source.where(self.rows[i])
+        return self.of(i).where(self.rows[i])
 
     def collate(self) -> Batch:
         """The batch of all samples, once they are decoded."""
-        piece, source = self.piece, self.source
+        piece = self.piece
         samples = [sample for sample in self.samples if sample is not None]
         batch = collate(self.images, samples, range(piece.start, piece.stop), self.valid, piece.position)
-        by_key = {"image_id": batch.ids.numpy(), "mask_id": batch.mask_ids.numpy()}
-        extra = {name: column.lookup(by_key[column.key]) for name, column in source.columns.items()}
-        if (text := source.text) is None:
+        which = np.array(self.which, np.int64)
+        if self.source.name is not None:
+            names = tuple(self.sources[one].name or "" for one in self.which)
+            batch = replace(batch, source=names, source_index=torch.from_numpy(which))
+        ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
+        extra: dict[str, list[Any]] = {}
+        texts: list[tuple[npt.NDArray[np.int64], Texts]] = []
+        for number, source in enumerate(self.sources):
+            of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
+            by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
+            for name, column in source.columns.items():
+                rows, values = by_key[column.key]
+                _put(extra, name, column.lookup(values[rows]), rows, len(values))
+            if (text := source.text) is None:
+                continue
+            rows, values = by_key[text.column.key]
+            images, indices = rows, np.zeros(len(rows), np.int64)
+            if text.column.key == "mask_id":
+                images, indices = image[rows], batch.mask_index.numpy()[rows]
+            epochs = local[images] // source.plan.order.count
+            read, strings = text.read(source.seed, values[rows], ids[images], epochs, indices)
+            _put(extra, text.column.name, strings, rows, len(values))
+            texts.append((rows, read))
+        if not texts:
             return replace(batch, extra=extra)
-        epochs = batch.positions.numpy() // source.plan.order.count
-        of_images, indices = by_key["image_id"], np.zeros(len(batch), np.int64)
-        if text.column.key == "mask_id":
-            image = batch.masks.image.numpy()
-            of_images, epochs, indices = of_images[image], epochs[image], batch.mask_index.numpy()
-        ids = by_key[text.column.key]
-        texts, values = text.read(source.seed, ids, of_images, epochs, indices)
-        return replace(batch, extra=extra | {text.column.name: values}, texts=texts)
+        count = len(ids) if texts[0][1].key == "image_id" else len(image)
+        return replace(batch, extra=extra, texts=merged(texts, count))
 
     def is_last(self) -> bool:
         """Count a finished job; return True for the last one."""
@@ -307,3 +334,27 @@ class PendingBatch:
         """Cancel all pending reads."""
         for read in self.reads:
             read.cancel()
+
+
+def submit(
+    sources: list[SampleSource], order: Order | Sequential | Mixture, piece: MicroBatch
+) -> PendingBatch:
+    """Start reading all samples of a micro-batch concurrently."""
+    which, local, valid = order.locate(np.arange(piece.start, piece.stop))
+    rows, reads = [0] * len(which), dict[int, PendingRead]()
+    for number, source in enumerate(sources):
+        here = np.flatnonzero(which == number)
+        chosen = source.rows(local[here])
+        for i, row, read in zip(here.tolist(), chosen, source.read(chosen), strict=True):
+            rows[i], reads[i] = row, read
+    in_order = [reads[i] for i in range(len(rows))]
+    return PendingBatch(sources, piece, which.tolist(), local.tolist(), rows, valid.tolist(), in_order)
+
+
+def _put(
+    extra: dict[str, list[Any]], name: str, values: list[Any], rows: npt.NDArray[np.int64], count: int
+) -> None:
+    """Put the values of a joined column at these rows of `count`; the others are None."""
+    column = extra.setdefault(name, [None] * count)
+    for row, value in zip(rows.tolist(), values, strict=True):
+        column[row] = value

@@ -18,8 +18,8 @@ import torch
 from sa1b.errors import Sa1bError
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
-from sa1b.stream.dataset import Stream
 from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch
 from sa1b.stream.ragged import RaggedMasks
@@ -80,7 +80,7 @@ class _Job(NamedTuple):
 class PipelineSettings:
     """Settings and memory that the iterations of one loader share; see `sa1b.stream.loader.Loader`."""
 
-    stream: Stream
+    stream: BatchStream
     threads: int
     device: torch.device
     dense: int | None
@@ -108,7 +108,7 @@ class BatchPipeline:
         self.free: deque[PinnedBuffer] = deque()
         self.numbers = count()
         self._running: dict[int, _Job] = {}  # thread -> its job
-        self._limit = self.stream.dataset.reader.retry_policy.deadline + _LATE
+        self._limit = self.stream.deadline + _LATE
 
     def submit(self, piece: MicroBatch) -> None:
         """Start reading and decoding a micro-batch."""
@@ -302,7 +302,7 @@ class BatchPipeline:
             f"{where}: is not read after {took}: the disk or the server of its mount does not answer; look "
             "at `df` and `dmesg`",
             last_error="no answer",
-            counters=self.stream.dataset.reader.counters(),
+            counters=job.work.of(job.i or 0).dataset.reader.counters(),
         )
 
 

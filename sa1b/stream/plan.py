@@ -11,6 +11,7 @@ from typing import Any
 from sa1b.arguments import BadType, BadValue, whole_number
 from sa1b.console import command
 from sa1b.errors import Sa1bError
+from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import (
     Order,
     Sequential,
@@ -37,7 +38,7 @@ class MicroBatch:
 class Plan:
     """The micro-batches of a rank, step by step; ValueError if the sizes do not fit together."""
 
-    order: Order | Sequential
+    order: Order | Sequential | Mixture
     global_batch: int  # samples of a step over all ranks
     # largest number of samples that a rank reads at a time; with shares, for the largest one
     micro_batch: int
@@ -89,12 +90,12 @@ class Plan:
 
     @property
     def endless(self) -> bool:
-        return isinstance(self.order, Order) and self.order.endless
+        return self.order.endless
 
     @property
     def block_size(self) -> int:
-        """Length of a block in samples; 1 for a sequential order."""
-        return self.order.block_size if isinstance(self.order, Order) else 1
+        """Length of a block in samples; 1 for a sequential order and for a mixture."""
+        return self.order.block_size
 
     def _step_size(self, position: int) -> int:
         """Samples of the step that begins at a position: fewer at the end of an epoch of training."""

@@ -247,6 +247,24 @@ def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, ke
     )
 
 
+def merged(parts: Sequence[tuple[npt.NDArray[np.int64], Texts]], count: int) -> Texts:
+    """The texts of `count` images or masks from those of some of their rows; rows in no part have no text."""
+    if len(parts) == 1 and len(parts[0][0]) == count:
+        return parts[0][1]
+    first = parts[0][1]
+    lengths = torch.zeros(count, dtype=torch.int64)
+    keys, vectors = torch.full((count,), -1), first.vectors.new_zeros(count, first.vectors.shape[1])
+    for rows, texts in parts:
+        lengths[rows], keys[rows], vectors[rows] = texts.offsets.diff(), texts.keys, texts.vectors
+    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    tokens = first.tokens.new_zeros(int(offsets[-1]))
+    for rows, texts in parts:
+        shift = offsets[rows] - texts.offsets[:-1]
+        tokens[torch.arange(len(texts.tokens)) + shift.repeat_interleave(texts.offsets.diff())] = texts.tokens
+    longest = max(texts.length for _, texts in parts)
+    return Texts(tokens=tokens, offsets=offsets, vectors=vectors, keys=keys, key=first.key, length=longest)
+
+
 def _key_of(column: Column) -> Key:
     return "image_id" if column.key == "image_id" else "mask_id"
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import simplejpeg
 import torch
 
@@ -188,12 +189,12 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
             return len(read.begun.result())
         return 0
 
-    pieces, source = stream.plan.micro_batches(0), stream.source()
+    pieces, (source,) = stream.plan.micro_batches(0), stream.sources()
     ahead = max(1, 2 * threads // stream.plan.micro_batch)
     while True:
         reads: list[PendingRead] = []
         for piece in itertools.islice(pieces, ahead):
-            rows, _ = source.rows(piece)
+            rows = source.rows(np.arange(piece.start, piece.stop))
             if stream.dataset.reader.is_local:
                 _forget(stream, rows)
             reads += stream.dataset.submit(rows)

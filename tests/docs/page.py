@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,8 @@ def main(page: str) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(write_through=True)
+    # torch warns of more workers than the processors of this machine; a page has two workers.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     blocks = blocks_of(Path(page).read_text(encoding="utf-8"))
     differences = []
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):

@@ -567,7 +567,7 @@ def test_worker_processes_cannot_decode_on_a_gpu(root: Path, gpu: list[Made]) ->
     own = stream(root, decoder="torchcodec")
     with pytest.MonkeyPatch.context() as patch:
         info: Callable[[], Any] = lambda: SimpleNamespace(id=0, num_workers=2)  # noqa: E731
-        patch.setattr("sa1b.stream.dataset.get_worker_info", info)
+        patch.setattr("sa1b.stream.batch_stream.get_worker_info", info)
         with pytest.raises(
             UsageError, match=r"decoder='torchcodec': decodes on a GPU, which worker processes"
         ):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,7 +141,8 @@ def test_a_stalled_sample_is_named(
     root: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     streamed, whole, named = stream(root), PendingBatch.pick, threading.Event()
-    rows, _ = streamed.source().rows(next(streamed.plan.micro_batches(0)))
+    piece = next(streamed.plan.micro_batches(0))
+    rows = streamed.sources()[0].rows(np.arange(piece.start, piece.stop))
     where = SampleSource.where
 
     def noted(self: SampleSource, row: int) -> str:
@@ -155,7 +157,7 @@ def test_a_stalled_sample_is_named(
     monkeypatch.setattr(SampleSource, "where", noted)
     monkeypatch.setattr(PendingBatch, "pick", slow)
     first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
-    line = f"sa1b.Loader: waiting for {where(streamed.source(), rows[1])} for over 0.1 s"
+    line = f"sa1b.Loader: waiting for {where(streamed.sources()[0], rows[1])} for over 0.1 s"
     assert ("sa1b", logging.WARNING, line) in said.record_tuples
 
 
@@ -181,8 +183,8 @@ def test_a_thread_that_hangs_ends_the_iteration_after_the_deadline(
     readings: list[str | None] = []
     observer = threading.Thread(target=lambda: (hangs.wait(), readings.append(loader.reading())))
     observer.start()
-    source = streamed.source()
-    where = source.where(source.rows(next(streamed.plan.micro_batches(0)))[0][0])
+    source = streamed.sources()[0]
+    where = source.where(source.rows(np.arange(1))[0])
     with pytest.raises(expected, match=rf"{where}: is not {stage}d? after \d+ s, and the deadline is 0.1 s:"):
         next(iter(loader))
     observer.join()
@@ -390,7 +392,8 @@ def test_an_error_of_any_stage_is_delivered_with_its_sample(
 ) -> None:
     """Also with a batched decoder, which waits for all samples of a batch."""
     own = stream(root, epochs=1)
-    rows, _ = own.source().rows(next(own.plan.micro_batches(0)))
+    piece = next(own.plan.micro_batches(0))
+    rows = own.sources()[0].rows(np.arange(piece.start, piece.stop))
     sample = own.dataset[rows[at]]
 
     def raised(*_: object) -> None:

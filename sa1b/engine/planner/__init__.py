@@ -251,7 +251,11 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
             "--parallel.mode pipeline: has no plan, because its stages need unequal memory; pass "
             f"--parallel.mode ddp or fsdp, or see the estimates of `{command('train')} --dry-run`"
         )
-    data = ALL_OF_SA1B if config.data.root == NO_ROOT else _stored_images(config, ranks)
+    data = (
+        ALL_OF_SA1B
+        if config.data.root == NO_ROOT and config.data.mix is None
+        else _stored_images(config, ranks)
+    )
     config = with_steps(config, data.images)
     memory = measure(config, ranks)
     with torch.device("meta"):
@@ -297,15 +301,21 @@ def _stored_images(config: Config, world_size: int) -> StoredImages:
     shares = rank_shares(config.parallel, world_size)
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
-    table, rows = feed.stream.dataset.table, feed.stream.view.rows
-    chosen = slice(None) if rows is None else rows
-    read = table.jpg_bytes[chosen].sum(dtype=np.int64) + table.masks_bytes[chosen].sum(dtype=np.int64)
+    read, shards, stored = 0, 0, []
+    for source in feed.stream.sources():
+        table, rows = source.dataset.table, source.view.rows
+        chosen = slice(None) if rows is None else rows
+        read += int(
+            table.jpg_bytes[chosen].sum(dtype=np.int64) + table.masks_bytes[chosen].sum(dtype=np.int64)
+        )
+        shards += int(np.unique(table.shard[chosen]).size)
+        stored.append(source.dataset.manifest.get("options", {}).get("image_size"))
     view = "" if config.data.view is None else f", view {config.data.view}"
     return StoredImages(
-        f"{config.data.root}{view}",
-        len(feed.stream.view),
+        f"{config.data.mix or config.data.root}{view}",
+        feed.images,
         float(read),
-        int(np.unique(table.shard[chosen]).size),
+        shards,
         "shard",
-        feed.stream.dataset.manifest.get("options", {}).get("image_size"),
+        None if None in stored else max(stored),
     )

@@ -53,7 +53,7 @@ def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None
         shares=shares,
         divided=mode_of(config.parallel).divides_steps,
     )
-    config = with_steps(config, len(feed.stream.view))
+    config = with_steps(config, feed.images)
     held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
     with torch.device("meta"):
         module = build(config, None)
@@ -63,7 +63,7 @@ def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
                 load_weights(declared(module), weights, config.scratch)
-        print(describe(config, rank_info, module, feed.micro_batches, len(feed.stream.view)))
+        print(describe(config, rank_info, module, feed.micro_batches, feed.images))
         print(lr_line(config.optim, config.data.global_batch))
         print(connection)
 

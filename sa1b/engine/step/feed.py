@@ -6,11 +6,13 @@ for batch in feed.step():
 state = feed.state_dict()
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.engine.data_config import DataConfig, with_flags
+from sa1b.engine.mix_file import read_mix
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.shards.dataset import Dataset
@@ -21,6 +23,7 @@ from sa1b.stream.columns import ColumnError
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
+from sa1b.stream.mix import Mix
 
 
 class Feed:
@@ -45,47 +48,33 @@ class Feed:
         divided: bool = True,
     ) -> None:
         target_size = config.target_size or image_size // 4
-        try:
-            self.stream = Stream(
-                config.root,
+
+        def stream(data: DataConfig, own_seed: int, own_view: str | None) -> Stream:
+            return _stream(
+                data,
+                view=own_view,
+                evaluates=view is not None,
                 global_batch=config.global_batch,
                 micro_batch=config.micro_batch,
-                view=view or config.view,
                 order=order,
                 epochs=None if order == "shuffle" else 1,  # a training run counts steps, not epochs
-                seed=seed,
-                block_size=config.block_size if order == "shuffle" else 1,
+                seed=own_seed,
+                block_size=data.block_size if order == "shuffle" else 1,
                 damage_log=run / "damaged.jsonl",
                 rank=rank_info.rank if divided else 0,
                 world_size=rank_info.world_size if divided else 1,
                 shares=shares,
-                deadline=config.deadline,
-                storage_options=_options(config),
-                cache=config.cache,
-                cache_bytes=config.cache_bytes,
-                layers=config.layers,
                 image_size=image_size,
-                masks=config.masks,
-                strategy=config.strategy,
-                flip=config.flip if order == "shuffle" else 0.0,
-                min_pixels=config.min_pixels if order == "shuffle" else 0,
+                flip=data.flip if order == "shuffle" else 0.0,
+                min_pixels=data.min_pixels if order == "shuffle" else 0,
                 min_pixels_size=target_size,
-                text=config.texts(),
             )
-        except ColumnError as error:
-            raise UsageError(f"--data.text: {error}") from None
-        except ValueError as error:
-            raise with_flags(error) from None
-        except (ManifestError, MissingError) as error:
-            part = "--data" if view is None else "--evaluation"
-            flag = f"{part}.view" if self._opens(config, config.layers) else f"{part}.layers"
-            raise UsageError(f"{flag if self._opens(config) else '--data.root'}: {error}") from None
-        dataset = self.stream.dataset
-        if config.masks and not (dataset.manifest["totals"]["masks"] or dataset.layers):
-            raise UsageError(
-                f"--data.root {config.root}: has no masks, and this model learns masks; label images with "
-                "`sa1b annotate`, or train a model that reads none: --preset distill, or one of your own"
-            )
+
+        self.stream: Stream | Mix
+        if config.mix is None:
+            self.stream = stream(config, seed, view or config.view)
+        else:
+            self.stream = _mix(config, seed, view, order, stream)
         # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         if config.decode == "gpu" and rank_info.device.type == "cpu":
@@ -106,15 +95,18 @@ class Feed:
         self._batches: Generator[Batch, None, None] | None = None
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
-    @staticmethod
-    def _opens(config: DataConfig, layers: tuple[str, ...] = ()) -> bool:
-        """Whether the dataset opens without the view. If it does, an error was caused by the view."""
-        options = _options(config)
-        try:
-            Dataset(config.root, deadline=config.deadline, storage_options=options, layers=layers)
-        except Sa1bError:
-            return False
-        return True
+    @property
+    def images(self) -> int:
+        """Images of an epoch; of a mixture for training, until each image of every source is used."""
+        return self.stream.plan.order.count
+
+    def seen(self) -> dict[str, tuple[int, float]]:
+        """Of each source of a mixture: its images up to this state, and the epochs that these are."""
+        mix = self.stream
+        if not isinstance(mix, Mix):
+            return {}
+        counts = mix.seen(self.state_dict()["position"])
+        return {name: (count, count / len(mix.streams[name].view)) for name, count in counts.items()}
 
     def step(self) -> Iterator[Batch]:
         """The next step's `micro_batches` batches, as many on every rank, some empty; none after the end."""
@@ -166,3 +158,78 @@ class Feed:
 
 def _options(config: DataConfig) -> dict[str, Any] | None:
     return endpoint_options(str(config.root), config.endpoint) or None
+
+
+def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments: Any) -> Stream:
+    """The stream of a dataset; UsageError names the flag that is wrong."""
+    options = _options(data)
+    try:
+        stream = Stream(
+            data.root,
+            view=view,
+            deadline=data.deadline,
+            storage_options=options,
+            cache=data.cache,
+            cache_bytes=data.cache_bytes,
+            layers=data.layers,
+            masks=data.masks,
+            strategy=data.strategy,
+            text=data.texts(),
+            **arguments,
+        )
+    except ColumnError as error:
+        raise UsageError(f"--data.text: {error}") from None
+    except ValueError as error:
+        raise with_flags(error) from None
+    except (ManifestError, MissingError) as error:
+        part = "--evaluation" if evaluates else "--data"
+        flag = f"{part}.view" if _opens(data, data.layers) else f"{part}.layers"
+        raise UsageError(f"{flag if _opens(data) else '--data.root'}: {error}") from None
+    if data.masks and not (stream.dataset.manifest["totals"]["masks"] or stream.dataset.layers):
+        raise UsageError(
+            f"--data.root {data.root}: has no masks, and this model learns masks; label images with "
+            "`sa1b annotate`, or train a model that reads none: --preset distill, or one of your own"
+        )
+    return stream
+
+
+def _mix(
+    config: DataConfig,
+    seed: int,
+    view: str | None,
+    order: str,
+    make: Callable[[DataConfig, int, str | None], Stream],
+) -> Mix:
+    """The mixture of `--data.mix`; `view` is that of an evaluation. UsageError names file and source."""
+    sources, schedule = read_mix(config)
+    streams = {}
+    for source in sources:
+        own_view = source.data.view if view is None else source.view(view)
+        if view is not None and own_view is None:
+            continue  # the source has no part in the evaluation
+        # The seed of an evaluation is constant, see `held_out_feed`.
+        own_seed = seed if source.seed is None or view is not None else source.seed
+        data = (
+            source.data
+            if view is None
+            else replace(source.data, layers=config.layers, masks=config.masks, strategy=config.strategy)
+        )
+        try:
+            streams[source.name] = make(data, own_seed, own_view), source.weight
+        except UsageError as error:
+            raise UsageError(f"--data.mix {config.mix}: source {source.name}: {error}") from None
+    if not streams:
+        raise UsageError(f"--data.mix {config.mix}: no source has an evaluation_view; give one a view")
+    try:
+        return Mix(streams, schedule=schedule if order == "shuffle" else None)
+    except ValueError as error:
+        raise UsageError(f"--data.mix {config.mix}: {error}") from None
+
+
+def _opens(config: DataConfig, layers: tuple[str, ...] = ()) -> bool:
+    """Whether the dataset opens without the view. If it does, an error was caused by the view."""
+    try:
+        Dataset(config.root, deadline=config.deadline, storage_options=_options(config), layers=layers)
+    except Sa1bError:
+        return False
+    return True

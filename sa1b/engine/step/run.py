@@ -35,6 +35,7 @@ from sa1b.engine.watch.signals import deadline_of
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.bottleneck import BUSY, LoaderSettings
+from sa1b.stream.mix import Mix
 from sa1b.stream.plan import ResumeError
 
 Watching = AbstractContextManager[object]
@@ -110,7 +111,7 @@ class Run:
         shares = rank_shares(config.parallel, rank_info.world_size)
         divided = mode_of(config.parallel).divides_steps
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
-        config = self.config = with_steps(config, len(self.feed.stream.view))
+        config = self.config = with_steps(config, self.feed.images)
         self.held_out = held_out_feed(
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
         )
@@ -249,7 +250,10 @@ class Run:
         """Add the gradient of the micro-batch with this number; return the model's sums, without gradient."""
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
         sums = self.train_step.forward_backward(batch, self.times.backward)
-        return {name: sums[name] for name in (*self.model.figures, "count")}
+        totals = {name: sums[name] for name in (*self.model.figures, "count")}
+        if isinstance(self.feed.stream, Mix) and batch.source_index is not None and "of_images" in sums:
+            totals |= by_source(sums["of_images"], batch.source_index, list(self.feed.stream.streams))
+        return totals
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:
         """Numbers of this rank that the ranks exchange after each step, of images with these ids, int64 [B].
@@ -281,7 +285,8 @@ class Run:
             with self.phases.part("checkpoint"):
                 self.save(metrics.json_figures({"step": self.step, **line}))
         self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
-        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal))
+        epochs = {f"epochs/{name}": seen for name, (_, seen) in self.feed.seen().items()}
+        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal) | epochs)
         asked = self.control.take_table_request()
         if self.window is not None:
             self.window.add(self.step, figures.ranks, asked=asked)
@@ -312,6 +317,19 @@ class Run:
         finally:
             self.checkpoints.close()
             self.control.close()
+
+
+def by_source(of_images: Tensor, source: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """The sums of each source of a mixture, "loss/NAME", "iou/NAME" and "count/NAME", from those of images.
+
+    Args:
+        of_images: float32 [B, 3], see `sa1b.engine.model.Model`.
+        source: int64 [B], the number of each image's source.
+    """
+    belongs = source == torch.arange(len(names), device=source.device)[:, None]
+    sums = torch.where(belongs[:, :, None], of_images, 0).sum(dim=1)
+    kinds = ("loss", "iou", "count")
+    return {f"{kind}/{name}": sums[i, j] for i, name in enumerate(names) for j, kind in enumerate(kinds)}
 
 
 def fitted(config: Config, world_size: int) -> Config:

@@ -36,7 +36,9 @@ from sa1b.storage.atomic import append_line
 class StepFigures:
     """The figures of a step over all ranks; all except `own_loss` are the same on all ranks."""
 
-    means: dict[str, float]  # the model's figures, each divided by `count`; 0 if the count is 0
+    # The model's figures, each divided by `count`, those of a source of a mixture, such as "loss/NAME", by
+    # "count/NAME"; 0 if the count is 0. A "count/NAME" is a sum.
+    means: dict[str, float]
     count: float  # number of summed terms; for SAM, masks
     images: int  # of all ranks
     norm: float  # of the gradient before clipping
@@ -72,8 +74,9 @@ class Control(Requests):
         columns = list(zip(*self._gather(own, [images, *numbers.values()]), strict=True))
         *sums, count, _, all_images = (sum(column) for column in columns[: len(values) + 1])
         mine = [column[self._rank_info.rank] for column in columns]
+        totals_of = dict(zip(names, sums, strict=True))
         return StepFigures(
-            means={name: total / count if count else 0.0 for name, total in zip(names, sums, strict=True)},
+            means={name: _mean(name, totals_of, count) for name in names},
             count=count,
             images=round(all_images),
             norm=mine[len(names) + 1],
@@ -191,3 +194,12 @@ class Health:
             "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
             f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}"
         )
+
+
+def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
+    """The mean of a figure from the sums of all ranks; see `StepFigures.means`."""
+    kind, _, source = name.partition("/")
+    divisor = totals[f"count/{source}"] if source else count
+    if source and kind == "count":
+        return totals[name]
+    return totals[name] / divisor if divisor else 0.0

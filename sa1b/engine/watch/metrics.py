@@ -264,7 +264,14 @@ def score_line(scores: Mapping[str, float]) -> str:
         oracle = scores.get(f"miou_{prompt}_oracle")
         best = "" if oracle is None else f", oracle {oracle:.3f}"
         words.append(f"{scores[f'miou_{prompt}']:.3f} ({label}{best})")
-    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{without}"
+    sources = [name.partition("/")[2] for name in scores if name.startswith("masks/")]
+    parts = [
+        f"{name} {scores[f'miou_1_click/{name}']:.3f} on {scores[f'masks/{name}']:,.0f} masks"
+        for name in sources
+        if scores[f"masks/{name}"]
+    ]
+    of_sources = f"; 1 click by source: {', '.join(parts)}" if parts else ""
+    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{of_sources}{without}"
 
 
 def figures_of(

@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.arguments import Range
-from sa1b.console import loading
+from sa1b.console import exit_code_of, loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import takes_endpoint
@@ -91,7 +91,9 @@ def main(
     except Interrupted as interrupted:
         if not json_output and process.rank == 0:
             print(interrupted.report.table(), flush=True)
-        raise
+        code = exit_code_of(interrupted)
+        sys.stderr.flush()
+        os._exit(code)  # as below: threads of the checks still run
     if report is not None:  # otherwise rank 0 prints the findings of this rank
         present(report, json_output)
     sys.stdout.flush()

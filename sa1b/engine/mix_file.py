@@ -1,0 +1,114 @@
+"""The file of `--data.mix`: datasets, their weights and settings, and changes of the weights.
+
+    sources:
+      sa1b: {root: shards, weight: 3, view: train, evaluation_view: held-out}
+      mine: {root: mine, weight: 1, masks: 16, seed: 1}
+    schedule:
+      - {from_step: 10000, weights: {sa1b: 1, mine: 1}}
+
+A source has the settings of `--data.` that differ from the flags, and those below. Paths are relative to the
+current folder, as in flags.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sa1b.engine.data_config import DataConfig
+from sa1b.errors import UsageError
+
+# Settings of a step or a process, which all sources share.
+_SHARED = ("mix", "global_batch", "micro_batch", "target_size", "threads", "prefetch", "decode", "text_width")
+
+
+class _Source(msgspec.Struct, forbid_unknown_fields=True):
+    """What a source has beside the settings of `--data.`: weight, seed and view of evaluations."""
+
+    weight: int | float | str
+    seed: int | None = None  # None: that of the run
+    evaluation_view: str | msgspec.UnsetType | None = msgspec.UNSET  # unset: --evaluation.view; null: none
+
+
+class _Change(msgspec.Struct, forbid_unknown_fields=True):
+    weights: dict[str, int | float | str]
+    from_step: int | None = None
+    from_position: int | None = None
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    sources: dict[str, dict[str, Any]]
+    schedule: list[_Change] = []
+
+
+@dataclass(frozen=True, slots=True)
+class MixSource:
+    """A source of a mixture; `data.view` and `data.layers` are those of the training."""
+
+    name: str
+    data: DataConfig
+    weight: int | float | str
+    seed: int | None
+    evaluation_view: str | msgspec.UnsetType | None
+
+    def view(self, evaluation: str | None) -> str | None:
+        """The view of an evaluation by `--evaluation.view`; None: the source has no part in it."""
+        return evaluation if self.evaluation_view is msgspec.UNSET else self.evaluation_view
+
+
+def read_mix(config: DataConfig) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
+    """The sources and the schedule, position -> weights, of the file. UsageError names file and source."""
+    flag = f"--data.mix {config.mix}"
+    try:
+        found = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
+    except OSError as error:
+        raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{flag}: {error}; see docs/mixing.md for its form") from None
+    if not found.sources:
+        raise UsageError(f"{flag}: has no sources; see docs/mixing.md for its form")
+    if config.root or config.view or config.layers:
+        name = "root" if config.root else "view" if config.view else "layers"
+        raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
+    sources = [_source(f"{flag}: source {name}", name, one, config) for name, one in found.sources.items()]
+    schedule: dict[int, Mapping[str, Any]] = {}
+    for change in found.schedule:
+        if (change.from_step is None) == (change.from_position is None):
+            raise UsageError(f"{flag}: schedule: a change needs from_step or from_position, not both")
+        position = change.from_position
+        if change.from_step is not None:
+            position = change.from_step * config.global_batch
+        assert position is not None
+        if position < 1 or position in schedule:
+            raise UsageError(f"{flag}: schedule: position {position} must be above 0, and each only once")
+        schedule[position] = change.weights
+    return sources, schedule
+
+
+def roots_of(config: DataConfig) -> list[str]:
+    """The dataset directories of the settings: the root, or those of the sources of a mixture."""
+    return [config.root] if config.mix is None else [source.data.root for source in read_mix(config)[0]]
+
+
+def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:
+    defaults = asdict(replace(config, mix=None))
+    own = {key: value for key, value in given.items() if key in _Source.__struct_fields__}
+    data = {key: value for key, value in given.items() if key not in own}
+    for key in data:
+        if key not in defaults or key in _SHARED:
+            why = "all sources share it, so it is a flag" if key in defaults else "no such setting"
+            raise UsageError(f"{where}: {key}: {why}; a source has {', '.join(_settings(defaults))}")
+    if not data.get("root"):
+        raise UsageError(f"{where}: root: missing; the folder that `sa1b reshard` made, or its URL")
+    try:
+        extra = msgspec.convert(own, _Source)
+        settings = msgspec.convert({**defaults, **data}, DataConfig)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from None
+    return MixSource(name, settings, extra.weight, extra.seed, extra.evaluation_view)
+
+
+def _settings(defaults: Mapping[str, Any]) -> list[str]:
+    return [*_Source.__struct_fields__, *(name for name in defaults if name not in _SHARED)]

@@ -1,0 +1,258 @@
+"""`sa1b.Mix`: several datasets by weight, with one position as the only state.
+
+    mix = sa1b.Mix({"sa1b": (sa1b.Stream("shards", global_batch=256), 3),
+                    "mine": (sa1b.Stream("mine", global_batch=256), 1)})
+    for batch in sa1b.Loader(mix, device="cuda"):
+        batch.source                                # ("sa1b", "sa1b", "mine", "sa1b", ...)
+        save({"stream": mix.state_dict(batch)})
+
+The source of a position is a formula of the weights, see sa1b.stream.mixture. The n-th sample of a source is
+that of its own stream at position n: its view, seed, epochs, masks, strategy and transforms are its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sa1b.arguments import BadValue, check_arguments, path, whole_number
+from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.dataset import Stream
+from sa1b.stream.iterations import Iterations
+from sa1b.stream.mixture import Concatenated, Mixture, Phase, whole_weights
+from sa1b.stream.order import Sequential
+from sa1b.stream.pending import SampleSource
+from sa1b.stream.plan import MAX_POSITION, Plan, ResumeError, checked_position
+from sa1b.stream.stats import PipelineStats
+
+_SAME = ("global_batch", "micro_batch", "rank", "world_size", "shares")  # of the plans of all streams
+_OPTIONS = ("image_size", "decoder")  # and of their options
+Weights = Mapping[str, Any]
+
+
+class Mix(BatchStream):
+    """Micro-batches of one rank from several streams, by weight.
+
+    Args:
+        sources: name -> (stream, weight). The streams have the same global and micro-batch, ranks, shares,
+            image size, decoder and order; the rest is their own. A weight is a whole number, a float, which
+            is read as it is printed, or text such as "1/3"; only the ratios matter. With streams of
+            order="sequential" every source is read once, one after the other, and weights have no effect.
+        schedule: position -> name -> weight: other weights from a position on, in samples of the mixture
+            (a step of the training has `global_batch` of them). A weight of 0 leaves a source out.
+        until: the end of an iteration. None: one endless iteration, in which every source begins its next
+            epoch when it has ended. "first": the first source has been used once. "all": all sources have.
+            The iteration after it continues the formula.
+        damage_log: file for damaged samples of all sources; None: that of the first stream. All samples
+            count for its limit.
+
+    Raises:
+        ValueError: an argument is invalid, or the streams do not fit together; the message names it.
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[Stream, Any]],
+        *,
+        schedule: Mapping[int, Weights] | None = None,
+        until: Literal["first", "all"] | None = None,
+        damage_log: str | Path | None = None,
+    ) -> None:
+        self.streams = _checked_streams(sources)
+        if until not in (None, "first", "all"):
+            raise BadValue(f"until={until!r} must be None, 'first' or 'all'")
+        self._arguments = {"sources": dict(sources), "schedule": schedule, "until": until}
+        first = next(iter(self.streams.values()))
+        counts = tuple(stream.plan.order.count for stream in self.streams.values())
+        order: Mixture | Concatenated
+        if isinstance(first.plan.order, Sequential):
+            if schedule or until:
+                raise BadValue(
+                    f"{'schedule' if schedule else 'until'}: the streams are sequential, and each is read "
+                    "once; pass streams with order='shuffle'"
+                )
+            order = Concatenated(sum(counts), counts)
+        else:
+            phases = self._phases({name: weight for name, (_, weight) in sources.items()}, schedule or {})
+            order = Mixture(counts, phases, until)
+        plan = first.plan
+        self.plan = Plan(order, plan.global_batch, plan.micro_batch, plan.rank, plan.world_size, plan.shares)
+        masks = max(stream.options.masks for stream in self.streams.values())
+        self.options, self.decoder = replace(first.options, masks=masks), first.decoder
+        self.damage_log = first.damage_log
+        if damage_log is not None:
+            self.damage_log = DamageLog(Path(path("damage_log", damage_log)), plan.rank, start=None)
+        self.stats = PipelineStats(cache=first.stats.cache)
+        self.iterations = Iterations()
+
+    def _phases(self, weights: Weights, schedule: Mapping[Any, Weights]) -> tuple[Phase, ...]:
+        """The weights from position 0 on, and those of the schedule."""
+        phases = [Phase(0, whole_weights(list(weights.values())))]
+        for start in sorted(whole_number("schedule", one, 1, MAX_POSITION) for one in schedule):
+            if schedule[start].keys() != self.streams.keys():
+                raise BadValue(
+                    f"schedule[{start}] must have a weight for each of {', '.join(self.streams)}; 0 leaves a "
+                    "source out"
+                )
+            later = whole_weights([schedule[start][name] for name in self.streams])
+            if later != phases[-1].weights:
+                phases.append(Phase(start, later))
+        return tuple(phases)
+
+    def __reduce__(self) -> tuple[Callable[..., "Mix"], tuple[Any, ...]]:
+        return _reopen, (self._arguments, self.iterations, self.damage_log)
+
+    def __repr__(self) -> str:
+        order = self.plan.order
+        shares = "" if isinstance(order, Concatenated) else f", weights {self.weights_at(self.position)}"
+        return (
+            f"Mix({', '.join(self.streams)}{shares}: global batch {self.plan.global_batch:,}, rank "
+            f"{self.rank} of {self.world_size}, position {self.position:,})"
+        )
+
+    def weights_at(self, position: int) -> dict[str, int]:
+        """The weights at a position of the mixture, as whole numbers without a common divisor."""
+        order = self.plan.order
+        assert isinstance(order, Mixture)
+        phase = max((one for one in order.phases if one.start <= position), key=lambda one: one.start)
+        return dict(zip(self.streams, phase.weights, strict=True))
+
+    def seen(self, position: int) -> dict[str, int]:
+        """Samples of each source before a position of the mixture. Divided by the samples of the source,
+        `len(stream.view)`, it is the number of its epochs.
+        """
+        order = self.plan.order
+        assert isinstance(order, Mixture | Concatenated)
+        return dict(zip(self.streams, order.seen(position), strict=True))
+
+    def use_decoder(self, name: str) -> None:
+        for stream in self.streams.values():
+            stream.use_decoder(name)
+        self.options = replace(self.options, decoder=name)
+        self.decoder = next(iter(self.streams.values())).decoder
+
+    def sources(self) -> list[SampleSource]:
+        decoder, log, stats = self.decoder, self.damage_log, self.stats
+        return [
+            replace(source, name=name, decoder=decoder, damage_log=log, stats=stats)
+            for name, stream in self.streams.items()
+            for source in stream.sources()
+        ]
+
+    def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
+        order, sources = self.plan.order, {}
+        for name, stream in self.streams.items():
+            sources[name] = {key: value for key, value in stream.state_dict().items() if key != "position"}
+        phases = order.phases if isinstance(order, Mixture) else ()
+        return {
+            "position": self.position if batch is None else batch.position,
+            "phases": [[one.start, dict(zip(sources, one.weights, strict=True))] for one in phases],
+            "sources": sources,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a state, at any world size, micro-batch size or number of workers.
+
+        The weights up to the position must be those of the state. Weights after it may differ: that is how
+        they are changed, `schedule={position: weights}`.
+
+        Raises:
+            ResumeError: the state has other sources, or other weights before its position, or the sequence
+                of a source differs; see `Stream.load_state_dict`.
+        """
+        try:
+            saved, position = state["sources"], checked_position(state["position"])
+            phases = [(int(start), dict(weights)) for start, weights in state["phases"]]
+            names = list(saved)
+        except (KeyError, TypeError, ValueError):
+            raise ResumeError("state: not the state of a mixture; pass what state_dict() returned") from None
+        if names != list(self.streams):
+            raise ResumeError(
+                f"saved state with the sources {', '.join(names)}, this mixture has "
+                f"{', '.join(self.streams)}: the sequence differs; pass the sources of the state, in this "
+                "order, with weight 0 from a position on for those that are no longer wanted",
+                "sources",
+            )
+        before = [one for one in phases if one[0] < max(position, 1)]
+        own = [(start, weights) for start, weights in self.state_dict()["phases"] if start < max(position, 1)]
+        if before != own:
+            raise ResumeError(
+                f"saved state with {_text(before)}, this mixture has {_text(own)}: samples would be repeated "
+                f"and left out; pass the weights of the state, and change them with "
+                f"schedule={{{position}: ...}}, from_position: {position} in a file of --data.mix",
+                "weights",
+            )
+        for name, stream in self.streams.items():
+            try:
+                stream.check_state(saved[name])
+            except ResumeError as error:
+                raise ResumeError(f"source {name}: {error}", error.argument) from None
+        self.position = position
+
+
+def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Stream]:
+    """The streams by name; ValueError if they do not fit together."""
+    how = 'Mix({"sa1b": (stream, 3), "mine": (other, 1)})'
+    if not isinstance(sources, Mapping) or not sources:
+        raise BadValue(f"sources={sources!r} must be a mapping of names to pairs of stream and weight: {how}")
+    streams: dict[str, Stream] = {}
+    for name, pair in sources.items():
+        if not isinstance(name, str) or not name:
+            raise BadValue(f"sources: {name!r} must be a name: {how}")
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Stream):
+            raise BadValue(f"sources[{name!r}]={pair!r} must be a sa1b.Stream and its weight: {how}")
+        streams[name] = pair[0]
+    (first_name, first), *others = streams.items()
+    for name, stream in others:
+        if stream is first or any(stream is one for other, one in streams.items() if other != name):
+            raise BadValue(f"sources[{name!r}]: is the stream of another source; make one for each source")
+        for argument in (*_SAME, *_OPTIONS, "order"):
+            own, other = _value(stream, argument), _value(first, argument)
+            if own != other:
+                raise BadValue(
+                    f"{argument}: the sources {first_name} and {name} have {other!r} and {own!r}; pass the "
+                    "same to all streams of a mixture"
+                )
+    _check_columns(streams)
+    return streams
+
+
+def _check_columns(streams: Mapping[str, Stream]) -> None:
+    """ValueError if joined columns or texts of different sources cannot be in one batch."""
+    kinds: dict[str, tuple[str, tuple[Any, ...]]] = {}  # column, or "text" -> source and kind
+    for source, stream in streams.items():
+        columns: dict[str, tuple[Any, ...]] = {
+            f"join[{name!r}]": (column.key,) for name, column in stream.columns.items()
+        }
+        if (text := stream.text) is not None:
+            tokenizer = None if text.tokenizer is None else text.tokenizer.name
+            columns["text"] = (text.column.key, text.width, tokenizer)
+        for name, kind in columns.items():
+            other, of_other = kinds.setdefault(name, (source, kind))
+            if kind != of_other:
+                raise BadValue(
+                    f"{name}: the sources {other} and {source} have tables with {of_other} and {kind}; use "
+                    "the same key, numbers of an embedding and tokenizer in all sources"
+                )
+
+
+def _value(stream: Stream, argument: str) -> Any:
+    """The value of an argument that all streams of a mixture share."""
+    if argument == "order":
+        return "sequential" if isinstance(stream.plan.order, Sequential) else "shuffle"
+    return getattr(stream.options if argument in _OPTIONS else stream.plan, argument)
+
+
+def _text(phases: Sequence[tuple[int, Mapping[str, int]]]) -> str:
+    """Weights and the position from which they hold."""
+    parts = [f"{':'.join(map(str, weights.values()))} from position {start}" for start, weights in phases]
+    return f"the weights {', '.join(parts)}"
+
+
+def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: Any) -> Mix:
+    mix = Mix(**arguments)
+    mix.iterations, mix.damage_log = iterations, damage_log
+    return mix
