@@ -179,6 +179,7 @@ class Stream(BatchStream):
             **options,
         }
         self.epochs = epochs
+        self.view_name = None if view is None else str(view)
         self.seed = seed
         self.options = SampleOptions(**options)
         self.decoder = decoder(self.options.decoder)
@@ -298,8 +299,7 @@ class Stream(BatchStream):
         """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
         own = {name: value for name, value in self.state_dict().items() if name != "position"}
         grown = self.view.digest == self.dataset.table.ids_digest
-        view = self._arguments["view"]
-        name = "all images of the directory" if view is None else f"the view {str(view)!r}"
+        name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
         check_state(own, state, name, self.root, grown=grown)
 
 

@@ -100,6 +100,16 @@ class Feed:
         """Images of an epoch; of a mixture for training, until each image of every source is used."""
         return self.stream.plan.order.count
 
+    def receipt(self) -> dict[str, Any]:
+        """What decides the images of all later steps: dataset directories and views, and the state."""
+        mix = {"": self.stream} if isinstance(self.stream, Stream) else self.stream.streams
+        sources = {
+            name or str(stream.root): {"root": str(stream.root), "view": stream.view_name}
+            for name, stream in mix.items()
+        }
+        state = self.state_dict()
+        return {"sources": sources, "global_batch": self.stream.plan.global_batch, "stream": state}
+
     def seen(self) -> dict[str, tuple[int, float]]:
         """Of each source of a mixture: its images up to this state, and the epochs that these are."""
         mix = self.stream

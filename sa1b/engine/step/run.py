@@ -144,7 +144,8 @@ class Run:
             self.control,
             self.step,
             config.optim.steps,
-            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision),
+            about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
+            | {"data": self.feed.receipt()},
             last=last,
             shown=self.model.shown,
         )

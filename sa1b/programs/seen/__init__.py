@@ -1,0 +1,1 @@
+"""`sa1b seen`: which images a run was trained on, and how often, computed from its order."""

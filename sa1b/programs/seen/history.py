@@ -1,0 +1,124 @@
+"""The images that a run has used, from the starts in its metrics.jsonl.
+
+Each start records the step and position from which it goes on, and the state of its stream. The order is a
+formula of that state, so that the images of every step follow; nothing is logged for each image.
+"""
+
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sa1b.errors import UsageError
+from sa1b.stream.dataset import Stream
+from sa1b.stream.mixture import Mixture, Phase
+from sa1b.stream.order import Order
+from sa1b.stream.plan import ResumeError
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Steps [first, stop) of one start of a run, its positions from `position` on, and its receipt."""
+
+    first: int
+    stop: int
+    position: int
+    receipt: dict[str, Any]
+
+    @property
+    def end(self) -> int:
+        """The position after the last step."""
+        return self.position + (self.stop - self.first) * int(self.receipt["global_batch"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenImages:
+    """The images of one dataset of a run: their ids, and how often each was used, int64 [N]."""
+
+    source: str
+    root: str
+    ids: Int64
+    times: Int64
+
+
+def spans(run: str, text: str, before: int | None) -> list[Span]:
+    """The starts of a run from its metrics.jsonl, up to step `before`. UsageError: they have no record of
+    their data, or there is no such step.
+    """
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    starts = [line["run"] for line in lines if "run" in line]
+    done = max((line["step"] for line in lines if "step" in line), default=0)
+    if not starts or any("data" not in start for start in starts):
+        raise UsageError(
+            f"{run}/metrics.jsonl: has no record of the data of each start, as runs of earlier versions"
+        )
+    if before is not None and not 0 <= before <= done:
+        raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")
+    last, found = done if before is None else before, []
+    for start, following in zip(starts, [*starts[1:], {"step": last}], strict=True):
+        stop = min(following["step"], last)
+        if start["step"] < stop:
+            found.append(Span(start["step"], stop, start["data"]["stream"]["position"], start["data"]))
+    return found
+
+
+def seen_images(found: list[Span]) -> list[SeenImages]:
+    """The images of each dataset. UsageError: a dataset directory or view is no longer that of the run."""
+    images: dict[str, SeenImages] = {}
+    for span in found:
+        state, sources = span.receipt["stream"], span.receipt["sources"]
+        states = state.get("sources", dict.fromkeys(sources, state))
+        streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
+        counts = tuple(len(stream.view) for stream in streams.values())
+        ranges = [(span.position, span.end)]
+        if "phases" in state:
+            phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
+            mixture = Mixture(counts, phases)
+            ranges = list(zip(mixture.seen(span.position), mixture.seen(span.end), strict=True))
+        for (name, stream), (start, stop) in zip(streams.items(), ranges, strict=True):
+            order = stream.plan.order
+            assert isinstance(order, Order)
+            times = _times(order, start, stop)
+            if name in images:
+                times = times + images[name].times
+            ids = stream.view.image_ids(stream.dataset.table).astype(np.int64)
+            images[name] = SeenImages(name, str(stream.root), ids, times)
+    return list(images.values())
+
+
+def _times(order: Order, start: int, stop: int) -> Int64:
+    """How often each row is at the positions [start, stop)."""
+    count = order.count
+    times, first = np.zeros(count, np.int64), -(-start // count) * count
+    whole = max(stop // count - first // count, 0)
+    for begin, end in ((start, min(first, stop)), (max(first + whole * count, start), stop)):
+        if begin < end:
+            times += np.bincount(order.rows(np.arange(begin, end)), minlength=count)
+    return times + whole
+
+
+def _opened(name: str, source: dict[str, Any], state: dict[str, Any]) -> Stream:
+    """The stream of a source of a run, at its order alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
+            stream = Stream(
+                source["root"],
+                view=source["view"],
+                global_batch=int(state["block_size"]),
+                seed=state["seed"],
+                block_size=state["block_size"],
+                epochs=None,
+                rank=0,
+                world_size=1,
+                layers=[layer for layer, _ in state.get("layers", [])],
+            )
+            stream.check_state(state)
+    except ResumeError as error:
+        raise UsageError(f"{source['root']}: its images are not those of the run: {error}") from None
+    return stream
