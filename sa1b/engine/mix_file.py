@@ -76,7 +76,7 @@ def read_mix(config: DataConfig) -> tuple[list[MixSource], dict[int, Mapping[str
     schedule: dict[int, Mapping[str, Any]] = {}
     for change in found.schedule:
         if (change.from_step is None) == (change.from_position is None):
-            raise UsageError(f"{flag}: schedule: a change needs from_step or from_position, not both")
+            raise UsageError(f"{flag}: schedule: a change must have either from_step or from_position")
         position = change.from_position
         if change.from_step is not None:
             position = change.from_step * config.global_batch

@@ -10,6 +10,7 @@ The source of a position is a formula of the weights, see sa1b.stream.mixture. T
 that of its own stream at position n: its view, seed, epochs, masks, strategy and transforms are its own.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,9 @@ class Mix(BatchStream):
             phases = [(int(start), dict(weights)) for start, weights in state["phases"]]
             names = list(saved)
         except (KeyError, TypeError, ValueError):
-            raise ResumeError("state: not the state of a mixture; pass what state_dict() returned") from None
+            raise ResumeError(
+                f"state {reprlib.repr(state)}: not the state of a mixture; pass what state_dict() returned"
+            ) from None
         if names != list(self.streams):
             raise ResumeError(
                 f"saved state with the sources {', '.join(names)}, this mixture has "

@@ -223,7 +223,11 @@ def test_sums_of_losses_over_micro_batches_are_those_of_the_whole(
     for size in (5, micro_batch):
         micros = steps_of(root, tmp_path, 1, micro_batch=size)[0]
         parts = [interactive(micro.images, micro.targets, micro.image_keys) for micro in micros]
-        totals.append({name: sum(float(part[name].detach()) for part in parts) for name in parts[0]})
+        names = [name for name in parts[0] if name != "of_images"]
+        totals.append({name: sum(float(part[name].detach()) for part in parts) for name in names})
+        of_images = torch.cat([part["of_images"] for part in parts]).sum(dim=0)
+        for name, value in zip(("loss", "iou_last", "count"), of_images.tolist(), strict=True):
+            assert value == pytest.approx(totals[-1][name], rel=1e-5)
     assert totals[1] == pytest.approx(totals[0], rel=1e-5)
 
 

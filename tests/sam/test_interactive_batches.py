@@ -36,6 +36,11 @@ def test_a_split_or_permuted_micro_batch_has_the_same_prompts_answers_and_sums()
             joined = torch.cat([getattr(sketch.decodes[number], name) for sketch, _ in halves])
             assert torch.equal(joined, value)
             assert torch.equal(getattr(permuted.decodes[number], name), value[order])
+    of_images, of_permuted = sums.pop("of_images"), permuted_sums["of_images"]
+    torch.testing.assert_close(torch.cat([half["of_images"] for _, half in halves]), of_images)
+    torch.testing.assert_close(of_permuted, of_images[turned])
+    for column, name in enumerate(("loss", "iou_last", "count")):
+        torch.testing.assert_close(of_images[:, column].sum(), sums[name].detach())
     for name, value in sums.items():
         torch.testing.assert_close(halves[0][1][name] + halves[1][1][name], value)
         torch.testing.assert_close(permuted_sums[name], value)

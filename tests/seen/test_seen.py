@@ -122,6 +122,6 @@ def test_what_cannot_be_answered_is_refused(roots: tuple[Path, Path], tmp_path: 
     assert "has no metrics.jsonl" in seen(roots[0]).stderr
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace(str(roots[0]), str(roots[1])))
-    assert "its images are not those of the run" in seen(run).stderr
+    assert "saved state with other images" in seen(run).stderr
     (run / "metrics.jsonl").write_text('{"run": {"step": 0}}\n{"step": 1}\n')
     assert "has no record of the data" in seen(run).stderr

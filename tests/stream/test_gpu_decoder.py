@@ -517,7 +517,7 @@ def test_the_memory_line_names_the_decoder(
 ) -> None:
     sa1b.Loader(stream(root), threads=2, device="cuda", decode="gpu")
     line = said.messages[-1]
-    assert "on the device, decoded there by torchcodec" in line
+    assert "on the device for images, decoded there by torchcodec" in line
     assert "pinned" not in line
 
 

@@ -227,7 +227,8 @@ def _mix(
         try:
             streams[source.name] = make(data, own_seed, own_view), source.weight
         except UsageError as error:
-            raise UsageError(f"--data.mix {config.mix}: source {source.name}: {error}") from None
+            where = f"--data.mix {config.mix}: source {source.name}"
+            raise UsageError(f"{where}: {error}") from None
     if not streams:
         raise UsageError(f"--data.mix {config.mix}: no source has an evaluation_view; give one a view")
     try:

@@ -55,7 +55,8 @@ def spans(run: str, text: str, before: int | None) -> list[Span]:
     done = max((line["step"] for line in lines if "step" in line), default=0)
     if not starts or any("data" not in start for start in starts):
         raise UsageError(
-            f"{run}/metrics.jsonl: has no record of the data of each start, as runs of earlier versions"
+            f"{run}/metrics.jsonl: has no record of its data, as runs of earlier versions; start such a run "
+            "again to record that of its later steps"
         )
     if before is not None and not 0 <= before <= done:
         raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")
@@ -120,5 +121,5 @@ def _opened(name: str, source: dict[str, Any], state: dict[str, Any]) -> Stream:
             )
             stream.check_state(state)
     except ResumeError as error:
-        raise UsageError(f"{source['root']}: its images are not those of the run: {error}") from None
+        raise UsageError(f"{source['root']}: {error}") from None
     return stream

@@ -54,7 +54,8 @@ class Seen:
         for one in self.sources:
             lines.append(
                 f"{one['source']} ({one['root']}): {counted(one['used'], 'image')} used, "
-                f"{one['distinct']:,} of {one['images']:,} seen, each {one['least']:,} to {one['most']:,} times"
+                f"{one['distinct']:,} of {one['images']:,} seen, "
+                f"each {one['least']:,} to {one['most']:,} times"
             )
         return "\n".join(lines)
 
