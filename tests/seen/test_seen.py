@@ -124,4 +124,4 @@ def test_what_cannot_be_answered_is_refused(roots: tuple[Path, Path], tmp_path: 
     (run / "metrics.jsonl").write_text(text.replace(str(roots[0]), str(roots[1])))
     assert "saved state with other images" in seen(run).stderr
     (run / "metrics.jsonl").write_text('{"run": {"step": 0}}\n{"step": 1}\n')
-    assert "has no record of the data" in seen(run).stderr
+    assert "has no record of its data" in seen(run).stderr
