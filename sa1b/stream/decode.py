@@ -9,7 +9,7 @@ end is a class and an entry in `sa1b.stream.decoders.DECODERS`:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import cv2
@@ -108,6 +108,9 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
         raise jpeg.decoder_error(error) from None
     if stored[0] * stored[1] > MAX_STORED_PIXELS:
         raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
+    if frame.crops:
+        _decode_crops(data, frame, stored, buffer)
+        return
     # A stored image of the right size and the buffer's full width is decoded directly into the buffer.
     in_place = stored == (rows, size) and columns == size and frame.is_whole and not frame.flip
     into = buffer if in_place else scratch("decode", *stored)
@@ -124,6 +127,26 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
         target[:] = frame.pixels(target.copy())
     buffer[rows:] = 0
     buffer[:rows, columns:] = 0
+
+
+def _decode_crops(
+    data: bytes | memoryview, frame: Frame, stored: tuple[int, int], buffer: npt.NDArray[np.uint8]
+) -> None:
+    """Decode once, at the smallest scale that enlarges no crop; each crop is resampled from that."""
+    high = max(-(-one.size * frame.height // one.window[3]) for one in frame.crops)
+    wide = max(-(-one.size * frame.width // one.window[2]) for one in frame.crops)
+    image, eighths = jpeg.decode_scaled(data, stored, (high, wide), scratch("decode", *stored))
+    buffer[:] = 0
+    for one in frame.crops:
+        target = buffer[one.row : one.row + one.size, one.column : one.column + one.size]
+        edges = window_edges(replace(frame, window=one.window, crops=()), stored, eighths)
+        made = resample(image, edges, one.size, one.size)
+        if one.flip:
+            cv2.flip(made, 1, dst=target)
+        else:
+            target[:] = made
+    if frame.pixels is not None:
+        buffer[:] = frame.pixels(buffer.copy())
 
 
 def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> Edges:

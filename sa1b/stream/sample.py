@@ -27,6 +27,7 @@ from sa1b.masks import geometry
 from sa1b.masks.geometry import boxes_and_points
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations
+from sa1b.stream.crops import MultiCrop
 from sa1b.stream.transform import Frame, Transform, apply, apply_pixels, name_of
 
 Resize = Literal["pad", "crop", "stretch"]
@@ -87,6 +88,11 @@ class SampleOptions:
                 )
             if not callable(transform):
                 raise BadValue(f"transform={transform!r} must be callable, see sa1b.stream.transform")
+            if isinstance(transform, MultiCrop) and (self.masks, self.decoder) != (0, "cpu"):
+                raise BadValue(
+                    f"transform={transform!r} must be used with masks=0 and decoder='cpu', not with "
+                    f"masks={self.masks} and decoder={self.decoder!r}"
+                )
 
     @property
     def transforms(self) -> tuple[Transform, ...]:

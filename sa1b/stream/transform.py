@@ -46,6 +46,25 @@ class TransformError(Sa1bError):
 
 
 @dataclass(frozen=True, slots=True)
+class Crop:
+    """One of several crops of an image, and its place in the square.
+
+    Attributes:
+        window: x, y, width, height in pixels of the source image.
+        row: first row in the square.
+        column: first column in the square.
+        size: rows and columns in the square.
+        flip: whether it is mirrored left to right.
+    """
+
+    window: tuple[int, int, int, int]
+    row: int
+    column: int
+    size: int
+    flip: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """The window of one image, and its size at the top left of the padded square S x S; the rest is 0.
 
@@ -59,6 +78,7 @@ class Frame:
         flip: whether the window is mirrored left to right.
         pixels: called with the decoded image, uint8 [rows, columns, 3], RGB, mirrored if `flip`; returns an
             image of the same shape and type.
+        crops: what the square has instead of the window, see sa1b.stream.crops.
 
     Raises:
         ValueError: the window exceeds the image, or the side does not fit into the square.
@@ -72,6 +92,7 @@ class Frame:
     stretch: bool = False
     flip: bool = False
     pixels: Pixels | None = None
+    crops: tuple[Crop, ...] = ()
 
     def __post_init__(self) -> None:
         x, y, width, height = self.window
@@ -97,7 +118,8 @@ class Frame:
     def taken(self) -> tuple[int, int]:
         """Rows and columns of the square that the window fills; see sa1b.masks.grid."""
         _, _, width, height = self.window
-        return (self.side, self.side) if self.stretch else framed_size(height, width, self.side)
+        square = self.stretch or self.crops
+        return (self.side, self.side) if square else framed_size(height, width, self.side)
 
     def crop(self, x: int, y: int, width: int, height: int) -> "Frame":
         """A frame with another window, in pixels of the source image."""
@@ -161,8 +183,11 @@ class RandomCrop:
             _check_range("aspect", self.aspect)
 
     def __call__(self, frame: Frame, visit: Visit) -> Frame:
+        return self.cropped(frame, *visit.uniforms(4).tolist())
+
+    def cropped(self, frame: Frame, size: float, shape: float, right: float, down: float) -> Frame:
+        """The frame with a window that four random values from 0 to 1 choose."""
         _, _, width, height = frame.window
-        size, shape, right, down = visit.uniforms(4).tolist()
         ratio = width / height
         if self.aspect is not None:
             ratio = exp(_between(log(self.aspect[0]), log(self.aspect[1]), shape))
