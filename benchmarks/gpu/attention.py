@@ -156,7 +156,7 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
             with record.attempt(label), ExitStack() as stack:
                 if tile:
                     for key, value in (("TILE", tile), ("WARPS", warps)):
-                        stack.enter_context(patch(f"sa1b.sam.attention_triton.{key}", value))
+                        stack.enter_context(patch(f"sa1b.sam.transformer_triton.{key}", value))
                 found = backward(own)
                 expected = expected or found
                 worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam.attention_triton import ImageToTokens
+from sa1b.sam.transformer_triton import ImageToTokens
 
 EPS = 1e-5
 # Relative to the largest number, of the results and of each gradient.

@@ -11,16 +11,20 @@ done; 1: verify found damage; 2: nothing was done; 3: added, and an image or a m
 layer; 130: interrupted.
 """
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from sa1b.console import loading
-from sa1b.errors import UsageError
-from sa1b.report import present
+from sa1b.console import command, loading
+from sa1b.errors import ManifestError, UsageError
+from sa1b.report import aligned, present
 from sa1b.sources.path_arguments import check_writable, takes_endpoint
+
+if TYPE_CHECKING:
+    from sa1b.shards.documents import LayerInfo
 
 TOUR = (95, "See and select", "masks beside the shards", "sa1b layer add shards masks.json --name round2")
 
@@ -77,7 +81,6 @@ def main(
         check_writable(f"layer {action} changes {root}", root)
     with loading():
         from sa1b.programs.layer.add import add_layer
-        from sa1b.programs.layer.check import list_layers
         from sa1b.shards.layer_writer import drop
         from sa1b.storage.open import open_store
         from sa1b.verify.layer_check import LayerCheck, verify_layer
@@ -109,3 +112,64 @@ def main(
     )
     present(summary, json_output)
     return summary.exit_code()
+
+
+@dataclass(slots=True)
+class LayerList:
+    """The layers of a dataset directory."""
+
+    root: str
+    layers: "list[LayerInfo]" = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)  # name -> message
+
+    def document(self) -> dict[str, Any]:
+        """The list as a JSON document."""
+        layers = [
+            {
+                "name": one.name,
+                "digest": one.digest,
+                "images": one.images,
+                "added": one.added,
+                "replaced": one.replaced,
+                "hidden": one.hidden,
+                "bytes": one.masks.bytes + one.index.bytes,
+                "parent": None if one.parent is None else one.parent.name,
+                "provenance": one.provenance,
+            }
+            for one in self.layers
+        ]
+        return {"layers": layers, "unfinished": self.unfinished, "damaged": self.damaged}
+
+    def table(self) -> str:
+        """The list as text."""
+        rows: list[tuple[str, ...]] = []
+        rows.append(("name", "digest", "images", "added", "replaced", "hidden", "on", "made"))
+        for one in self.layers:
+            numbers = (f"{n:,}" for n in (one.images, one.added, one.replaced, one.hidden))
+            above = "-" if one.parent is None else one.parent.name
+            rows.append((one.name, one.digest[:12], *numbers, above, str(one.provenance.get("date", "-"))))
+        lines = aligned(rows, right=(False, False, True, True, True, True, False, False))
+        again = f"run `{command('layer')} add` with the same name again, or `{command('layer')} drop`"
+        lines += [f"unfinished {name}: its command was stopped; {again}" for name in self.unfinished]
+        lines += [f"damaged {message}" for message in self.damaged.values()]
+        return "\n".join(lines) if len(lines) > 1 else f"{self.root}: no layers"
+
+
+def list_layers(root: str) -> LayerList:
+    """The layers of a dataset directory, complete or not."""
+    with loading():
+        from sa1b.shards.dataset import Dataset
+        from sa1b.shards.layer import layer_names, read_info
+        from sa1b.storage.open import open_store
+    store = open_store(Dataset(root).root)
+    found = LayerList(root)
+    for name, is_complete in layer_names(store).items():
+        try:
+            if is_complete:
+                found.layers.append(read_info(store.reader, name))
+            else:
+                found.unfinished.append(name)
+        except ManifestError as error:
+            found.damaged[name] = str(error)
+    return found
