@@ -1,4 +1,5 @@
-"""Limits for calls that cannot be interrupted: system calls on a lost mount, functions in C that wait.
+"""Threads: limits for calls that cannot be interrupted (system calls on a lost mount, functions in C that
+wait), and a lock that a forked process finds free, whatever the threads of its parent do.
 
     limited = Limited()
     descriptor = limited.call(lambda: os.open(path, os.O_RDONLY), 300.0)
@@ -7,6 +8,7 @@ The call runs in another thread, and the caller stops waiting for it at the limi
 ended is used again, so a call costs 20 µs of processor time more (measured with `os.open`).
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -82,3 +84,28 @@ def _end(idle: list[_Thread]) -> None:
         thread.calls.put(None)
         if thread is not threading.current_thread():  # which may collect garbage
             thread.join()
+
+
+class ForkLock:
+    """A context, as `threading.Lock`. A thread of the parent that held it does not exist in the child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        _ALL.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+_ALL: weakref.WeakSet[ForkLock] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    for lock in _ALL:
+        lock._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

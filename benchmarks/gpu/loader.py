@@ -21,7 +21,7 @@ import sa1b
 from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
 from sa1b.stream.batch import Batch
-from sa1b.stream.buffers import Tensors
+from sa1b.stream.ragged import Tensors
 from sa1b.stream.throughput import measure
 
 _CYCLES = 2_000_000  # of the GPU's clock: about 1 ms

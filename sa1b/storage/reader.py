@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import google_crc32c
 
 from sa1b.arguments import BadType, BadValue, plain_root
-from sa1b.fork_lock import ForkLock
+from sa1b.limit import ForkLock
 from sa1b.storage.errors import Counters, DamageError, ReplacedError, StorageError
 from sa1b.storage.local import LocalOrigin, LocalRead
 from sa1b.storage.remote import RemoteOrigin, generation

@@ -25,8 +25,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from sa1b.arguments import BadValue
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
-from sa1b.stream.buffers import Tensors
-from sa1b.stream.ragged import PaddedMasks, RaggedMasks, padded_index
+from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors, padded_index
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.text import Texts
 

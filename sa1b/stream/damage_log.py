@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
-from sa1b.fork_lock import ForkLock
+from sa1b.limit import ForkLock
 from sa1b.storage.atomic import append_line
 
 DAMAGE_LOG = "sa1b-damaged.jsonl"  # the usual file, in the current folder

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, TypeVar
 from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
-from sa1b.fork_lock import ForkLock
+from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
 

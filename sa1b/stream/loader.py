@@ -34,10 +34,10 @@ import torch
 from sa1b.arguments import BadValue, check_arguments, number, whole_number
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.buffers import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.decoders import decoder_for
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.pipeline import BatchPipeline, PipelineSettings
+from sa1b.stream.ragged import BufferPool, MaskBufferPool, SideStream
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
 

@@ -23,13 +23,13 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
-from sa1b.stream.buffers import PinnedBuffer, fresh
 from sa1b.stream.columns import Column
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
+from sa1b.stream.ragged import PinnedBuffer, fresh
 from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import TextColumn, Texts, merged

@@ -19,10 +19,9 @@ from sa1b.errors import Sa1bError
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.buffers import BufferPool, MaskBufferPool, PinnedBuffer, SideStream
 from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch
-from sa1b.stream.ragged import RaggedMasks
+from sa1b.stream.ragged import BufferPool, MaskBufferPool, PinnedBuffer, RaggedMasks, SideStream
 
 _PICK, _DECODE, _DEVICE, _RASTER = range(4)  # the kinds of jobs
 _STAGES = ("read", "decode", "collate", "device")  # kind -> stage that counts it, see sa1b.stream.stats

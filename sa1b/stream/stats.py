@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sa1b.fork_lock import ForkLock
+from sa1b.limit import ForkLock
 from sa1b.storage.range_cache import RangeCache
 
 STAGES = ("read", "pick", "decode", "collate", "device")

@@ -32,8 +32,8 @@ from torch.nn.functional import pad
 from sa1b.arguments import BadValue, whole_number
 from sa1b.hashing import Purpose, below, random_words
 from sa1b.storage.errors import MissingError
-from sa1b.stream.buffers import Tensors
 from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
+from sa1b.stream.ragged import Tensors
 from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:

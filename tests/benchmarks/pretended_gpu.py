@@ -92,7 +92,7 @@ class CUDAGraph:
 
 
 class SideStream:
-    """With the interface of sa1b.stream.buffers.SideStream; copies are done at once."""
+    """With the interface of sa1b.stream.ragged.SideStream; copies are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"

@@ -2,7 +2,7 @@
 
 import torch
 
-from sa1b.stream.buffers import BufferPool, MaskBufferPool
+from sa1b.stream.ragged import BufferPool, MaskBufferPool
 
 
 def address(tensor: torch.Tensor) -> int:

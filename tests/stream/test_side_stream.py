@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.stream.buffers import PinnedBuffer
+from sa1b.stream.ragged import PinnedBuffer
 from tests.stream.recorded import make_root
 from tests.stream.test_stream import SMALL, assert_equal, take
 

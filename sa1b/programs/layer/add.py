@@ -1,24 +1,209 @@
-"""A layer from the masks in a user's files.
+"""A layer from the masks in a user's files: pairs of SA-1B, files and results in COCO's format.
+
+    sa_5.json, FOLDER, X.tar    annotation files of SA-1B, with or without images
+    x.json                      an object with the lists images and annotations, or a list of results
 
 Images are matched by id, their masks are checked with the size of the stored image, and the masks that the
 image has already, also by the layer that the new one builds on, decide what is added, replaced and hidden.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sa1b.console import command, counted
-from sa1b.errors import BadSample, UsageError
-from sa1b.programs.layer.files import FoundImage, ImageIds, MaskFiles, check_files
+from sa1b.errors import BadSample, SourceError, UsageError
+from sa1b.names import parse_member_path
 from sa1b.report import bar, first_names
-from sa1b.shards.annotation import Annotations
+from sa1b.shards import MAX_STORED_PIXELS
+from sa1b.shards.annotation import Annotations, parse_annotation
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import LayerInfo
 from sa1b.shards.layer_writer import Existing, LayerWriter, make_change, provenance, writing
+from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions, read_results
+from sa1b.sources.coco_pair import CocoPair, coco_pair
+from sa1b.sources.discovery import discover
+from sa1b.sources.source import Source, SourceReader
+from sa1b.sources.tar_stream import Damage
+from sa1b.storage.atomic import sha256_of
 from sa1b.storage.open import open_store
+
+ImageIds = Literal["keep", "name", "hash"]
+_IMAGES = ("*.jpg", "*.JPG", "*.jpeg", "*.JPEG")
+_SETTINGS = "annotate.json"  # beside the folders that `sa1b annotate` writes
+_FORMAT = "sa1b-annotate-1"
+
+
+@dataclass(slots=True)
+class Refusals:
+    """What the files have and the layer lacks: reason -> number, and a message about the first one."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, message: str, count: int = 1) -> None:
+        """Count images or masks of one reason."""
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        self.messages.setdefault(reason, message)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundImage:
+    """The masks of an image in a file."""
+
+    image_id: int
+    # takes height and width of the image in the dataset directory; BadSample: the masks cannot be used
+    parse: Callable[[int, int], Annotations]
+
+
+@dataclass(slots=True)
+class MaskFiles:
+    """The files of a user.
+
+    Attributes:
+        image_ids: where the ids of images in COCO's format come from: "keep": those of the file; "name": the
+            number in `sa_<id>.jpg`; "hash": as `sa1b reshard --image-ids hash`.
+        sources: name, kind and sha256 of each file that was read.
+        refusals: images and masks that cannot be used.
+        not_taken: files in folders that are no annotation files.
+    """
+
+    paths: tuple[Path, ...]
+    image_ids: ImageIds = "keep"
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    refusals: Refusals = field(default_factory=Refusals)
+    not_taken: int = 0
+
+    def images(self) -> Iterator[FoundImage]:
+        """The images of all files in their order. SourceError: a file cannot be read at all."""
+        for path in self.paths:
+            named = parse_member_path(path.name)
+            if path.is_file() and named is not None and named.ending == "json":
+                yield FoundImage(named.image_id, partial(_pair, named.image_id, path.read_bytes()))
+                self._read(path, "json", sha256_of(path))
+            elif path.is_file() and path.name.lower().endswith(".json"):
+                yield from self._results(path) if _is_list(path) else self._coco(path)
+                self._read(path, "coco", sha256_of(path))
+            else:
+                found = discover([path], _IMAGES)
+                self.not_taken += len(found.not_taken)
+                for source in found.sources:
+                    yield from self._pairs(source)
+
+    def _read(self, path: Path, kind: str, sha256: str | None) -> None:
+        entry = {"name": path.resolve().name, "kind": kind, "sha256": sha256}
+        settings = next(
+            (one for folder in (path, path.resolve().parent) if (one := _annotate_settings(folder))), None
+        )
+        self.sources.append(entry if settings is None else entry | {"annotate": settings})
+
+    def _pairs(self, source: Source) -> Iterator[FoundImage]:
+        reader = SourceReader(source)
+        try:
+            for item in reader.items():
+                if isinstance(item, Damage):
+                    self.refusals.add("damage", f"{source.label}, offset {item.offset:,}: {item.message}")
+                    continue
+                named = parse_member_path(item.name)
+                if named is None or named.ending != "json":
+                    continue
+                if item.kind != "file":
+                    self.refusals.add("member_unreadable", f"{source.label}: {item.name}: {item.detail}")
+                    continue
+                yield FoundImage(named.image_id, partial(_pair, named.image_id, item.data))
+            self._read(source.path, source.kind, reader.digests().get("sha256"))
+            reader.check_unchanged()
+        finally:
+            reader.close()
+
+    def _coco(self, path: Path) -> Iterator[FoundImage]:
+        ids: Literal["keep", "hash"] = "keep" if self.image_ids == "keep" else "hash"
+        file = CocoFile(path, path.stem, CocoOptions(ids=ids))
+        lost = sum(map(len, file.unlisted.values()))
+        if lost:
+            self.refusals.add("image_unlisted", f"{path}: {lost:,} annotations of images that it lacks", lost)
+        for image in file.images:
+            image_id = image.image_id
+            if self.image_ids == "name":
+                named = parse_member_path(f"{image.name.rpartition('.')[0]}.jpg")
+                if named is None:
+                    self.refusals.add("image_name", f"{path}: {image.name!r} is not sa_<id>.jpg")
+                    continue
+                image_id = named.image_id
+            yield FoundImage(image_id, partial(self._of_coco, path, file, image, image_id))
+
+    def _of_coco(
+        self, path: Path, file: CocoFile, image: CocoImage, image_id: int, height: int, width: int
+    ) -> Annotations:
+        own = image.entry.get("height"), image.entry.get("width")
+        if (own[0] or height, own[1] or width) != (height, width):
+            raise BadSample("image_size", _sizes(f"{path}: image {image_id}", own[1], own[0], width, height))
+        provenance = {"format": "coco", "file": path.name, "image": image.entry}
+        pair = coco_pair(image_id, height, width, file.annotations(image), file.categories, provenance)
+        return self._parsed(path, image_id, pair)
+
+    def _results(self, path: Path) -> Iterator[FoundImage]:
+        groups: dict[int, list[Any]] = {}
+        for one in read_results(path):
+            key = one.get("image_id") if isinstance(one, dict) else None
+            if type(key) is not int:
+                self.refusals.add("image_unlisted", f"{path}: an entry without an integer as image_id")
+            else:
+                groups.setdefault(key, []).append(one)
+        provenance = {"format": "coco results", "file": path.name}
+
+        def parse(image_id: int, annotations: list[Any], height: int, width: int) -> Annotations:
+            pair = coco_pair(image_id, height, width, annotations, {}, provenance)
+            return self._parsed(path, image_id, pair)
+
+        for image_id, annotations in groups.items():
+            yield FoundImage(image_id, partial(parse, image_id, annotations))
+
+    def _parsed(self, path: Path, image_id: int, pair: CocoPair) -> Annotations:
+        """The masks of an image in COCO's format; what was refused of them is counted."""
+        for reason, lost in pair.refused.items():
+            self.refusals.add(reason, f"{path}: image {image_id}: {pair.messages[reason]}", len(lost))
+        return parse_annotation(pair.text, image_id, MAX_STORED_PIXELS).annotations
+
+
+def _pair(image_id: int, text: bytes, height: int, width: int) -> Annotations:
+    found = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
+    if (found.height, found.width) != (height, width):
+        what = f"annotation file of image {image_id}"
+        raise BadSample("image_size", _sizes(what, found.width, found.height, width, height))
+    return found
+
+
+def _sizes(what: str, width: Any, height: Any, stored_width: int, stored_height: int) -> str:
+    found = f"{str(width)[:20]} x {str(height)[:20]}"
+    return f"{what}: masks of {found} pixels, the image has {stored_width} x {stored_height}"
+
+
+def _is_list(path: Path) -> bool:
+    """Whether the file has a list, as results in COCO's format have."""
+    with path.open("rb") as file:
+        return file.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _annotate_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings of `sa1b annotate` in its output folder, among them the digest of the weights."""
+    try:
+        found = json.loads((folder / _SETTINGS).read_bytes())
+        return dict(found) if found["format"] == _FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def check_files(paths: tuple[Path, ...]) -> None:
+    """SourceError: a path does not exist."""
+    for path in paths:
+        if not path.exists():
+            raise SourceError(f"{path}: no such file or folder; name files of masks, or folders of them")
+
 
 _BATCH = 64  # images whose stored masks are read together
 _SHOWN = 5
