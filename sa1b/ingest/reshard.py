@@ -73,7 +73,7 @@ def reshard(
         else {name: (task.source["size"], task.source["mtime_ns"]) for name, task in known.items()}
     )
     links = {name: begun.remote[name] for name in own_names if name in begun.remote}
-    linked, broken = remote_sources(links, finished, format=run.formats[-1])
+    linked, broken = remote_sources(links, finished, formats=run.formats)
     of_links = {source.name: source for source in linked}
     sources = [begun.local.get(name) or of_links[name] for name in own_names if name not in broken]
     md5 = _expected_md5(sources, digests, run)

@@ -14,13 +14,15 @@ names the fields. Further fields of them, other columns, and other small files s
 `fields` of the image: numbers and short strings. Anything else is left out and counted.
 """
 
+import hashlib
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +35,7 @@ from sa1b.sources.coco_file import hashed_id
 from sa1b.sources.coco_pair import image_entry
 from sa1b.sources.folder import FolderFormat, below, fingerprint, is_pair_name, listed, stat_of
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
+from sa1b.sources.stored_file import RemoteFile
 from sa1b.sources.tar_reader import TarFormat
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
 from sa1b.storage.atomic import sha256_of
@@ -40,6 +43,7 @@ from sa1b.storage.atomic import sha256_of
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
 _ROWS = 64  # that are read at a time
+_PIECE = 1 << 20  # bytes of a file at a URL
 TEXT_FIELDS = ("caption", "captions", "text", "texts", "txt")
 _COMPANIONS = (".json", ".txt")
 _MAX_FIELD = 1 << 10  # bytes of a file, or letters of a value, that becomes a field
@@ -177,14 +181,30 @@ class ImageTar(TarFormat):
 
 class RowsPass(SourceReading):
     """A pass over a Parquet file: the image of each row, and its other columns as a JSON file: those of
-    `further` and, with `scalars`, all numbers and strings.
+    `further` and, with `scalars`, all numbers and strings. A file at a URL is copied to the folder for
+    temporary files.
+
+    `needed`: columns of which the file has one.
     """
 
     def __init__(
-        self, path: Path, further: Sequence[str], *, progress: Progress | None, scalars: bool = False
+        self,
+        source: Source,
+        further: Sequence[str],
+        *,
+        progress: Progress | None,
+        scalars: bool = False,
+        needed: Sequence[str] = (),
     ) -> None:
-        self._path, self._further, self._progress, self._scalars = path, further, progress, scalars
-        self._state = fingerprint(path, stat_of(path))
+        self._path, self._label = source.path, source.label
+        self._further, self._progress, self._scalars, self._needed = further, progress, scalars, needed
+        self._remote: RemoteFile | None = None
+        self._copy: BinaryIO | None = None
+        if source.link is None:
+            self._state = fingerprint(source.path, stat_of(source.path))
+        else:
+            self._remote = RemoteFile(source.link)
+            self._copy = tempfile.TemporaryFile()  # noqa: SIM115  closed with the pass
 
     def items(self) -> Iterator[Member]:
         for image, row in self.rows():
@@ -195,10 +215,21 @@ class RowsPass(SourceReading):
 
     def rows(self) -> Iterator[tuple[Member, dict[str, Any]]]:
         """The image of each row, and the further columns that the file has."""
+        if self._remote is not None and self._copy is not None:
+            while data := self._remote.read(_PIECE):
+                self._copy.write(data)
+                if self._progress is not None:
+                    self._progress(0)  # a sign that it proceeds
+            self._copy.seek(0)
         try:
-            with pq.ParquetFile(self._path) as file:
+            with pq.ParquetFile(self._copy or self._path) as file:
                 schema = file.schema_arrow
-                column = image_column(self._path, schema)
+                column = image_column(self._label, schema)
+                if self._needed and {*schema.names}.isdisjoint(self._needed):
+                    raise SourceError(
+                        f"{self._label}: has no column of annotations ({', '.join(self._needed)}); pass "
+                        "--images-only for images alone"
+                    )
                 others = [one for one in schema if one.name != column]
                 further = [one.name for one in others if self._takes(one)]
                 if self._scalars:
@@ -210,7 +241,7 @@ class RowsPass(SourceReading):
                     yield self._member(number, row.pop(column)), row
         except (pa.ArrowException, OSError) as error:
             why = str(error).splitlines()[0]
-            raise SourceError(f"{self._path}: cannot be read as Parquet: {why}; download it again") from None
+            raise SourceError(f"{self._label}: cannot be read as Parquet: {why}; download it again") from None
 
     def _takes(self, column: pa.Field) -> bool:
         kind = column.type
@@ -229,10 +260,23 @@ class RowsPass(SourceReading):
         return Member(name, "file", 0, data)
 
     def digests(self) -> dict[str, str]:
-        return {"sha256": sha256_of(self._path)}
+        if self._copy is None:
+            return {"sha256": sha256_of(self._path)}
+        self._copy.seek(0)
+        sha256 = hashlib.sha256()
+        while data := self._copy.read(_PIECE):
+            sha256.update(data)
+        return {"sha256": sha256.hexdigest()}
+
+    def close(self) -> None:
+        if self._remote is not None and self._copy is not None:
+            self._remote.close()
+            self._copy.close()
 
     def check_unchanged(self) -> None:
-        if fingerprint(self._path, stat_of(self._path)) != self._state:
+        if self._remote is not None:
+            self._remote.check_unchanged()
+        elif fingerprint(self._path, stat_of(self._path)) != self._state:
             raise SourceError(f"{self._path}: changed while it was read; run the same command again")
 
 
@@ -288,7 +332,7 @@ def texts_of(fields: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(text.strip() for text in found if isinstance(text, str) and text.strip()))
 
 
-def image_column(path: Path, schema: pa.Schema) -> str:
+def image_column(path: Path | str, schema: pa.Schema) -> str:
     """The column with the bytes of the images: binary, or a struct of bytes and path as of `datasets`."""
     named = {field.name: field.type for field in schema}
     found = [name for name, type in named.items() if _holds_images(name, type)]
@@ -314,6 +358,7 @@ class ImageRows(SourceFormat):
     max_pixels: int
     kind = "parquet"
     ending = ".parquet"
+    has_links = True
     in_folders = True
 
     def takes(self, path: Path) -> bool:
@@ -328,7 +373,7 @@ class ImageRows(SourceFormat):
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return _ImagesPass(
-            RowsPass(source.path, TEXT_FIELDS, progress=progress, scalars=True), source.name, self.max_pixels
+            RowsPass(source, TEXT_FIELDS, progress=progress, scalars=True), source.name, self.max_pixels
         )
 
     def reading(self, source: Source) -> dict[str, Any]:

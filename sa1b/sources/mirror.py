@@ -42,9 +42,8 @@ class PairRows(ImageRows):
             return False
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
-        return _PairsPass(
-            source.path, (*_ANNOTATED, *_OF_IMAGE, *TEXT_FIELDS), self.max_pixels, progress=progress
-        )
+        columns = (*_ANNOTATED, *_OF_IMAGE, *TEXT_FIELDS)
+        return _PairsPass(source, columns, self.max_pixels, progress=progress)
 
     def reading(self, source: Source) -> dict[str, Any]:
         return {}
@@ -54,9 +53,9 @@ class _PairsPass(RowsPass):
     """One pass over the pairs of a Parquet file."""
 
     def __init__(
-        self, path: Path, columns: tuple[str, ...], max_pixels: int, *, progress: Progress | None
+        self, source: Source, columns: tuple[str, ...], max_pixels: int, *, progress: Progress | None
     ) -> None:
-        super().__init__(path, columns, progress=progress)
+        super().__init__(source, columns, progress=progress, needed=_ANNOTATED)
         self._max_pixels = max_pixels
 
     def items(self) -> Iterator[Member]:

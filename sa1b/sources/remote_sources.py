@@ -1,7 +1,7 @@
-"""The sources at URLs: single tars, folders of tars, and the tars of a list of links."""
+"""The sources at URLs: single tars and Parquet files, folders of them, and the tars of a list of links."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +16,29 @@ from sa1b.sources.tar_reader import TAR, is_tar_name, tar_name
 from sa1b.storage.errors import UnavailableError
 from sa1b.storage.reader import Reader
 
+PARQUET = ".parquet"
 _REQUESTS = 4  # sizes requested at the same time: servers of signed links block hosts that ask for more
 _DEADLINE = 60.0  # seconds until a server counts as unreachable
 
 
 def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
-    """The link to a tar, or to all tars directly in a folder of a store; SourceError: neither."""
+    """The link to a tar or Parquet file, or to all directly in a folder; SourceError: neither."""
     options = dict(options or {})
-    if is_tar_name(url.partition("?")[0]):
+    if _is_source(url.partition("?")[0]):
         return [replace(link_of(url), options=options)]
     root, _, folder = url.rstrip("/").rpartition("/")
     with Reader(root, options=options) as reader:
-        names = [name for name in reader.names(folder) if is_tar_name(name)]
+        names = [name for name in reader.names(folder) if _is_source(name)]
     if not names:
-        raise SourceError(f"{url}: no tar is there; pass the URL of a tar, or of a folder with tars")
+        raise SourceError(
+            f"{url}: no tar and no Parquet file is there; pass the URL of one, or of a folder with them, "
+            "such as .../data"
+        )
     return [replace(link_of(f"{url.rstrip('/')}/{name}"), options=options) for name in names]
+
+
+def _is_source(name: str) -> bool:
+    return is_tar_name(name) or name.lower().endswith(PARQUET)
 
 
 def named_links(links: Iterable[Link]) -> dict[str, Link]:
@@ -38,6 +46,8 @@ def named_links(links: Iterable[Link]) -> dict[str, Link]:
     named: dict[str, Link] = {}
     for link in links:
         name = tar_name(link.file_name)
+        if name.lower().endswith(PARQUET):
+            name = name[: -len(PARQUET)]
         if not is_source_name(name):
             raise SourceError(
                 f"{link.label}: the name becomes part of the names of shards; use letters, digits, '_', '-' "
@@ -55,7 +65,7 @@ def remote_sources(
     named: Mapping[str, Link],
     known: Mapping[str, tuple[int, int]] | None = None,
     *,
-    format: SourceFormat = TAR,
+    formats: Sequence[SourceFormat] = (TAR,),
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[list[Source], dict[str, str]]:
     """The sources of links, by name, and the links that do not work: source -> error message.
@@ -75,6 +85,10 @@ def remote_sources(
                 return str(error)
             finally:
                 progress(1)
+            kind = "parquet" if link.file_name.lower().endswith(PARQUET) else TAR.kind
+            format = next((one for one in formats if one.kind == kind), None)
+            if format is None:
+                return f"{link.label}: a Parquet file, of which some images cannot be taken; use sa1b reshard"
             return Source(name, Path(link.file_name), format, size, mtime_ns, link=link)
 
         found: list[Source] = []

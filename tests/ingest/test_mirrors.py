@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 from PIL import Image
 
 import sa1b
+from sa1b.errors import SourceError
 from sa1b.ingest.verb_reshard import main
 from sa1b.programs.export.verb_export import main as export_main
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.verify.verify import verify
 from tests.shards import tiny_source
+from tests.storage.hub import Hub
 
 SEGMENTATION = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 ANNOTATION = pa.struct(
@@ -41,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reshard(source, folder / "root")
 
 
-def reshard(source: Path, out: Path, code: int = 0, **options: Any) -> Path:
+def reshard(source: Path | str, out: Path, code: int = 0, **options: Any) -> Path:
     assert main((str(source),), out=str(out), json_output=True, **options) == code
     return out
 
@@ -173,3 +176,46 @@ def test_the_number_of_a_row_is_no_image_id(root: Path, tmp_path: Path) -> None:
     reshard(tmp_path / "a.parquet", tmp_path / "mirror", code=1)
     refused = (tmp_path / "mirror/quarantine/a/refused.jsonl").read_text()
     assert "no column image_id, file_name or __key__ has an id, and '000000000.jpg' is not of" in refused
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[tuple[Path, str, str]]:
+    """A folder of a repository of the Hub, its URL, and the endpoint of a local server in the Hub's place."""
+    pytest.importorskip("huggingface_hub")
+    folder = tmp_path / "repository" / "data"
+    folder.mkdir(parents=True)
+    with Hub(folder.parent) as hub:
+        yield folder, "hf://datasets/org/name/data", hub.url
+
+
+def test_parquet_files_at_urls_are_sources(root: Path, tmp_path: Path, store: tuple[Path, str, str]) -> None:
+    """As folders and as single files; images alone too."""
+    folder, url, endpoint = store
+    table = objects(root)
+    pq.write_table(table.slice(0, 4), folder / "train-00000-of-00002.parquet")
+    pq.write_table(table.slice(4), folder / "train-00001-of-00002.parquet")
+    (folder / "README.md").write_text("")
+    made = reshard(url, tmp_path / "all", endpoint=endpoint)
+    assert pairs(made) == pairs(root)
+    assert verify(made, deep=True, workers=0, quiet=True).exit_code() == 0
+    one = reshard(f"{url}/train-00001-of-00002.parquet", tmp_path / "one", endpoint=endpoint)
+    assert pairs(one) == pairs(root)[4:]
+    reshard(url, tmp_path / "all", endpoint=endpoint)  # finished sources are recognised
+    alone = sa1b.open(reshard(url, tmp_path / "alone", images_only=True, endpoint=endpoint))
+    assert len(alone) == len(table)
+    assert {one.jpeg for one in alone} == {jpeg for _, jpeg, _ in pairs(root)}
+
+
+def test_what_cannot_be_read_at_a_url_is_named(
+    root: Path, tmp_path: Path, store: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, url, endpoint = store
+    with pytest.raises(SourceError, match="no tar and no Parquet file is there; pass the URL of one"):
+        reshard(url, tmp_path / "out", endpoint=endpoint)
+    pq.write_table(objects(root).select(["image"]), folder / "images.parquet")
+    (folder / "cut.parquet").write_bytes(b"PAR1")
+    reshard(url, tmp_path / "out", code=1, endpoint=endpoint)
+    failed = json.loads(capsys.readouterr().out)["failed"]
+    assert "images.parquet: has no column of annotations (json, " in failed["images"]
+    assert "pass --images-only" in failed["images"]
+    assert "cut.parquet: cannot be read as Parquet" in failed["cut"]
