@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.errors import UsageError
+from sa1b.storage.errors import MissingError
+from sa1b.storage.open import open_store
 from sa1b.stream.dataset import Stream
+from sa1b.stream.mix import Mix
 from sa1b.stream.mixture import Mixture, Phase
 from sa1b.stream.order import Order
 from sa1b.stream.plan import ResumeError
@@ -46,6 +49,15 @@ class SeenImages:
     times: Int64
 
 
+def read_spans(run: str, before: int | None) -> list[Span]:
+    """The starts of the run in a folder or at a URL; see `spans`."""
+    try:
+        text = open_store(run).read("metrics.jsonl").decode()
+    except (MissingError, FileNotFoundError):
+        raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
+    return spans(run, text, before)
+
+
 def spans(run: str, text: str, before: int | None) -> list[Span]:
     """The starts of a run from its metrics.jsonl, up to step `before`. UsageError: they have no record of
     their data, or there is no such step.
@@ -74,7 +86,9 @@ def seen_images(found: list[Span]) -> list[SeenImages]:
     for span in found:
         state, sources = span.receipt["stream"], span.receipt["sources"]
         states = state.get("sources", dict.fromkeys(sources, state))
-        streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
+            streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
         counts = tuple(len(stream.view) for stream in streams.values())
         ranges = [(span.position, span.end)]
         if "phases" in state:
@@ -103,23 +117,45 @@ def _times(order: Order, start: int, stop: int) -> Int64:
     return times + whole
 
 
-def _opened(name: str, source: dict[str, Any], state: dict[str, Any]) -> Stream:
-    """The stream of a source of a run, at its order alone."""
+def _opened(name: str, source: dict[str, Any], state: dict[str, Any], **options: Any) -> Stream:
+    """The stream of a source of a run. Warnings say what else has changed."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
-            stream = Stream(
-                source["root"],
-                view=source["view"],
-                global_batch=int(state["block_size"]),
-                seed=state["seed"],
-                block_size=state["block_size"],
-                epochs=None,
-                rank=0,
-                world_size=1,
-                layers=[layer for layer, _ in state.get("layers", [])],
-            )
-            stream.check_state(state)
+        stream = Stream(
+            source["root"],
+            view=source["view"],
+            global_batch=int(state["block_size"]),
+            seed=state["seed"],
+            block_size=state["block_size"],
+            epochs=None,
+            rank=0,
+            world_size=1,
+            layers=[layer for layer, _ in state.get("layers", [])],
+            **options,
+        )
+        stream.check_state(state)
     except ResumeError as error:
         raise UsageError(f"{source['root']}: {error}") from None
     return stream
+
+
+def stream_of(span: Span) -> Stream | Mix:
+    """The stream of a start of a run, with its samples. Warnings say what has changed since, such as the
+    stored bytes. UsageError: the images are not those of the run, or a transform of its own code is missing.
+    """
+    state, sources = span.receipt["stream"], span.receipt["sources"]
+    states = state.get("sources", dict.fromkeys(sources, state))
+    streams = {}
+    for name, source in sources.items():
+        options = dict(states[name]["options"])
+        decoder = str(options.pop("decoder")).rpartition("-")[0]
+        if options.pop("transform") is not None:
+            raise UsageError(
+                f"{source['root']}: the run had a transform of its own code; replay it from Python, with "
+                "Stream(transform=...) and load_state_dict"
+            )
+        options.pop("text", None)
+        streams[name] = _opened(name, source, states[name], decoder=decoder, **options)
+    if "phases" not in state:
+        return next(iter(streams.values()))
+    (_, first), *later = state["phases"]
+    return Mix({name: (stream, first[name]) for name, stream in streams.items()}, schedule=dict(later))

@@ -86,14 +86,8 @@ def main(
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
-        from sa1b.programs.seen.history import seen_images, spans
-        from sa1b.storage.errors import MissingError
-        from sa1b.storage.open import open_store
-    try:
-        text = open_store(run).read("metrics.jsonl").decode()
-    except (MissingError, FileNotFoundError):
-        raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
-    found = spans(run, text, before_step)
+        from sa1b.programs.seen.history import read_spans, seen_images
+    found = read_spans(run, before_step)
     images = seen_images(found)
     sources = [
         {
