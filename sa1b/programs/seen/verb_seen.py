@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
@@ -24,7 +23,7 @@ from sa1b.errors import UsageError
 from sa1b.report import first_lines, present
 from sa1b.sources.path_arguments import takes_endpoint
 
-TOUR = (145, "Train", "which images a run was trained on", "sa1b seen run")
+TOUR = (145, "Train", "images that a run trained on", "sa1b seen run")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +108,7 @@ def main(
         if not known:
             answers.append({"image_id": wanted, "source": None, "times": 0})
     if out is not None:
+        import numpy as np
         import pyarrow as pa
         import pyarrow.parquet as pq
 
