@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.landscape import landscape
-from sa1b.masks import bbox_sa1b, runs_of
+from sa1b.masks import Runs, bbox_sa1b
 from sa1b.programs.gallery.members import Choice
 from sa1b.programs.gallery.page import write_gallery
 
@@ -36,7 +36,7 @@ def write_pair(folder: Path) -> None:
     image, parts = landscape()
     height, width = image.shape[:2]
     Image.fromarray(image).save(folder / "sa_1.jpg", quality=95)
-    runs = runs_of(np.stack(parts))
+    runs = Runs.from_pixels(np.stack(parts))
     annotations = []
     for number, (coco, box, part) in enumerate(zip(runs.to_coco(), bbox_sa1b(runs), parts, strict=True)):
         depth = cv2.distanceTransform(np.pad(part, 1).astype(np.uint8), cv2.DIST_L2, 5)[1:-1, 1:-1]

@@ -218,7 +218,9 @@ def test_logits(benchmark, images):
 @pytest.mark.benchmark(group="16 masks from logits")
 def test_logits_enlarged_by_torch(benchmark, images):
     def enlarged(found):
-        return raster.runs_of(at_source(torch.from_numpy(found), (HEIGHT, WIDTH), (683, 1024), 1024).numpy())
+        return Runs.from_pixels(
+            at_source(torch.from_numpy(found), (HEIGHT, WIDTH), (683, 1024), 1024).numpy()
+        )
 
     run(benchmark, enlarged, [predicted(seed) for seed in range(3)], reference=True)
 

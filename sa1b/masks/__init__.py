@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         uniform_point,
     )
     from sa1b.masks.grid import framed_size
-    from sa1b.masks.raster import rasterize, rasterize_frame, runs_of
+    from sa1b.masks.raster import rasterize, rasterize_frame
     from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
 
 __all__ = [
@@ -65,7 +65,6 @@ __all__ = [
     "rasterize",
     "rasterize_frame",
     "resize",
-    "runs_of",
     "suppress",
     "uniform_point",
 ]

@@ -7,7 +7,7 @@ buffer, and 0.11 ms at 256x256; pycocotools and cv2.resize take 206 and 175 ms
 Logits of a model are enlarged to the pixels of their image and encoded as runs, without a dense mask. The
 values are those of `sa1b.sam.prediction.at_source`: its two bilinear interpolations of an axis are one sum of
 four logits here. 16 masks of 4 % of an image of 2250 x 1500 take 41 ms with their areas, in one thread;
-`at_source` and `runs_of` take 655 ms (`pytest benchmarks -k logits`).
+`at_source` and `Runs.from_pixels` take 655 ms (`pytest benchmarks -k logits`).
 """
 
 from dataclasses import dataclass
@@ -124,27 +124,6 @@ def fill_axes(
     firsts = rows.firsts(), columns.firsts()
     pixel_kernels.rasterize(runs.runs, runs.offsets, masks, *firsts, out.view(np.uint8), boxes)
     return out
-
-
-def runs_of(pixels: npt.NDArray[np.bool_]) -> Runs:
-    """The runs of dense masks, bool [N, height, width]; the inverse of `rasterize`.
-    ValueError: `pixels` does not have three dimensions, or its height or width is zero.
-    """
-    if pixels.ndim != 3 or 0 in pixels.shape[1:]:
-        raise BadValue(f"pixels must be [N, height, width], got {list(pixels.shape)}")
-    count, height, width = pixels.shape
-    columns = pixels.transpose(0, 2, 1).reshape(count, height * width)
-    # A run starts where a pixel differs from the previous one; background precedes the first pixel.
-    before = np.concatenate((np.zeros((count, 1), bool), columns[:, :-1]), axis=1)
-    masks, starts = np.nonzero(columns != before)
-    number = np.bincount(masks, minlength=count) + 1  # the leading background run, possibly of length 0
-    offsets = np.concatenate(([0], np.cumsum(number)))
-    bounds = np.zeros(offsets[-1] + 1, np.int64)
-    bounds[np.arange(len(starts)) + masks + 1] = starts
-    ends = np.append(bounds[1:], 0)
-    ends[offsets[1:] - 1] = height * width
-    lengths = ends[: offsets[-1]] - bounds[: offsets[-1]]
-    return Runs(lengths.astype(np.uint32), offsets, height, width)
 
 
 Logits = npt.NDArray[np.float32]

@@ -97,6 +97,32 @@ class Runs:
     height: int
     width: int
 
+    @classmethod
+    def from_pixels(cls, pixels: npt.NDArray[np.bool_]) -> "Runs":
+        """The runs of dense masks; the inverse of `sa1b.masks.rasterize` at the size of the image.
+
+        Args:
+            pixels: bool [N, height, width], True for foreground.
+
+        Raises:
+            ValueError: `pixels` does not have three dimensions, or its height or width is zero.
+        """
+        if pixels.ndim != 3 or 0 in pixels.shape[1:]:
+            raise BadValue(f"pixels must be [N, height, width], got {list(pixels.shape)}")
+        count, height, width = pixels.shape
+        columns = pixels.transpose(0, 2, 1).reshape(count, height * width)
+        # A run starts where a pixel differs from the previous one; background precedes the first pixel.
+        before = np.concatenate((np.zeros((count, 1), bool), columns[:, :-1]), axis=1)
+        masks, starts = np.nonzero(columns != before)
+        number = np.bincount(masks, minlength=count) + 1  # the leading background run, possibly of length 0
+        offsets = np.concatenate(([0], np.cumsum(number)))
+        bounds = np.zeros(offsets[-1] + 1, np.int64)
+        bounds[np.arange(len(starts)) + masks + 1] = starts
+        ends = np.append(bounds[1:], 0)
+        ends[offsets[1:] - 1] = height * width
+        lengths = ends[: offsets[-1]] - bounds[: offsets[-1]]
+        return cls(lengths.astype(np.uint32), offsets, height, width)
+
     def __repr__(self) -> str:
         return f"Runs({len(self):,} masks, {len(self.runs):,} runs, {self.width} x {self.height} pixels)"
 

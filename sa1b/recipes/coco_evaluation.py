@@ -36,7 +36,7 @@ from sa1b.errors import Sa1bError, SourceError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
 from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import rasterize, runs_of
+from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import MaskError, Runs
 from sa1b.sam.prediction import framed_image
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
@@ -325,7 +325,7 @@ def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[s
             "score": one["score"],
             "segmentation": {"size": size, "counts": counts.decode("ascii")},
         }
-        for one, counts in zip(image.detections, coco.encode(runs_of(masks)), strict=True)
+        for one, counts in zip(image.detections, coco.encode(Runs.from_pixels(masks)), strict=True)
     ]
 
 

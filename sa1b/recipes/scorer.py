@@ -30,7 +30,7 @@ from sa1b.engine.watch.signals import WriteError
 from sa1b.errors import UsageError
 from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import rasterize, runs_of
+from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import Runs
 from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.sam.prediction import at_source
@@ -134,7 +134,7 @@ def prediction_lines(
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
         taken = framed_size(*size, image_size)
-        runs = runs_of(at_source(found["logits"][own], size, taken, image_size).numpy())
+        runs = Runs.from_pixels(at_source(found["logits"][own], size, taken, image_size).numpy())
         scale = np.array(size[::-1]) / taken[::-1]
         some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
         made.append((position, some.line(image_id)))

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from sa1b.masks.geometry import area, intersection
 from sa1b.masks.pixel_kernels import farthest
-from sa1b.masks.raster import logit_axis, rasterize, runs_of, runs_of_logits
+from sa1b.masks.raster import logit_axis, rasterize, runs_of_logits
+from sa1b.masks.runs import Runs
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
@@ -232,7 +233,7 @@ class _Truth:
     """The annotated masks of a part: runs on a CPU, else dense."""
 
     def __init__(self, masks: Mask, device: torch.device) -> None:
-        self.runs = runs_of(masks if device.type == "cpu" else masks[:0])
+        self.runs = Runs.from_pixels(masks if device.type == "cpu" else masks[:0])
         self.dense = torch.from_numpy(masks if device.type != "cpu" else masks[:0]).to(device)
 
 

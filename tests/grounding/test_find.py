@@ -9,7 +9,7 @@ import torch
 
 import sa1b
 from sa1b.grounding.alignment import Phrased
-from sa1b.masks.raster import runs_of
+from sa1b.masks.runs import Runs
 from sa1b.stream.text import texts_of
 from sa1b.stream.tokenizer import open_tokenizer
 from tests.grounding.small import DENSE, SIDE, SIZE, build
@@ -41,7 +41,7 @@ def masks() -> Any:
 def test_it_equals_an_evaluation_of_the_model(image: Any, masks: Any) -> None:
     model = build().eval()
     model.tokenizer = DIGITS
-    found = sa1b.ground(model, image, PHRASES, regions=runs_of(masks))
+    found = sa1b.ground(model, image, PHRASES, regions=Runs.from_pixels(masks))
     tokens, belongs = texts_of(PHRASES, open_tokenizer(DIGITS), model.length, "mask_id").padded()
     given = Phrased(
         dense=torch.zeros(3, DENSE, DENSE, dtype=torch.uint8),
@@ -86,7 +86,7 @@ def test_embeddings_replace_phrases_and_regions_may_be_missing(image: Any) -> No
         (lambda given: given | {"phrases": [1]}, "must be a list of strings"),
         (lambda given: given | {"image": "a.jpg"}, "not an array of pixels"),
         (
-            lambda given: given | {"regions": runs_of(np.ones((1, 4, 5), np.bool_))},
+            lambda given: given | {"regions": Runs.from_pixels(np.ones((1, 4, 5), np.bool_))},
             "32 x 32 pixels, not 5 x 4",
         ),
         (lambda given: given | {"model": build(vectors=5)}, r"must be embeddings, numbers \[N, 5\]"),

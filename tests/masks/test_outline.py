@@ -5,7 +5,7 @@ import pytest
 from pycocotools import mask as pycocotools
 
 from sa1b.masks.coco import polygons
-from sa1b.masks.raster import runs_of
+from sa1b.masks.runs import Runs
 
 
 @pytest.mark.parametrize("one", [False, True])
@@ -14,7 +14,7 @@ def test_pycocotools_makes_the_same_mask_of_the_polygons(one):
     for _ in range(200):
         height, width = map(int, rng.integers(1, 25, 2))
         pixels = rng.random((rng.integers(1, 4), height, width)) < rng.choice([0, 0.1, 0.5, 0.9, 1])
-        for mask, parts in zip(pixels, polygons(runs_of(pixels), single=one), strict=True):
+        for mask, parts in zip(pixels, polygons(Runs.from_pixels(pixels), single=one), strict=True):
             assert bool(parts) == mask.any()
             if one:
                 assert len(parts) <= 1
@@ -29,7 +29,7 @@ def test_a_hole_is_joined_to_its_part_and_parts_stay_separate():
     pixels[0, 1:6, 1:6] = True
     pixels[0, 3, 3] = False
     pixels[0, 6:, 6:9] = True  # touches at a corner
-    ring, square = polygons(runs_of(pixels))[0]
+    ring, square = polygons(Runs.from_pixels(pixels))[0]
     assert square.tolist() == [[6, 6], [9, 6], [9, 8], [6, 8]]
     assert len(ring) == 4 + 1 + 4 + 1 + 1
-    assert polygons(runs_of(pixels[:, :0:-1]))[0][0].dtype == np.int32
+    assert polygons(Runs.from_pixels(pixels[:, :0:-1]))[0][0].dtype == np.int32

@@ -11,7 +11,7 @@ from pycocotools import mask as coco_mask
 
 from sa1b import masks
 from sa1b.masks import coco, raster
-from sa1b.masks.raster import logit_axis, runs_of, runs_of_logits
+from sa1b.masks.raster import logit_axis, runs_of_logits
 from sa1b.masks.runs import MaskError, Runs, SizeError
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
@@ -67,7 +67,7 @@ def test_check_refuses_what_the_class_does_not_promise():
 def test_to_coco_gives_the_dicts_of_pycocotools_and_decode_takes_them_back() -> None:
     pixels = np.random.default_rng(5).random((4, 17, 23)) < 0.4
     pixels[1], pixels[2] = False, True
-    runs = runs_of(pixels)
+    runs = Runs.from_pixels(pixels)
     expected = coco_mask.encode(np.asfortranarray(pixels.transpose(1, 2, 0).astype(np.uint8)))
     found = runs.to_coco()
     assert found == [{"size": [17, 23], "counts": mask["counts"]} for mask in expected]
@@ -103,7 +103,7 @@ def test_numbers_of_masks_are_integers_or_a_choice_for_each():
     "wrong", [[0.0], [1.5, 2], ["1"], [None], [True], [3], [-4], np.array([0, 2**63], np.uint64)]
 )
 def test_indices_are_integers_or_bool_everywhere(wrong):
-    runs = runs_of(np.repeat(np.eye(3, dtype=bool)[:, :, None], 4, axis=2))
+    runs = Runs.from_pixels(np.repeat(np.eye(3, dtype=bool)[:, :, None], 4, axis=2))
     strings = [one["counts"] for one in runs.to_coco()]
     text, lengths = np.frombuffer(b"".join(strings), np.uint8), np.array([len(one) for one in strings])
     logits = np.ones((3, 4, 4), np.float32)

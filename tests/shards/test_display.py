@@ -17,6 +17,7 @@ from pycocotools import mask as coco_mask
 import sa1b
 from sa1b.errors import BadSample, UsageError
 from sa1b.masks import raster
+from sa1b.masks.runs import Runs
 from sa1b.shards import display
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.commit import write_dataset
@@ -349,7 +350,7 @@ def test_show_without_an_image_viewer_says_what_to_do(
 
 def test_a_mask_of_the_whole_image_has_a_contour_at_its_edge() -> None:
     pixels = np.full((20, 30, 3), 90, np.uint8)
-    found = overlay(pixels, raster.runs_of(np.ones((1, 20, 30), np.bool_)))
+    found = overlay(pixels, Runs.from_pixels(np.ones((1, 20, 30), np.bool_)))
     edge = np.ones((20, 30), np.bool_)
     edge[1:-1, 1:-1] = False
     assert np.abs(found[edge] - np.array(colour(0))).max() <= 0.51

@@ -38,7 +38,7 @@ from sa1b.engine.step.gradients import clear, micro_batch, warm_up
 from sa1b.engine.step.optim import of_rank, set_lr
 from sa1b.engine.step.run import TrainStep
 from sa1b.masks import geometry
-from sa1b.masks.raster import runs_of
+from sa1b.masks.runs import Runs
 from sa1b.programs.scaling.cases import Case, Device, bind
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.sample import SampleMasks
@@ -69,7 +69,7 @@ def _rectangles(position: int, count: int, size: int) -> SampleMasks:
     along = np.arange(size)
     rows = (along >= top[:, None]) & (along < (top + side)[:, None])
     columns = (along >= left[:, None]) & (along < (left + side)[:, None])
-    runs = runs_of(rows[:, :, None] & columns[:, None, :])
+    runs = Runs.from_pixels(rows[:, :, None] & columns[:, None, :])
     corner = np.stack([left, top], 1).astype(np.float32)
     far = (side[:, None] - 1).astype(np.float32)
     ones = np.ones(count, np.float32)

@@ -134,14 +134,14 @@ def _picture(batch: "Batch", i: int) -> bytes:
     """The image as the model gets it, with its masks, as PNG."""
     from PIL import Image
 
-    from sa1b.masks.raster import runs_of
+    from sa1b.masks.runs import Runs
     from sa1b.shards.display import overlay
 
     rows, columns = batch.framed_sizes[i].tolist()
     pixels = batch.images[i].permute(1, 2, 0).numpy()[:rows, :columns]
     dense = batch.masks.dense()[batch.masks.image == i].numpy()[:, :rows, :columns]
     buffer = io.BytesIO()
-    Image.fromarray(overlay(pixels, runs_of(dense))).save(buffer, "PNG")
+    Image.fromarray(overlay(pixels, Runs.from_pixels(dense))).save(buffer, "PNG")
     return buffer.getvalue()
 
 
