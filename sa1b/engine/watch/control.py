@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sa1b.arguments import Range, check_fields
+from sa1b.console import command
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.signals import Requests, Stop
 from sa1b.errors import Sa1bError
@@ -192,7 +193,8 @@ class Health:
             f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
             "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
             "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
-            f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}"
+            f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}; "
+            f"`{command('replay')} RUN --step {step} --out PAGE` shows those of a step with their masks"
         )
 
 
