@@ -5,7 +5,7 @@ Example: sa1b replay run --step 1200
 
 The images, their frames and their chosen masks are a formula of the state that each start of the run records,
 so that they are those of the run to the bit. A step whose loss is strange is named in RUN/metrics.jsonl.
-Exit code 0: rebuilt; 2: not rebuilt.
+Exit code 0: rebuilt; 2: not rebuilt; 130: interrupted.
 """
 
 import hashlib

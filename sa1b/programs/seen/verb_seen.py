@@ -6,7 +6,8 @@ Example: sa1b seen run
 
 The order of a run is a formula, so nothing is logged for each image: the answer is computed from the starts
 in RUN/metrics.jsonl. The table of --out has the columns image_id, times and source, for `sa1b query` and
-`sa1b view --ids`. Exit code 0: answered; 1: an image of --image was not seen; 2: not answered.
+`sa1b view --ids`. Exit code 0: answered; 1: an image of --image was not seen; 2: not
+answered; 130: interrupted.
 """
 
 import io
