@@ -64,8 +64,9 @@ class Model(Protocol):
     `forward(*inputs)` computes the losses of a micro-batch and returns a dictionary of scalars. They are sums
     over masks or images: "loss", with the gradient; "count", the number of summed terms; and one sum for each
     further name in `figures`. The engine divides by the count over all ranks. For an empty micro-batch, all
-    sums are 0, and every trained parameter still gets a gradient. Optional: "of_images", float32 [B, 3], the
-    sums of loss, IoU and count of each image; losses by source of a mixture are computed from them.
+    sums are 0, and every trained parameter still gets a gradient. Optional: "of_images", float32 [B, F], the
+    sums of each image that `image_figures` names, "loss" and "count" among them; the figures of each source
+    of a mixture are computed from them.
 
     `forward` may use torch's random numbers, for dropout: torch's generators are seeded by the seed of the
     run, the step, the rank and the micro-batch, so that a resumed run has the same numbers, and each rank

@@ -62,6 +62,7 @@ class Interactive(nn.Module):
     # The model contract: see sa1b.engine.model.
 
     figures: tuple[str, ...] = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
+    image_figures: tuple[str, ...] = ("loss", "iou_last", "count")
     shown: Mapping[str, str] = {"IoU": "iou_last"}
 
     def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:

@@ -138,7 +138,9 @@ assert reader.counters().attempts == reader.counters().reads == 150, reader.coun
         cwd=REPOSITORY,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # On a busy machine a response may take longer than the 3 s after which a line says so.
+    errors = [line for line in done.stderr.splitlines() if "no response yet" not in line]
+    assert (done.returncode, errors) == (0, [])
 
 
 def test_servers_of_the_tests_end_when_their_parent_is_killed(store: Store, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_mixture_resumes_exactly_with_other_ranks_and_reports_by_source(
         assert sum(line[f"loss/{name}"] * counts[name] for name in seen) / line["masks"] == pytest.approx(
             line["loss"], rel=1e-5
         )
-        assert sum(line[f"iou/{name}"] * counts[name] for name in seen) / line["masks"] == pytest.approx(
+        assert sum(line[f"iou_last/{name}"] * counts[name] for name in seen) / line["masks"] == pytest.approx(
             line["iou_last"], rel=1e-5
         )
         assert counts["mine"] <= 2 * 3  # masks: 2 of at most 3 images

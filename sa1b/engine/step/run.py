@@ -252,8 +252,9 @@ class Run:
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
         sums = self.train_step.forward_backward(batch, self.times.backward)
         totals = {name: sums[name] for name in (*self.model.figures, "count")}
-        if isinstance(self.feed.stream, Mix) and batch.source_index is not None and "of_images" in sums:
-            totals |= by_source(sums["of_images"], batch.source_index, list(self.feed.stream.streams))
+        kinds, mix = getattr(self.model, "image_figures", ()), self.feed.stream
+        if isinstance(mix, Mix) and batch.source_index is not None and kinds and "of_images" in sums:
+            totals |= by_source(sums["of_images"], batch.source_index, list(mix.streams), kinds)
         return totals
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:
@@ -320,17 +321,20 @@ class Run:
             self.control.close()
 
 
-def by_source(of_images: Tensor, source: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """The sums of each source of a mixture, "loss/NAME", "iou/NAME" and "count/NAME", from those of images.
+def by_source(
+    of_images: Tensor, source: Tensor, names: Sequence[str], figures: Sequence[str]
+) -> dict[str, Tensor]:
+    """The sums of each source of a mixture, such as "loss/NAME" and "count/NAME", from those of images.
 
     Args:
-        of_images: float32 [B, 3], see `sa1b.engine.model.Model`.
+        of_images: float32 [B, F], the sums of each image; see `sa1b.engine.model.Model`.
         source: int64 [B], the number of each image's source.
+        names: of the sources.
+        figures: names of the F sums, "count" among them.
     """
     belongs = source == torch.arange(len(names), device=source.device)[:, None]
     sums = torch.where(belongs[:, :, None], of_images, 0).sum(dim=1)
-    kinds = ("loss", "iou", "count")
-    return {f"{kind}/{name}": sums[i, j] for i, name in enumerate(names) for j, kind in enumerate(kinds)}
+    return {f"{kind}/{name}": sums[i, j] for i, name in enumerate(names) for j, kind in enumerate(figures)}
 
 
 def fitted(config: Config, world_size: int) -> Config:

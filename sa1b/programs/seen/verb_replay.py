@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sa1b.programs.seen.history import Span
     from sa1b.stream.batch import Batch
 
-TOUR = (146, "Train", "the images of a step of a run", "sa1b replay run --step 1200")
+TOUR = (146, "Train", "the images of a step", "sa1b replay run --step 1200")
 _TOGETHER = 16  # images that are rebuilt at a time
 
 
