@@ -78,8 +78,8 @@ class DamageLog:
             **({} if source is None else {"source": source}),
         }
         with self._lock:
-            logged = [(entry.get("source"), entry.get("image_id")) for entry in self.entries()]
-            if once and (source, image_id) in logged:
+            own = source, image_id
+            if once and any((one.get("source"), one.get("image_id")) == own for one in self.entries()):
                 return
             try:
                 self._append(line)
