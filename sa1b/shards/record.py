@@ -166,17 +166,20 @@ def _decode(data: bytes | memoryview, further: tuple[str, ...]) -> tuple[Annotat
         if text is not None and len(text) > MAX_JSON_BYTES:
             raise RecordError(f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
         others = [_array(body, header[name]) for name in further]
+        numbers = ("bbox", "predicted_iou", "stability_score", "point_coords", "crop_box")
+        with np.errstate(invalid="ignore"):  # a damaged number may be a signalling NaN
+            arrays |= {name: arrays[name].astype(np.float64) for name in numbers}
         annotations = Annotations(
             image_id=int(metadata["image_id"]),
             width=int(metadata["width"]),
             height=int(metadata["height"]),
             mask_id=arrays["mask_id"].astype(np.int64, copy=False),
             area=arrays["area"].astype(np.int64, copy=False),
-            bbox=arrays["bbox"].astype(np.float64),
-            predicted_iou=arrays["predicted_iou"].astype(np.float64),
-            stability_score=arrays["stability_score"].astype(np.float64),
-            point_coords=arrays["point_coords"].astype(np.float64),
-            crop_box=arrays["crop_box"].astype(np.float64),
+            bbox=arrays["bbox"],
+            predicted_iou=arrays["predicted_iou"],
+            stability_score=arrays["stability_score"],
+            point_coords=arrays["point_coords"],
+            crop_box=arrays["crop_box"],
             number_types=arrays["number_types"],
             rle=arrays["rle"],
             rle_bytes=arrays["rle_bytes"],

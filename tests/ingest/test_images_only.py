@@ -390,6 +390,7 @@ def test_small_members_and_columns_are_fields_and_the_others_are_counted(
     assert f"left out: {min(left)} " in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.* has no caption for 2 of 5 images")
 def test_a_table_by_own_file_names_is_joined(tmp_path: Path) -> None:
     """By the path in the source, with or without folders above it that name the source."""
     root = tmp_path / "shards"

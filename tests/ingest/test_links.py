@@ -103,7 +103,7 @@ def test_urls_as_sources(tmp_path: Path, downloads: Path, host: Service) -> None
     assert len(sa1b.open(tmp_path / "root")) == 8
     for url, words in (
         (f"{host.url}/plain/sa_9.tar", "FAILED sa_9"),
-        (f"{host.url}/plain/", "no tar is there"),
+        (f"{host.url}/plain/", "no tar and no Parquet file is there"),
         (f"{one}", "has the name of"),
     ):
         done = reshard(url, downloads / "sa_000000.tar", "--out", tmp_path / "other")
