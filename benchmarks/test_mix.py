@@ -115,6 +115,11 @@ def deviation(sources: list[int]) -> float:
 Row = tuple[str, float, float, str, float, float]
 
 
+def row_of(name: str, sources: list[int], resume: float, same: str, mixed: float, alone: float) -> Row:
+    """The row of another loader: `mixed` seconds for these items, `alone` for those of the first dataset."""
+    return name, deviation(sources), resume, same, mixed * ITEMS / len(sources), alone * ITEMS / COUNTS[0]
+
+
 def row_of_ours() -> Row:
     seconds_of(ours(), BATCH)  # compiles
     mixed, items = seconds_of(ours())
@@ -137,14 +142,8 @@ def row_of_webdataset(folder: Path) -> Row:
     alone, _ = seconds_of(iter(sets[0]), COUNTS[0])
     # It has no state: a resumed run reads and drops what was used.
     resume, _ = seconds_of(islice(mix(), 9 * len(items) // 10, None), 1)
-    found = deviation([item["json"][0] for item in items])
-    return (
-        "webdataset RandomMix",
-        found,
-        resume,
-        "no state",
-        mixed * ITEMS / len(items),
-        alone * ITEMS / COUNTS[0],
+    return row_of(
+        "webdataset RandomMix", [item["json"][0] for item in items], resume, "no state", mixed, alone
     )
 
 
@@ -172,9 +171,7 @@ def row_of_mosaic(folder: Path) -> Row:
     streaming.base.util.clean_stale_shared_memory()
     single = streaming.StreamingDataset(local=str(folder / "0"), shuffle=True, batch_size=BATCH)
     alone, _ = seconds_of(iter(single), COUNTS[0])
-    found = deviation([item["source"] for item in items])
-    each = mixed * ITEMS / len(items), alone * ITEMS / COUNTS[0]
-    return "Streaming", found, resume, "not measured", *each
+    return row_of("Streaming", [item["source"] for item in items], resume, "not measured", mixed, alone)
 
 
 def row_of_lit(folder: Path) -> Row:
@@ -198,15 +195,7 @@ def row_of_lit(folder: Path) -> Row:
     next(iter(again))
     resume = time.perf_counter() - began
     alone, _ = seconds_of(iter(litdata.StreamingDataset(str(folder / "0"), shuffle=True)), COUNTS[0])
-    found = deviation([int(item[0]) for item in items])
-    return (
-        "litData Combined",
-        found,
-        resume,
-        "not measured",
-        mixed * ITEMS / len(items),
-        alone * ITEMS / COUNTS[0],
-    )
+    return row_of("litData Combined", [int(item[0]) for item in items], resume, "not measured", mixed, alone)
 
 
 def test_a_mixture_is_exact_at_every_prefix_and_resumes_at_once(tmp_path: Path) -> None:
