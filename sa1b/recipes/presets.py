@@ -71,6 +71,11 @@ class SamConfig(Config):
     def check(self) -> None:
         Config.check(self)
         _check_targets(self)
+        if self.model.lora_rank and self.init is None and not (self.dry_run or self.evaluate_only):
+            raise UsageError(
+                f"--model.lora-rank {self.model.lora_rank}: changes weights that are trained already; pass "
+                "them as --init"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class DistillConfig(Config):
     def check(self) -> None:
         Config.check(self)
         self.distill.check()
+        _refuse_low_rank(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +192,20 @@ class GroundingConfig(Config):
                 "with that column"
             )
         _check_targets(self)
+        _refuse_low_rank(self)
         if self.model.pixel_features or self.model.compile_decoder:
             flag = "pixel-features" if self.model.pixel_features else "compile-decoder"
             raise UsageError(f"--model.{flag}: is of SAM's decoder, which grounding does not have; drop it")
         if self.evaluation.coco is not None or self.evaluation.protocol != "uniform":
             flag = "coco" if self.evaluation.coco is not None else "protocol"
             raise UsageError(f"--evaluation.{flag}: is about clicks and boxes, not about phrases; drop it")
+
+
+def _refuse_low_rank(config: DistillConfig | GroundingConfig) -> None:
+    if config.model.lora_rank:
+        raise UsageError(
+            f"--model.lora-rank {config.model.lora_rank}: is for a preset of SAM, not {config.preset}; drop it"
+        )
 
 
 def _vocabulary(tokenizer: str) -> int:

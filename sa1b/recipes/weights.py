@@ -24,6 +24,7 @@ from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
 from sa1b.sam.distillation import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
+from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import (
     FORMATS,
@@ -41,8 +42,11 @@ PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can 
 
 
 def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tuple[str, dict[str, Tensor]]:
-    """The weights in a run, a checkpoint or a file; see `sa1b.engine.weights.find_weights`."""
-    return weights.find_weights(source, read_weights, scratch)
+    """The weights in a run, a checkpoint or a file, with low-rank changes added to the weights that they
+    change; see `sa1b.engine.weights.find_weights`.
+    """
+    where, found = weights.find_weights(source, read_weights, scratch)
+    return where, merged(found)
 
 
 @check_arguments

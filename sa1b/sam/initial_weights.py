@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sa1b.errors import UsageError
+from sa1b.sam.low_rank import merged
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import WeightsError, check_weights, config_of, misfit, read_tensors
 
@@ -59,7 +60,10 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
-    """Weights resized to the image size of a model; UsageError names the flag of another size."""
+    """Weights resized to the image size of a model, with low-rank changes added to the weights; UsageError
+    names the flag of another size.
+    """
+    weights, model = merged(weights), replace(model, lora_rank=0)
     return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)
 
 

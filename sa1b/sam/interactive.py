@@ -83,7 +83,8 @@ class Interactive(nn.Module):
         Position embeddings are resized to the model's image size. Other sizes: UsageError.
         """
         fitted = fit_weights(weights, self.model.config)
-        self.model.load_state_dict(fitted.tensors, strict=not fitted.kept)
+        complete = not fitted.kept and not self.model.config.lora_rank
+        self.model.load_state_dict(fitted.tensors, strict=complete)
         return str(fitted)
 
     def fsdp_units(self) -> list[list[nn.Module]]:

@@ -13,7 +13,7 @@ published checkpoints of vit_b, vit_l and vit_h unchanged.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from torch.nn import functional as F
 
 from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
-from sa1b.sam.image_encoder import ImageEncoder
+from sa1b.sam.image_encoder import ImageEncoder, RelativeAttention
+from sa1b.sam.low_rank import adapt, is_low_rank
 from sa1b.sam.mask_decoder import ALL, MaskDecoder, PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
-from sa1b.sam.transformer import SharedImage
+from sa1b.sam.transformer import ProjectedAttention, SharedImage
 
 _RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
@@ -55,6 +56,11 @@ class ModelConfig:
         cuda_graphs: Record the iterations of training as CUDA graphs, one for each number of masks, so that
             one call of the host launches all kernels. Only on a CUDA device, for iterations that are not
             compiled and need no loss scale.
+        lora_rank: Rank of the changes that fine-tuning learns for the weights of the attention (LoRA), such
+            as 8; these weights and all others of their part are frozen. 0: the weights themselves are
+            trained.
+        lora_targets: With a rank: parts whose attention is adapted. A part that is not adapted is trained
+            completely, unless --optim.freeze names it; the prompt encoder is always frozen.
     """
 
     image_size: Annotated[int, Range(1)] = 1024
@@ -71,6 +77,8 @@ class ModelConfig:
     compile_blocks: bool = False
     compile_decoder: bool = False
     cuda_graphs: bool = True
+    lora_rank: Annotated[int, Range(0)] = 0
+    lora_targets: Literal["both", "image_encoder", "mask_decoder"] = "both"
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
@@ -173,8 +181,19 @@ class Sam(nn.Module):
             self.similarity = ClickSimilarity(config.patch_size, config.channels, config.pixel_features)
         self.register_buffer("pixel_mean", torch.tensor(PIXEL_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
+        self._adapt()
         if config.compile_blocks:
             self.image_encoder.compile_blocks()
+
+    def _adapt(self) -> None:
+        """Add the low-rank changes of `config`, and freeze what is not trained beside them."""
+        if not self.config.lora_rank:
+            return
+        trained = {name: self.get_submodule(name) for name in ("image_encoder", "mask_decoder")}
+        for name in list(trained) if self.config.lora_targets == "both" else [self.config.lora_targets]:
+            adapt(trained.pop(name), (RelativeAttention, ProjectedAttention), self.config.lora_rank)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_low_rank(name) or name.partition(".")[0] in trained)
 
     def embed(self, images: Tensor, keep: Tensor | None = None, sizes: Tensor | None = None) -> Tensor:
         """The embedding of each image.

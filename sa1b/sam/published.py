@@ -133,7 +133,13 @@ def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
 def preset_of(config: ModelConfig) -> str | None:
     """The name of the preset with these sizes."""
     bare = replace(
-        config, drop_path=0.0, checkpoint_blocks="none", compile_blocks=False, compile_decoder=False
+        config,
+        drop_path=0.0,
+        checkpoint_blocks="none",
+        compile_blocks=False,
+        compile_decoder=False,
+        lora_rank=0,
+        lora_targets="both",
     )
     return next((name for name, preset in PRESETS.items() if preset == bare), None)
 
@@ -141,7 +147,7 @@ def preset_of(config: ModelConfig) -> str | None:
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     """Why weights do not fit a model, in a sentence that names the flag; None: they fit."""
     with torch.device("meta"):
-        needed = {name: tensor.shape for name, tensor in Sam(model).state_dict().items()}
+        needed = {name: one.shape for name, one in Sam(replace(model, lora_rank=0)).state_dict().items()}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if shapes == needed:
         return None

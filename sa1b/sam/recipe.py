@@ -79,23 +79,25 @@ class Recipe:
 _OWN_TOKENS = 1 + MASKS  # one token of the IoU and four of the masks
 
 
-def encoder_flops(model: ModelConfig) -> float:
-    """Operations of the image encoder's forward pass for one image."""
+def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: float = 1.0) -> float:
+    """Operations of the image encoder's forward pass for one image, or multiples of those of its layers with
+    weights and of the products of queries, keys and values.
+    """
     tokens, width = model.side**2, model.width
     windows = -(-model.side // model.window)
     padded = (windows * model.window) ** 2
-    flops = 2.0 * tokens * width * 3 * model.patch_size**2
+    flops, products = 2.0 * tokens * width * 3 * model.patch_size**2, 0.0
     for block in range(model.depth):
         keys = tokens if block in model.global_blocks else model.window**2
         queries = tokens if block in model.global_blocks else padded
         flops += 2 * queries * width * 4 * width  # q, k, v and the projection
-        flops += 2 * 2 * queries * keys * width  # q k', and the product of the result with v
+        products += 2 * 2 * queries * keys * width  # q k', and the product of the result with v
         flops += 2 * tokens * width * 8 * width  # MLP
     flops += 2 * tokens * (width * model.channels + 9 * model.channels**2)
     if model.pixel_features:
         pixel = 3 * 9 + 9 * CONTEXT * HIDDEN + 2 * model.pixel_features
         flops += 2 * tokens * HIDDEN * (16 * pixel + model.channels)
-    return flops
+    return of_weights * flops + of_products * products
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:
@@ -121,14 +123,17 @@ def step_flops(
 ) -> float:
     """Operations of a training step: backward costs twice forward; recomputation does not count.
 
-    A `frozen` "encoder" has no backward pass; a frozen "decoder" passes gradients to the encoder.
+    A `frozen` "encoder" has no backward pass; that of one with low-rank changes has no gradients of its
+    weights. A frozen "decoder" passes gradients to the encoder.
     """
-    passes = 1 if "encoder" in frozen else 3, 2 if "decoder" in frozen else 3
+    low_rank = model.lora_rank and model.lora_targets != "mask_decoder"
+    encoder = encoder_flops(model, *((1, 1) if "encoder" in frozen else (2 if low_rank else 3, 3)))
+    passes = 2 if "decoder" in frozen else 3
     decoder = decoder_flops(model, _OWN_TOKENS + 2, MASKS - 1)
     for number in range(1, 1 + recipe.clicks + recipe.unprompted):
         prompted = min(number, recipe.clicks + max(recipe.unprompted - 1, 0))
         decoder += decoder_flops(model, _OWN_TOKENS + 2 + prompted, 1)
-    return passes[0] * images * encoder_flops(model) + passes[1] * masks * decoder
+    return images * encoder + passes * masks * decoder
 
 
 def is_frozen(part: nn.Module) -> bool:

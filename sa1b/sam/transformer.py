@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sa1b.sam.low_rank import weight_of
+
 Product = Callable[[Tensor, Tensor], Tensor]
 # Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
 # forward and backward of 512 masks with 16 tokens; this one takes 0.17 ms, flash attention 0.37.
@@ -280,10 +282,10 @@ class TokenToImage(ProjectedAttention):
         # The bias of the keys adds a constant to all logits of a query, so the softmax does not change and
         # the gradient of the bias is zero. The bias is still used, because DDP waits for every gradient.
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
-        rows = q @ self.projection(self.k_proj.weight).to(q.dtype)  # (M, heads, T, C)
+        rows = q @ self.projection(weight_of(self.k_proj)).to(q.dtype)  # (M, heads, T, C)
         weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)
         read = self.by_head(image.weighted(weights))
-        v = read @ self.projection(self.v_proj.weight).transpose(1, 2).to(read.dtype)  # (M, heads, T, d)
+        v = read @ self.projection(weight_of(self.v_proj)).transpose(1, 2).to(read.dtype)  # (M, heads, T, d)
         v = v.transpose(1, 2).flatten(2) + self.v_proj.bias
         out: Tensor = self.out_proj(v)
         return out
@@ -296,10 +298,10 @@ class ImageToToken(ProjectedAttention):
         """Keys and values [M, T, C] -> keys, biases and values for the image, [M, heads, T, C or 1]."""
         k, v = self.split(self.k_proj(keys)), self.split(self.v_proj(values))
         k = k * k.shape[-1] ** -0.5
-        rows = k @ self.projection(self.q_proj.weight).to(k.dtype)
+        rows = k @ self.projection(weight_of(self.q_proj)).to(k.dtype)
         bias = k @ self.projection(self.q_proj.bias)[..., None].to(k.dtype)
         # A head's weights sum to 1, so each head adds its share of the bias.
-        added = v @ self.projection(self.out_proj.weight.T).to(v.dtype)
+        added = v @ self.projection(weight_of(self.out_proj).T).to(v.dtype)
         return rows, bias, added + (self.out_proj.bias / self.heads).to(v.dtype)
 
     def forward(self, image: SharedImage | OwnImage, keys: Tensor, values: Tensor) -> Tensor:
