@@ -204,7 +204,7 @@ class GroundingConfig(Config):
 def _refuse_low_rank(config: DistillConfig | GroundingConfig) -> None:
     if config.model.lora_rank:
         raise UsageError(
-            f"--model.lora-rank {config.model.lora_rank}: is for a preset of SAM, not {config.preset}; drop it"
+            f"--model.lora-rank {config.model.lora_rank}: is for presets of SAM, not {config.preset}; drop it"
         )
 
 

@@ -16,11 +16,11 @@ _A, _B = "lora_a", "lora_b"
 
 
 class LowRankLinear(nn.Module):
-    """A linear layer with a frozen weight and a trained change of a low rank; it keeps the layer's tensors."""
+    """A linear layer with a frozen weight and a trained change; it keeps the tensors of the layer."""
 
-    # Not the library `peft`: its layers add the change in `forward`. The mask decoder multiplies tokens by the
-    # weights themselves (sa1b.sam.transformer), so 20 of its 56 matrices would have no effect and no gradient.
-    # It also renames the weights, which would then not load from published files.
+    # Not the library `peft`: its layers add the change in `forward`. The mask decoder multiplies tokens by
+    # the weights themselves (sa1b.sam.transformer), so 20 of its 56 matrices would have no effect and no
+    # gradient. It also renames the weights, which would then not load from published files.
 
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()

@@ -109,6 +109,7 @@ def test_another_rank_and_weights_that_are_not_given_are_refused(
     assert "was trained with --model.lora-rank 4, this run has --model.lora-rank 0" in ended.outputs[0]
     ended = start(root, run("none", 1), *RANK)
     assert ended.codes == [2]
-    assert "--model.lora-rank 4: changes weights that are trained already; pass them as --init" in (
-        ended.outputs[0]
+    assert (
+        "--model.lora-rank 4: changes weights that are trained already; pass them as --init"
+        in (ended.outputs[0])
     )
