@@ -104,7 +104,7 @@ def train(run: Run) -> None:
             norm = run.train_step.finish(totals["count"])
             numbers = run.numbers(ids)
             images = sum(map(len, ids)) if wrapper is None or wrapper.counts else 0
-            figures = control.exchange(totals, norm, images, numbers)  # waits for the device
+            figures = control.exchange(totals, norm, images, numbers, run.worst())  # waits for the device
         if wrapper is not None:
             wrapper.check(run.step + 1, figures.ranks, config.folder)
         with phases.part("update"):

@@ -92,7 +92,8 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     table = text[text.index("| field | meaning") :].split("\n\n")[0]
     on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     means = dict.fromkeys(Interactive.figures, 0.0)
-    numbers = ("data_wait", *WORK, "peak_memory", *GPU, *CPU)
+    worst = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
+    numbers = ("data_wait", *WORK, "peak_memory", *GPU, *CPU, *worst)
     figures = StepFigures(means, 1.0, 1, 1.0, 0.0, {name: [0.0] for name in numbers})
     recorded = figures_of(figures, Phases(), 1e-3, 1.0)
     assert on_page == {"step", *recorded}

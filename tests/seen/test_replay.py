@@ -11,7 +11,7 @@ from PIL import Image
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
-from sa1b.programs.seen.history import read_spans
+from sa1b.programs.seen.history import read_metrics, spans
 from sa1b.programs.seen.verb_replay import digest, rebuilt
 from tests.cli.verb import runner
 from tests.train.command import add_views, make_root
@@ -76,9 +76,9 @@ def test_each_step_is_rebuilt_to_the_bit(
         own["mix"] = str(path)
     run = tmp_path / "run"
     expected = trained(run, **own)
-    spans = read_spans(str(run), None)
-    assert [(one.first, one.stop) for one in spans] == [(0, 4), (4, 9), (9, 12)]
-    for span in spans:
+    found = spans(str(run), read_metrics(str(run)), None)
+    assert [(one.first, one.stop) for one in found] == [(0, 4), (4, 9), (9, 12)]
+    for span in found:
         for step in range(span.first + 1, span.stop + 1):
             samples, _ = rebuilt(span, step, draw=False)
             assert {one["position"]: one["sha256"] for one in samples} == expected[step]

@@ -25,6 +25,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig, grad_scaler
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, reduction_of, seed_generators
+from sa1b.engine.step.images import by_source, worst_image
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
@@ -106,6 +107,7 @@ class Run:
     ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
         self.step = 0
+        self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of this step, see `worst_image`
         self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
         data, size = config.data, config.image_size
         shares = rank_shares(config.parallel, rank_info.world_size)
@@ -145,7 +147,7 @@ class Run:
             self.step,
             config.optim.steps,
             about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
-            | {"data": self.feed.receipt()},
+            | {"config": config.document(), "data": self.feed.receipt()},
             last=last,
             shown=self.model.shown,
         )
@@ -253,9 +255,17 @@ class Run:
         sums = self.train_step.forward_backward(batch, self.times.backward)
         totals = {name: sums[name] for name in (*self.model.figures, "count")}
         kinds, mix = getattr(self.model, "image_figures", ()), self.feed.stream
-        if isinstance(mix, Mix) and batch.source_index is not None and kinds and "of_images" in sums:
-            totals |= by_source(sums["of_images"], batch.source_index, list(mix.streams), kinds)
+        if number <= 1:
+            self._images = []
+        if kinds and "of_images" in sums:
+            self._images.append((sums["of_images"], batch.ids, batch.positions))
+            if isinstance(mix, Mix) and batch.source_index is not None:
+                totals |= by_source(sums["of_images"], batch.source_index, list(mix.streams), kinds)
         return totals
+
+    def worst(self) -> dict[str, Tensor]:
+        """The image of this rank with the highest loss in the step, see `worst_image`."""
+        return worst_image(self._images, getattr(self.model, "image_figures", ()))
 
     def numbers(self, ids: list[Tensor]) -> dict[str, float]:
         """Numbers of this rank that the ranks exchange after each step, of images with these ids, int64 [B].
@@ -319,22 +329,6 @@ class Run:
         finally:
             self.checkpoints.close()
             self.control.close()
-
-
-def by_source(
-    of_images: Tensor, source: Tensor, names: Sequence[str], figures: Sequence[str]
-) -> dict[str, Tensor]:
-    """The sums of each source of a mixture, such as "loss/NAME" and "count/NAME", from those of images.
-
-    Args:
-        of_images: float32 [B, F], the sums of each image; see `sa1b.engine.model.Model`.
-        source: int64 [B], the number of each image's source.
-        names: of the sources.
-        figures: names of the F sums, "count" among them.
-    """
-    belongs = source == torch.arange(len(names), device=source.device)[:, None]
-    sums = torch.where(belongs[:, :, None], of_images, 0).sum(dim=1)
-    return {f"{kind}/{name}": sums[i, j] for i, name in enumerate(names) for j, kind in enumerate(figures)}
 
 
 def fitted(config: Config, world_size: int) -> Config:

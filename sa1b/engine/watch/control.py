@@ -60,29 +60,39 @@ class Control(Requests):
         return self.stop is not Stop.NONE or self.failed
 
     def exchange(
-        self, totals: Mapping[str, Tensor], norm: Tensor, images: int, numbers: Mapping[str, float]
+        self,
+        totals: Mapping[str, Tensor],
+        norm: Tensor,
+        images: int,
+        numbers: Mapping[str, float],
+        of_rank: Mapping[str, Tensor] | None = None,
     ) -> StepFigures:
         """The figures of a step over all ranks, once a step: one collective, one wait for the device.
 
         `totals` are this rank's sums, tensors without dimensions: "loss", "count" and further figures.
-        `numbers` are its timings and others; NaN: unknown. Names and their order are the same on all ranks,
-        as is the norm of the gradient. `images` are those of this rank.
+        `numbers` are its timings and others, and `of_rank` those that are on the device; NaN: unknown. Names
+        and their order are the same on all ranks, as is the norm of the gradient. `images` are those of this
+        rank.
         """
-        device = self._rank_info.device
+        device, of_rank = self._rank_info.device, of_rank or {}
         names = [name for name in totals if name != "count"]
         values = [*(totals[name] for name in names), totals["count"], norm]
-        own = torch.stack([value.detach().to(device, torch.float64, non_blocking=True) for value in values])
-        columns = list(zip(*self._gather(own, [images, *numbers.values()]), strict=True))
-        *sums, count, _, all_images = (sum(column) for column in columns[: len(values) + 1])
-        mine = [column[self._rank_info.rank] for column in columns]
+        own = [
+            value.detach().to(device, torch.float64, non_blocking=True)
+            for value in (*values, *of_rank.values())
+        ]
+        rows = self._gather(torch.stack(own), [*numbers.values(), images])
+        columns = list(zip(*rows, strict=True))
+        *sums, count, _ = (sum(column) for column in columns[: len(values)])
+        mine = rows[self._rank_info.rank]
         totals_of = dict(zip(names, sums, strict=True))
         return StepFigures(
             means={name: _mean(name, totals_of, count) for name in names},
             count=count,
-            images=round(all_images),
+            images=round(sum(columns[-1])),
             norm=mine[len(names) + 1],
             own_loss=mine[names.index("loss")],
-            ranks=dict(zip(numbers, map(list, columns[len(values) + 1 :]), strict=True)),
+            ranks=dict(zip([*of_rank, *numbers], map(list, columns[len(values) : -1]), strict=True)),
         )
 
     def poll(self) -> bool:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from sa1b.arguments import Range, check_fields
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.images import HALF
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.phase import PARTS, WORK, Phases
@@ -142,7 +143,7 @@ class Metrics:
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
+    def step(self, step: int, figures: Mapping[str, Any]) -> None:
         """Record a completed step, counted from 1."""
         if not self._first:
             return
@@ -274,9 +275,7 @@ def score_line(scores: Mapping[str, float]) -> str:
     return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{of_sources}{without}"
 
 
-def figures_of(
-    figures: StepFigures, phases: Phases, lr: float, utilisation: float | None
-) -> dict[str, float]:
+def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: float | None) -> dict[str, Any]:
     """The recorded figures of a step.
 
     "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
@@ -285,17 +284,18 @@ def figures_of(
     the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own work took
     longest in the step before, without waiting for other ranks, and "seconds_slowest" its time. They are
     missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the ranks so
-    far, and "peak_memory_rank" is the rank that has it. `utilisation` is the seconds of the step at the
-    devices' peak; divided by the real seconds, it is the MFU. Samples of it have minimum, mean and maximum
-    over the ranks; unknown figures are missing.
+    far, and "peak_memory_rank" is the rank that has it. "worst_image" has id, position and mean loss of the
+    image with the highest one; it is missing if the model has no sums of images. `utilisation` is the seconds
+    of the step at the devices' peak; divided by the real seconds, it is the MFU. Samples of it have minimum,
+    mean and maximum over the ranks; unknown figures are missing.
     """
     total = phases.total()
     parts = {name: phases.seconds[name] for name in PARTS}
     waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
     own = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
-    found = {**figures.means, "masks": whole, "images": figures.images}
-    found |= {"lr": lr, "grad_norm": figures.norm}
+    found: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
+    found |= _worst_image(figures.ranks) | {"lr": lr, "grad_norm": figures.norm}
     found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
     found |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
     found |= {f"seconds_{name}": value for name, value in parts.items()}
@@ -312,6 +312,17 @@ def figures_of(
     if utilisation is not None:
         found["mfu"] = utilisation / total
     return found
+
+
+def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:
+    names = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
+    images = zip(*(ranks.get(name, ()) for name in names), strict=True)
+    known = [image for image in images if image[0] != -math.inf]
+    if not known:
+        return {}
+    loss, position, high, low = max(known, key=lambda image: (math.isnan(image[0]), image[0]))
+    image_id = (int(high) << HALF) + int(low)
+    return {"worst_image": json_figures({"id": image_id, "position": int(position), "loss": loss})}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -5,6 +5,8 @@ formula of that state, so that the images of every step follow; nothing is logge
 """
 
 import json
+import os
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -49,22 +51,21 @@ class SeenImages:
     times: Int64
 
 
-def read_spans(run: str, before: int | None) -> list[Span]:
-    """The starts of the run in a folder or at a URL; see `spans`."""
+def read_metrics(run: str) -> str:
+    """The metrics.jsonl of the run in a folder or at a URL. UsageError: there is none."""
     try:
-        text = open_store(run).read("metrics.jsonl").decode()
+        return open_store(run).read("metrics.jsonl").decode()
     except (MissingError, FileNotFoundError):
         raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
-    return spans(run, text, before)
 
 
 def spans(run: str, text: str, before: int | None) -> list[Span]:
     """The starts of a run from its metrics.jsonl, up to step `before`. UsageError: they have no record of
     their data, or there is no such step.
     """
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    starts = [line["run"] for line in lines if "run" in line]
-    done = max((line["step"] for line in lines if "step" in line), default=0)
+    # Only the starts are parsed: a long run has many steps.
+    starts = [json.loads(line)["run"] for line in re.findall(r'^{"run": .*}$', text, re.MULTILINE)]
+    done = max(map(int, re.findall(r'^{"step": (\d+).*}$', text, re.MULTILINE)), default=0)
     if not starts or any("data" not in start for start in starts):
         raise UsageError(
             f"{run}/metrics.jsonl: has no record of its data, as runs of earlier versions; start such a run "
@@ -80,20 +81,28 @@ def spans(run: str, text: str, before: int | None) -> list[Span]:
     return found
 
 
+def streams_of(span: Span) -> tuple[dict[str, Stream], Mixture | None]:
+    """The streams of a start of a run, for their images and order alone, and the order of a mixture.
+    UsageError: a dataset directory or view is no longer that of the run.
+    """
+    state, sources = span.receipt["stream"], span.receipt["sources"]
+    states = state.get("sources", dict.fromkeys(sources, state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
+        streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
+    if "phases" not in state:
+        return streams, None
+    phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
+    return streams, Mixture(tuple(len(stream.view) for stream in streams.values()), phases)
+
+
 def seen_images(found: list[Span]) -> list[SeenImages]:
     """The images of each dataset. UsageError: a dataset directory or view is no longer that of the run."""
     images: dict[str, SeenImages] = {}
     for span in found:
-        state, sources = span.receipt["stream"], span.receipt["sources"]
-        states = state.get("sources", dict.fromkeys(sources, state))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
-            streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
-        counts = tuple(len(stream.view) for stream in streams.values())
+        streams, mixture = streams_of(span)
         ranges = [(span.position, span.end)]
-        if "phases" in state:
-            phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
-            mixture = Mixture(counts, phases)
+        if mixture is not None:
             ranges = list(zip(mixture.seen(span.position), mixture.seen(span.end), strict=True))
         for (name, stream), (start, stop) in zip(streams.items(), ranges, strict=True):
             order = stream.plan.order
@@ -130,6 +139,7 @@ def _opened(name: str, source: dict[str, Any], state: dict[str, Any], **options:
             rank=0,
             world_size=1,
             layers=[layer for layer, _ in state.get("layers", [])],
+            damage_log=os.devnull,  # that of the run is complete
             **options,
         )
         stream.check_state(state)

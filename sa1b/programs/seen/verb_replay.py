@@ -1,20 +1,21 @@
 """Rebuild the images and masks of a step of a run, on one machine, whatever its number of ranks was.
 
-Example: sa1b replay run --step 1200
+Example: sa1b replay run --worst 20
          sa1b replay run --step 1200 --out step-1200
+         sa1b replay run --worst 20 --by rise --out-view without.json
 
 The images, their frames and their chosen masks are a formula of the state that each start of the run records,
-so that they are those of the run to the bit. A step whose loss is strange is named in RUN/metrics.jsonl.
-Exit code 0: rebuilt; 2: not rebuilt; 130: interrupted.
+so that they are those of the run to the bit. --worst lists the steps with the highest loss and the image with
+the highest loss of each, from RUN/metrics.jsonl. Exit code 0: rebuilt; 2: not rebuilt; 130: interrupted.
 """
 
 import hashlib
 import html
 import io
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -60,8 +61,11 @@ class Replayed:
 def main(
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")],
     /,
-    step: Annotated[int, Range(1)],
+    step: Annotated[int | None, Range(1)] = None,
+    worst: Annotated[int | None, Range(1)] = None,
+    by: Literal["loss", "grad_norm", "rise"] = "loss",
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    out_view: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Rebuild the images and masks of a step of a run, on one machine, whatever its number of ranks was.
@@ -69,21 +73,41 @@ def main(
     Args:
         run: --out of `sa1b train`: a folder or a URL.
         step: The step, counted from 1 as in metrics.jsonl.
+        worst: List this number of steps with the highest figure, and the image with the highest loss of each.
+        by: The figure of --worst: the loss, the norm of the gradient, or the rise of the loss above the
+            median of the 50 logged steps before, which finds spikes.
         out: Also write a page with the images and their chosen masks, as the model got them, into this new
-            folder.
+            folder: all images of --step, or the worst ones of --worst.
+        out_view: With --worst: also write a view without these images, a .json file; of a mixture, a file for
+            each source that has one of them.
         json_output: Print the result as JSON, with a digest of the tensors of each sample.
     """
-    Range(1).check("--step", step)
+    if (step is None) == (worst is None):
+        named = "no step is named" if step is None else "a step and the worst steps are named"
+        raise UsageError(f"{run}: {named}; pass either --step or --worst")
+    if worst is None and out_view is not None:
+        raise UsageError("--out-view: needs --worst; add it, or drop --out-view")
+    Range(1).check("--step" if worst is None else "--worst", worst or step or 0)
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass a new folder")
     with loading():
-        from sa1b.programs.seen.history import read_spans
-    spans = [one for one in read_spans(run, None) if one.first < step <= one.stop]
-    if not spans:
+        from sa1b.programs.seen.history import read_metrics, spans
+        from sa1b.programs.seen.worst import check_path, worst_steps, write_views
+    if out_view is not None:
+        check_path(out_view)
+    text = read_metrics(run)
+    if worst is not None:
+        listed = worst_steps(run, text, worst, by)
+        if out_view is not None:
+            listed = replace(listed, views=write_views(spans(run, text, None)[-1], listed.steps, out_view))
+        present(listed, json_output)
+        return 0
+    of_step = [one for one in spans(run, text, None) if step is not None and one.first < step <= one.stop]
+    if not of_step or step is None:
         raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        samples, pictures = rebuilt(spans[-1], step, draw=out is not None)
+        samples, pictures = rebuilt(of_step[-1], step, draw=out is not None)
     replayed = Replayed(run, step, samples, [str(one.message) for one in noted])
     if out is not None:
         _write(out, replayed, pictures)

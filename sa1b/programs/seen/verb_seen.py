@@ -86,8 +86,8 @@ def main(
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
-        from sa1b.programs.seen.history import read_spans, seen_images
-    found = read_spans(run, before_step)
+        from sa1b.programs.seen.history import read_metrics, seen_images, spans
+    found = spans(run, read_metrics(run), before_step)
     images = seen_images(found)
     sources = [
         {

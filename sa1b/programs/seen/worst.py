@@ -1,0 +1,168 @@
+"""The steps of a run with the highest loss or gradient norm, their worst images, and views without them."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from sa1b.console import command, counted
+from sa1b.errors import UsageError
+from sa1b.names import is_short_name
+from sa1b.programs.seen.history import Span, streams_of
+from sa1b.report import aligned
+from sa1b.views.view import write_view
+
+By = Literal["loss", "grad_norm", "rise"]
+_BEFORE = 50  # logged steps whose median a rise is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class WorstStep:
+    """A logged step, and the image with the highest loss in it; None: not recorded, or not finite."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    rise: float | None  # of the loss above the median of the logged steps before
+    image_id: int | None = None
+    position: int | None = None  # of the image, in the order of the run
+    image_loss: float | None = None  # mean over the masks of the image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorstSteps:
+    """The worst steps of a run, and the views that were written without their images."""
+
+    run: str
+    by: By
+    of: int  # logged steps
+    steps: list[WorstStep]
+    views: list[dict[str, Any]]
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> str:
+        rows = [("step", "loss", "rise", "grad_norm", "image", "its loss")]
+        rows += [
+            (
+                f"{one.step:,}",
+                *map(_number, (one.loss, one.rise, one.grad_norm)),
+                *(
+                    ("not recorded",)
+                    if one.image_id is None
+                    else (str(one.image_id), _number(one.image_loss))
+                ),
+            )
+            for one in self.steps
+        ]
+        title = (
+            f"{self.run}: the {counted(len(self.steps), 'step')} of {self.of:,} with the highest {self.by}"
+        )
+        lines = [title, *aligned(rows, [True] * 6, "  ")]
+        for view in self.views:
+            left_out = counted(view["of_images"] - view["images"], "image")
+            lines.append(
+                f"{view['path']}: view of {view['root']} without {left_out}: {view['images']:,} images"
+            )
+            lines.append(
+                f"  a new run: {command('train')} --data.root {view['root']} --data.view {view['opens']} ..."
+            )
+        return "\n".join(
+            [*lines, f"Next: {command('replay')} {self.run} --step {self.steps[0].step} --out PAGE"]
+        )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def worst_steps(run: str, text: str, count: int, by: By) -> WorstSteps:
+    """The steps of a metrics.jsonl with the highest figure, those that are not finite first."""
+    lines = [json.loads(line) for line in re.findall(r'^{"step": \d+, "loss": .*}$', text, re.MULTILINE)]
+    if not lines:
+        raise UsageError(f"{run}/metrics.jsonl: has no step; pass a run that has trained")
+    losses = np.array([np.nan if line["loss"] is None else line["loss"] for line in lines])
+    before = np.lib.stride_tricks.sliding_window_view(
+        np.append(np.full(_BEFORE, np.nan), losses[:-1]), _BEFORE
+    )
+    known = np.isfinite(before).any(axis=1)
+    rises = np.zeros(len(losses))
+    rises[known] = losses[known] - np.nanmedian(before[known], axis=1)
+    figures = rises if by == "rise" else [line[by] for line in lines]
+    key = np.array([np.inf if value is None or math.isnan(value) else value for value in figures])
+    chosen = np.argsort(-key, kind="stable")[:count].tolist()
+    steps = []
+    for i in chosen:
+        line, worst = lines[i], lines[i].get("worst_image", {})
+        rise = None if math.isnan(rises[i]) else float(rises[i])
+        image = worst.get("id"), worst.get("position"), worst.get("loss")
+        steps.append(WorstStep(line["step"], line["loss"], line["grad_norm"], rise, *image))
+    return WorstSteps(run, by, len(lines), steps, [])
+
+
+def _part_of_path(name: str, number: int) -> str:
+    return name if is_short_name(name) else str(number)
+
+
+def check_path(out: Path) -> None:
+    """UsageError: a view cannot be written at this path."""
+    if out.suffix != ".json":
+        raise UsageError(f"--out-view {out}: must end with .json; pass a new file such as without.json")
+
+
+def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[str, Any]]:
+    """Write a view of each dataset of the run without the worst images of these steps: OUT, or of a mixture
+    OUT with the name of the source before its ending. UsageError: there is nothing to leave out, or a file is
+    there.
+    """
+    positions = [one.position for one in steps if one.position is not None]
+    if not positions:
+        raise UsageError(
+            "--out-view: metrics.jsonl has no worst images, as of earlier versions and models without sums "
+            "of images; find them with --step N --out PAGE and pass the others to `sa1b view --ids`"
+        )
+    streams, mixture = streams_of(span)
+    which = np.zeros(len(positions), np.int64)
+    if mixture is not None:
+        which, _, _ = mixture.locate(np.array(positions))
+    ids = np.array([one.image_id for one in steps if one.position is not None], np.uint64)
+    targets = {
+        number: out if mixture is None else out.with_name(f"{out.stem}-{_part_of_path(name, number)}.json")
+        for number, name in enumerate(streams)
+        if (which == number).any()
+    }
+    if there := [str(path) for path in targets.values() if path.exists()]:
+        raise UsageError(f"--out-view {there[0]}: exists; pass another file, or move it away")
+    written = []
+    for number, path in targets.items():
+        stream = list(streams.values())[number]
+        view, table = stream.view, stream.dataset.table
+        rows = np.arange(len(table), dtype=np.uint32) if view.rows is None else view.rows
+        kept = np.sort(rows[~np.isin(table.image_id[rows], ids[which == number])])
+        condition = {} if view.masks_where is None else {"masks-where": view.masks_where.text}
+        write_view(
+            str(stream.root),
+            table,
+            kept,
+            masks_where=view.masks_where,
+            layers=view.layers,
+            chosen_by={**condition, "ids": str(path.with_suffix(".ids"))},
+            out=path,
+        )
+        opens = str(path) if "/" in str(path) else f"./{path}"
+        written.append(
+            {
+                "path": str(path),
+                "root": str(stream.root),
+                "images": len(kept),
+                "of_images": len(rows),
+                "opens": opens,
+            }
+        )
+    return written
