@@ -75,6 +75,10 @@ def parse_member_path(path: str) -> MemberName | None:
     return parse_member_name(f"{stem}{dot}{ending.lower()}")
 
 
+# Files of `sa1b annotate`: its settings, and a line for each image, beside its folders of pairs.
+ANNOTATE_SETTINGS, ANNOTATE_LINES, ANNOTATE_FORMAT = "annotate.json", "annotate.jsonl", "sa1b-annotate-1"
+
+
 def is_bare_name(name: str) -> bool:
     """Whether `name` can be the name of a file: no path, no hidden file, no control character."""
     return name.isprintable() and not name.startswith(".") and "/" not in name and name != ""

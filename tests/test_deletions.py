@@ -42,7 +42,6 @@ STORE = "what its caller names"
 
 REASONS = {
     "programs/annotate/images.py scan": PROCESS,
-    "programs/annotate/layer.py _remove": "files with the names of `sa1b annotate`, in the hidden folder that it made",
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
     "engine/checkpoint/bucket_checkpoints.py _make_free": CHECKPOINT,
     "engine/checkpoint/bucket_checkpoints.py _sweep": CHECKPOINT,
@@ -76,6 +75,7 @@ REASONS = {
     "ingest/ingest.py ingest_wanted": NAMED,
     "sam/distillation.py _write": TEMPORARY,
     "sam/published.py write_weights": TEMPORARY,
+    "shards/layer_writer.py remove_annotated": "files with the names of `sa1b annotate`, in the hidden folder that it made",
     "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",
     "shards/commit.py _remove_tables": "tables with the name that `TableFacts` gives, by a digest, and the form of a table",
     "shards/commit.py _withdraw": NAMED,

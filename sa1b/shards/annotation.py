@@ -136,13 +136,28 @@ class Annotations:
         """The texts that stood beside the image in its source; None: the source was not read for texts."""
         return self._provenance("texts", str)
 
+    def image_fields(self) -> str | None:
+        """The fields of the image in its source as a JSON object: those beside an image alone, or the object
+        of a file in COCO's format; None: the source was not read for them.
+        """
+        found = self._origin_of_image()
+        if not isinstance(fields := found.get("fields", found.get("image")), dict):
+            return "{}" if "texts" in found else None
+        further = {"further_entries": found["further_entries"]} if "further_entries" in found else {}
+        return json.dumps(fields | further)
+
     def _provenance(self, key: str, kind: type) -> list[Any] | None:
         """A list of the provenance whose values have one type; None if there is no such list."""
-        try:
-            values = None if self.text is None else json.loads(self.text)[PROVENANCE][key]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
+        values = self._origin_of_image().get(key)
         return values if isinstance(values, list) and not {*map(type, values)} - {kind} else None
+
+    def _origin_of_image(self) -> dict[str, Any]:
+        """The provenance of the file; empty if it has none."""
+        try:
+            found = None if self.text is None else json.loads(self.text)[PROVENANCE]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """The values [N] of a column by its name, also those of `origin`."""

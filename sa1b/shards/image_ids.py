@@ -169,11 +169,11 @@ _SHOWN = 80  # largest number of characters of a value in a message
 _HEAD = 64 << 10  # bytes that show what a file is
 
 
-def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
+def read_image_ids(file: str | Path, names: FileNames | None = None) -> npt.NDArray[np.uint64]:
     """The image ids of a file, or of FILE:COLUMN, ascending, each once. 11 million lines take 2 s.
 
-    UsageError names the file and the line: no such file or column, no ids, or a value that is no image id.
-    OSError: the file cannot be read.
+    `names`: also take names of the dataset's own files. UsageError names the file and the line: no such file
+    or column, no ids, or a value that is no image id. OSError: the file cannot be read.
     """
     path, column = _split(file)
     try:
@@ -184,13 +184,13 @@ def read_image_ids(file: str | Path) -> npt.NDArray[np.uint64]:
         raise UsageError(f"--ids {file}: {what}; pass a file of image ids") from None
     if path.suffix == ".ids":
         ids = _binary(path)
-    elif head.startswith(b"PAR1"):
-        ids = _from_parquet(path, column)
-    elif path.name.endswith((*LINES, *JSON)):
-        ids = _from_json(path, column)
+    elif head.startswith(b"PAR1") or path.name.endswith((*LINES, *JSON)):
+        read = _from_parquet if head.startswith(b"PAR1") else _from_json
+        ids = _of_values(path, names, *read(path, column))
     else:
         delimiter = _delimiter(path, head, column)
-        ids = _from_lines(path) if delimiter is None else _from_csv(path, delimiter, column)
+        values = _from_lines(path) if delimiter is None else _from_csv(path, delimiter, column)
+        ids = _parse(path, values, names, 1 if delimiter is None else 2)
     if not len(ids):
         raise UsageError(f"{path}: contains no image id; write one id on each line")
     ids = np.sort(ids)  # not np.unique, which takes 15 s for 11 million
@@ -246,23 +246,22 @@ def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
     return "," if is_table or first.strip('"') in IMAGE_COLUMNS else None
 
 
-def _from_lines(path: Path) -> npt.NDArray[np.uint64]:
-    table = _read_csv(
+def _from_lines(path: Path) -> pa.ChunkedArray:
+    return _read_csv(
         path,
         arrow_csv.ReadOptions(column_names=["id"]),
         # No line of ids contains the delimiter; empty lines count, so that messages name the right one.
         arrow_csv.ParseOptions(delimiter="\x01", quote_char=False, ignore_empty_lines=False),
         arrow_csv.ConvertOptions(column_types={"id": pa.string()}, strings_can_be_null=False),
-    )
-    return _parse(path, table["id"], 1)
+    )["id"]
 
 
-def _from_csv(path: Path, delimiter: str, column: str | None) -> npt.NDArray[np.uint64]:
+def _from_csv(path: Path, delimiter: str, column: str | None) -> pa.ChunkedArray:
     options = arrow_csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False)
     with path.open(encoding="utf-8-sig", newline="") as file:
         names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
     chosen = _column(path, names, column)
-    table = _read_csv(
+    return _read_csv(
         path,
         arrow_csv.ReadOptions(column_names=[str(i) for i in range(len(names))], skip_rows=1),
         options,
@@ -271,8 +270,7 @@ def _from_csv(path: Path, delimiter: str, column: str | None) -> npt.NDArray[np.
             column_types={str(i): pa.string() for i in range(len(names))},
             strings_can_be_null=False,
         ),
-    )
-    return _parse(path, table.column(0), 2)
+    ).column(0)
 
 
 def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
@@ -287,36 +285,35 @@ def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
         ) from None
 
 
-def _from_parquet(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
+def _from_parquet(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]:
     try:
         with pq.ParquetFile(path.absolute()) as file:
             fit = [
                 one.name for one in file.schema_arrow if is_text(one.type) or pa.types.is_integer(one.type)
             ]
             chosen = _column(path, file.schema_arrow.names if column is not None or not fit else fit, column)
-            values = file.read([chosen])[chosen]
+            return file.read([chosen])[chosen], chosen
     except (pa.ArrowException, OSError) as error:
         raise UsageError(f"{path}: {error}") from None
-    return _of_values(path, values, chosen)
 
 
-def _from_json(path: Path, column: str | None) -> npt.NDArray[np.uint64]:
+def _from_json(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]:
     try:
         table = read_table(str(path), IMAGE_COLUMNS if column is None else (column,))
     except (pa.ArrowException, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); write the file again") from None
     chosen = _column(path, table.schema.names, column)
-    return _of_values(path, table[chosen], chosen)
+    return table[chosen], chosen
 
 
-def _of_values(path: Path, values: pa.ChunkedArray, chosen: str) -> npt.NDArray[np.uint64]:
+def _of_values(path: Path, names: Any, values: pa.ChunkedArray, chosen: str) -> npt.NDArray[np.uint64]:
     if not pa.types.is_integer(values.type):
         if not is_text(values.type):
             raise UsageError(
                 f"{path}: column {chosen!r} is {values.type}; image ids are integers or text; "
                 f"name another column: {path}:COLUMN"
             )
-        return _parse(path, values.cast(pa.string()), 1, "row", blank=False)
+        return _parse(path, values.cast(pa.string()), names, 1, "row")
     if pa.types.is_unsigned_integer(values.type):
         outside = pc.greater_equal(values.cast(pa.uint64()), pa.scalar(ID_END, pa.uint64()))
     else:
@@ -344,21 +341,25 @@ def _column(path: Path, names: list[str], column: str | None) -> str:
 
 
 def _parse(
-    path: Path, values: pa.ChunkedArray, first: int, unit: str = "line", *, blank: bool = True
+    path: Path, values: pa.ChunkedArray, names: FileNames | None, first: int, unit: str = "line"
 ) -> npt.NDArray[np.uint64]:
-    """Ids from text; `first` is the number of the first value. Blank lines may be skipped."""
+    """Ids from text; `first` is the number of the first value. Blank lines, but not rows, are skipped."""
+    blank = unit == "line"
     trimmed = pc.utf8_trim_whitespace(values)
-    alike = _parse_alike(trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed)
-    if alike is not None:
+    given = trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed
+    own = None if names is None or pc.all(pc.ascii_is_decimal(given)).as_py() else names.ids(given)
+    if own is None and (alike := _parse_alike(given)) is not None:
         return alike
-    if pc.any(pc.match_substring(trimmed, "/")).as_py():
-        named = ids_of_names(trimmed, numbers=False)
+    if own is not None or pc.any(pc.match_substring(given, "/")).as_py():
+        named = ids_of_names(given, numbers=own is not None)
+        named = named if own is None else pc.coalesce(own, named)
         if 0 < named.null_count < len(named):
-            others = f"{named.null_count:,} of {len(named):,} rows name no image of SA-1B"
-            sys.stderr.write(f"note: {path}: {others}; they are left out\n")
+            others = first_names(given.filter(pc.is_null(named)).unique().to_pylist(), 3)
+            counts = f"{named.null_count:,} of {len(named):,} rows name no image"
+            sys.stderr.write(f"note: {path}: {counts} ({others}); they are left out\n")
         if named.null_count < len(named):
-            of_sa1b: npt.NDArray[np.uint64] = named.drop_null().cast(pa.uint64()).to_numpy()
-            return of_sa1b
+            of_names: npt.NDArray[np.uint64] = named.drop_null().cast(pa.uint64()).to_numpy()
+            return of_names
     digits = pc.struct_field(pc.extract_regex(trimmed, _FORM), "id")
     bad = pc.is_null(digits)
     if blank:
@@ -370,7 +371,7 @@ def _parse(
         found = str(values[row].as_py())[:_SHOWN]
         raise UsageError(
             f"{path}, {unit} {row + first:,}: {found!r} is not an image id; write a number below 2**63 such "
-            "as 223750, or a name such as sa_223750.jpg"
+            "as 223750, or a name such as sa_223750.jpg or, of images alone, that of a file in its source"
         )
     ids: npt.NDArray[np.uint64] = pc.drop_null(digits).cast(pa.uint64()).to_numpy()
     return ids

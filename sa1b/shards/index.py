@@ -55,6 +55,9 @@ _ORIGIN = {  # only of shards from files in COCO's format
     "fields": pa.string(),
 }
 TEXTS = "texts"  # column: list of strings of each image; only of shards from images with texts beside them
+FIELDS = (
+    "image_fields"  # column: JSON object; only of shards from images alone, or from files in COCO's format
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +76,10 @@ class Row:
     masks_crc32c: int
 
 
-def schema(*, with_runs: bool, with_origin: bool = False, with_texts: bool = False) -> pa.Schema:
-    """The columns of an index file; some only with decoded masks, masks of COCO's files, or texts."""
+def schema(
+    *, with_runs: bool, with_origin: bool = False, with_texts: bool = False, with_fields: bool = False
+) -> pa.Schema:
+    """The columns of an index file; some only with decoded masks, masks of COCO's files, texts, or fields."""
     fields = [pa.field(name, kind, nullable=False) for name, kind in _PLAIN.items()]
     for name, (kind, width) in _PER_MASK.items():
         fields.append(pa.field(name, _lists(kind if width == 1 else _lists(kind)), nullable=False))
@@ -84,6 +89,8 @@ def schema(*, with_runs: bool, with_origin: bool = False, with_texts: bool = Fal
         fields += [pa.field(name, _lists(kind), nullable=False) for name, kind in _ORIGIN.items()]
     if with_texts:
         fields.append(pa.field(TEXTS, _lists(pa.string()), nullable=False))
+    if with_fields:
+        fields.append(pa.field(FIELDS, pa.string(), nullable=False))
     return pa.schema(fields)
 
 
@@ -111,6 +118,7 @@ class IndexWriter:
             with_runs=with_runs,
             with_origin=first is not None and first.origin() is not None,
             with_texts=first is not None and first.texts() is not None,
+            with_fields=first is not None and first.image_fields() is not None,
         )
         self._columns = {name: [] for name in self._schema.names}
         integers = dict.fromkeys(_PLAIN, "DELTA_BINARY_PACKED")
@@ -144,6 +152,9 @@ class IndexWriter:
             elif name == TEXTS:
                 values.append(row.annotations.texts() or [])
                 self._held_bytes += sum(map(len, values[-1]))
+            elif name == FIELDS:
+                values.append(row.annotations.image_fields() or "{}")
+                self._held_bytes += len(values[-1])
             else:
                 array = row.runs.runs if name == "runs" else origin.get(name)
                 array = getattr(row.annotations, name) if array is None else array
@@ -185,6 +196,8 @@ class IndexWriter:
             )
         if TEXTS in columns:
             arrays[TEXTS] = pa.array(columns[TEXTS], _lists(pa.string()))
+        if FIELDS in columns:
+            arrays[FIELDS] = pa.array(columns[FIELDS], pa.string())
         if "runs" in columns:
             arrays["runs"] = _runs_column(columns.pop("runs"), columns.pop("runs_count"))
         table = pa.Table.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
@@ -293,12 +306,13 @@ class IndexReader:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
         found = self._file.schema_arrow
         self.with_runs = "runs" in found.names
-        with_origin, with_texts = "category" in found.names, TEXTS in found.names
-        if not found.equals(schema(with_runs=self.with_runs, with_origin=with_origin, with_texts=with_texts)):
+        has = {"with_origin": "category", "with_texts": TEXTS, "with_fields": FIELDS}
+        further = {flag: name in found.names for flag, name in has.items()}
+        if not found.equals(schema(with_runs=self.with_runs, **further)):
             raise IndexFormatError("its columns are not those of a shard index")
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
-        names = [field.name for field in found if not pa.types.is_list(field.type)]
+        names = [*_PLAIN]
         plain = self._file.read(names)
         self.columns = {name: plain[name].to_numpy() for name in names}
         self._per_mask = [
@@ -324,10 +338,10 @@ class IndexReader:
         table, i = self._row(row)
         return {name: _entry(table[name], i) for name in self._per_mask}
 
-    def texts(self, row: int) -> list[str] | None:
-        """The texts of a row; None if the index has none. Raises one of UNREADABLE, as `numbers`."""
+    def of_image(self, row: int) -> dict[str, Any]:
+        """Texts and fields of a row, as far as the index has them. Raises one of UNREADABLE, as `numbers`."""
         table, i = self._row(row)
-        return table[TEXTS][i].as_py() if TEXTS in table.schema.names else None
+        return {name: table[name][i].as_py() for name in (TEXTS, FIELDS) if name in table.schema.names}
 
     def runs(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         """All masks of a row as runs and offsets, see sa1b.masks.runs. UNREADABLE: damaged row group."""

@@ -17,12 +17,13 @@ from typing import Any, BinaryIO, Literal
 
 import google_crc32c
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.console import command
 from sa1b.errors import BadSample, LockedError, ManifestError, UsageError
-from sa1b.names import ID_END
+from sa1b.names import ANNOTATE_LINES, ANNOTATE_SETTINGS, ID_END, is_short_name, parse_member_name
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.documents import LAYER_FORMAT, SEAL, LayerInfo, check_layer, seal_of
 from sa1b.shards.layer import (
@@ -41,7 +42,14 @@ from sa1b.shards.layer import (
 from sa1b.shards.manifest import LAYERS
 from sa1b.shards.sample_table import SampleTable
 from sa1b.shards.staging import remove_local_leftovers
-from sa1b.storage.atomic import flush, json_bytes, sha256_of, temporary_path
+from sa1b.storage.atomic import (
+    flush,
+    json_bytes,
+    naming_path,
+    process_of_temporary,
+    sha256_of,
+    temporary_path,
+)
 from sa1b.storage.cache import fetch
 from sa1b.storage.claim import Claim, holder
 from sa1b.storage.store import Store
@@ -69,13 +77,38 @@ class LayerWriter:
         data, replaced = change.encode(), int(change.replaces.sum())
         counts = (len(change.masks) - replaced, replaced, len(change.hidden))
         head = (change.masks.image_id, self.at, len(data), google_crc32c.value(data), base_crc32c)
-        self.file.write(data)
+        with naming_path(self.folder):
+            self.file.write(data)
         self.at += len(data)
         for column, value in zip(self.columns.values(), (*head, *counts), strict=True):
             column.append(value)
 
     def commit(self, table: SampleTable, parent: LayerInfo | None, provenance: dict[str, Any]) -> LayerInfo:
         """Complete the files and move them to layers/<name>; layer.json is written last."""
+        with naming_path(self.folder):
+            columns = self._complete()
+        masks, index = self.folder / MASKS, self.folder / INDEX
+        stored = {path: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in (masks, index)}
+        above = None if parent is None else {"name": parent.name, "digest": parent.digest}
+        digests = (str(stored[masks]["sha256"]), str(stored[index]["sha256"]))
+        document = {
+            "format": LAYER_FORMAT,
+            "name": self.name,
+            "digest": layer_digest(*digests, None if parent is None else parent.digest),
+            "dataset": {"images": len(table), "ids_sha256": table.ids_digest},
+            "images": len(columns["image_id"]),
+            **{name: int(columns[name].sum()) for name in ("added", "replaced", "hidden")},
+            "masks": stored[masks],
+            "index": stored[index],
+            "parent": above,
+            "provenance": provenance,
+        }
+        document[SEAL] = seal_of(document)
+        self._commit(json_bytes(document))
+        return check_layer(document)
+
+    def _complete(self) -> dict[str, npt.NDArray[Any]]:
+        """Write both files, flushed; returns the columns of the index."""
         self.file.flush()
         columns = {name: np.asarray(values) for name, values in self.columns.items()}
         order = np.argsort(columns["image_id"], kind="stable")
@@ -92,24 +125,7 @@ class LayerWriter:
         pq.write_table(index_table, index.absolute(), compression="zstd")
         flush(masks)
         flush(index)
-        stored = {path: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in (masks, index)}
-        above = None if parent is None else {"name": parent.name, "digest": parent.digest}
-        digests = (str(stored[masks]["sha256"]), str(stored[index]["sha256"]))
-        document = {
-            "format": LAYER_FORMAT,
-            "name": self.name,
-            "digest": layer_digest(*digests, None if parent is None else parent.digest),
-            "dataset": {"images": len(table), "ids_sha256": table.ids_digest},
-            "images": len(order),
-            **{name: int(columns[name].sum()) for name in ("added", "replaced", "hidden")},
-            "masks": stored[masks],
-            "index": stored[index],
-            "parent": above,
-            "provenance": provenance,
-        }
-        document[SEAL] = seal_of(document)
-        self._commit(json_bytes(document))
-        return check_layer(document)
+        return columns
 
     def copy(self, source: Store, info: LayerInfo, document: bytes, progress: Callable[[int], None]) -> None:
         """Copy a complete layer, verified by its digests. DamageError: a file has other bytes."""
@@ -153,7 +169,11 @@ def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[Lay
         try:
             with (folder / _UNSORTED).open("wb") as file:
                 file.write(MAGIC)
-                yield LayerWriter(store, name, folder, file)
+                try:
+                    yield LayerWriter(store, name, folder, file)
+                finally:
+                    with naming_path(folder):
+                        file.close()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # it has the files of a layer
@@ -163,7 +183,8 @@ def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[Lay
 def drop(store: Store, name: str) -> None:
     """Remove a layer, complete or not; UsageError: none, or others need it. LockedError: it is written."""
     check_layer_name(name, "layer")
-    if name not in layer_names(store):
+    is_annotated = name in annotated(store)
+    if name not in layer_names(store) and not is_annotated:
         raise UsageError(
             f"{name}: {store.root} has no layer of this name; `{command('layer')} list` prints them"
         )
@@ -174,6 +195,10 @@ def drop(store: Store, name: str) -> None:
                 raise UsageError(f"{name}: the layer {other} builds on it; drop {other} first")
     with _claimed(store, name):
         _remove(store, name)
+        remove_annotated(store, name)
+    if is_annotated and name in annotated(store):
+        folder = store.url(annotated_folder(name))
+        raise UsageError(f"{folder}: has files that `{command('annotate')}` did not write; move them away")
 
 
 @contextlib.contextmanager
@@ -196,6 +221,40 @@ def _remove(store: Store, name: str) -> None:
     store.remove(f"{folder}/{DOCUMENT}")
     if store.is_folder(folder):
         store.remove_folder(folder, {MASKS, INDEX}.__contains__)
+
+
+def annotated_folder(name: str) -> str:
+    """The folder of the annotation files of `sa1b annotate --shards` until the layer is complete."""
+    return f"{LAYERS}/.{name}-annotated"
+
+
+def annotated(store: Store) -> dict[str, dict[str, Any]]:
+    """What `sa1b annotate --shards` has stored for layers that are not complete: name -> its settings and, as
+    `images`, the number of annotated images.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted((store.scratch / LAYERS).glob(".*-annotated")) if store.is_local else ():
+        name = path.name[1:].removesuffix("-annotated")
+        if is_short_name(name) and path.is_dir():
+            settings: Any = None
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                settings = json.loads((path / ANNOTATE_SETTINGS).read_bytes())
+            count = sum(1 for _ in path.glob("*/sa_*.json"))
+            found[name] = {**(settings if isinstance(settings, dict) else {}), "images": count}
+    return found
+
+
+def remove_annotated(store: Store, name: str) -> None:
+    """Remove the annotation files for a layer and their folders; files of others stay."""
+    place = annotated_folder(name)
+    for folder in store.folders(place):
+        store.remove_folder(f"{place}/{folder}", _is_annotation)
+    if store.is_folder(place):
+        store.remove_folder(place, {ANNOTATE_SETTINGS, ANNOTATE_LINES}.__contains__)
+
+
+def _is_annotation(file: str) -> bool:
+    return parse_member_name(file) is not None or process_of_temporary(Path(file)) is not None
 
 
 def _check_own(store: Store, name: str) -> None:

@@ -88,6 +88,7 @@ class CocoPass(SourceReading):
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
         if image.phrases is not None:
             provenance["texts"] = list(dict.fromkeys(image.phrases))
+            provenance |= {"further_entries": image.further} if image.further else {}
         pair = coco_pair(image.image_id, height, width, annotations, file.categories, provenance)
         yield Member(member_name(image.image_id, "jpg"), "file", 0, jpeg)
         yield Member(member_name(image.image_id, "json"), "file", 0, pair.text)

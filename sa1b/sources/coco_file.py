@@ -71,6 +71,7 @@ class CocoImage:
     annotations: list[int]  # numbers in the list `annotations`, in their order
     # of a file with phrases, as SA-Co: those of the image, also without a mask, and that of each annotation
     phrases: list[str] | None = None
+    further: list[dict[str, Any]] = field(default_factory=list)  # its entries after the first
     phrase_of: dict[int, str] = field(default_factory=dict)
 
 
@@ -124,6 +125,8 @@ class CocoFile:
             named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
             image_id = hashed_id(source, name) if named is None else named.image_id
             image = found.setdefault(name, CocoImage(image_id, entry, name, [], []))
+            if image.entry is not entry:
+                image.further.append(entry)
             image.annotations.extend(groups[row])
             if isinstance(phrase := entry.get(_PHRASE), str) and image.phrases is not None:
                 image.phrases.append(phrase)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sa1b.errors import SourceError
-from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.names import ANNOTATE_LINES, ANNOTATE_SETTINGS, is_source_name, parse_shard_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_folder
@@ -35,8 +35,8 @@ _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", "
 # Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
 _SYSTEM = (
     ".DS_Store",
-    "annotate.json",  # settings and list of images of `sa1b annotate`, beside its folders of pairs
-    "annotate.jsonl",
+    ANNOTATE_SETTINGS,
+    ANNOTATE_LINES,
     ".export.jsonl",  # the record of `sa1b export` beside its tars
     "._*",
     ".Spotlight-V100",

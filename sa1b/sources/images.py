@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
+from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,7 +115,7 @@ class _ImagesPass(SourceReading):
             is_short = isinstance(value, bool | int | float) or (
                 isinstance(value, str) and len(value) <= _MAX_FIELD
             )
-            if is_short and not (isinstance(value, float) and isnan(value)):
+            if is_short and not (isinstance(value, float) and not isfinite(value)):
                 fields[name] = value
             elif value is not None or name.startswith("."):
                 self.left_out[name] += 1
@@ -232,9 +232,8 @@ class RowsPass(SourceReading):
                     )
                 others = [one for one in schema if one.name != column]
                 further = [one.name for one in others if self._takes(one)]
-                if self._scalars:
-                    left = {one.name for one in others}.difference(further)
-                    self.left_out = dict.fromkeys(left, file.metadata.num_rows)
+                left = {one.name for one in others}.difference(further)
+                self.left_out = dict.fromkeys(left, file.metadata.num_rows)
                 batches = file.iter_batches(_ROWS, columns=[column, *further])
                 rows = (row for batch in batches for row in batch.to_pylist())
                 for number, row in enumerate(rows):

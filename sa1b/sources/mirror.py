@@ -46,7 +46,7 @@ class PairRows(ImageRows):
         return _PairsPass(source, columns, self.max_pixels, progress=progress)
 
     def reading(self, source: Source) -> dict[str, Any]:
-        return {}
+        return {"kind": self.kind}
 
 
 class _PairsPass(RowsPass):

@@ -17,7 +17,7 @@ from sa1b.shards import jpeg, record
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import ShardInfo
-from sa1b.shards.index import UNREADABLE, IndexReader, MemberLocation
+from sa1b.shards.index import FIELDS, TEXTS, UNREADABLE, IndexReader, MemberLocation
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import Largest
@@ -237,7 +237,7 @@ class ContentCheck:
             return
         index = self.index
         try:
-            numbers, texts = index.numbers(row), index.texts(row)
+            numbers, of_image = index.numbers(row), index.of_image(row)
         except MemoryError:
             raise
         except UNREADABLE as error:
@@ -249,7 +249,9 @@ class ContentCheck:
             if int(index.columns[name][row]) != getattr(annotations, name)
         ]
         wrong += [name for name, values in numbers.items() if not _same(values, annotations.column(name))]
-        wrong += ["texts"] * ((texts or []) != (annotations.texts() or []))
+        wrong += [TEXTS] * ((of_image.get(TEXTS) or []) != (annotations.texts() or []))
+        fields = of_image.get(FIELDS)  # indexes of earlier versions lack them
+        wrong += [FIELDS] * (fields is not None and fields != (annotations.image_fields() or "{}"))
         if wrong:
             message = f"differs from the mask record in {', '.join(wrong)}"
             self.find_index("index_numbers", message, offset, annotations.image_id)

@@ -124,6 +124,8 @@ def _reading(annotations: Annotations) -> dict[str, Any]:
     origin = annotations.to_json().get(PROVENANCE)
     if isinstance(origin, dict) and origin.get("format") == "images":
         return {"kind": None, "images_only": True}
+    if isinstance(origin, dict) and origin.get("format") == "parquet":
+        return {"kind": "parquet"}
     if not isinstance(origin, dict) or origin.get("format") != "coco":
         return {}
     listed = origin.get("image", {}).get("id")

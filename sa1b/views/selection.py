@@ -20,6 +20,7 @@ from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images
+from sa1b.shards.file_names import names_of
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import no_dataset
 from sa1b.shards.stored import Ids, no_ids
@@ -256,7 +257,7 @@ def _by_hash(ids: npt.NDArray[np.uint64], low: int, high: int) -> npt.NDArray[np
 def _listed(dataset: Dataset, selection: Selection) -> tuple[npt.NDArray[np.bool_], Ids]:
     """Whether each image of the dataset is in the file of ids, and the ids that are not in the dataset."""
     assert selection.ids is not None
-    ids = read_image_ids(selection.ids)
+    ids = read_image_ids(selection.ids, names_of(dataset))
     known = dataset.table.image_id
     missing = missing_ids(ids, known)
     if len(missing) and selection.missing == "refuse":

@@ -60,7 +60,7 @@ def main(
             images only.
         ids: Only these images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
             TSV, Parquet or JSON file with a column of ids or names (see `sa1b fetch --help`),
-            or the .ids file of a view.
+            or the .ids file of a view. Images alone also by the names of their files: cats/1.jpg.
         missing: For ids of --ids that ROOT does not contain: refuse to write the view, skip (omit and count
             them) or list (omit and print them).
         layers: Read and count masks with the changes of these layers (`sa1b layer add`), in this order. The

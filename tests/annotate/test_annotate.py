@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annot
 from sa1b.programs.annotate.images import AnnotationFolder
 from sa1b.programs.annotate.layer import open_target
 from sa1b.programs.annotate.verb_annotate import main
+from sa1b.programs.layer.verb_layer import list_layers
 from sa1b.programs.layer.verb_layer import main as layer_main
 from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
@@ -35,8 +38,9 @@ from sa1b.sam.published import write_weights
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.layer import layer_names
+from sa1b.shards.layer_writer import drop
 from sa1b.shards.manifest import read_tasks
-from sa1b.storage.atomic import this_process
+from sa1b.storage.atomic import temporary_path, this_process
 from sa1b.storage.claim import Claim
 from sa1b.storage.open import open_store
 from sa1b.views.view import write_view
@@ -396,6 +400,12 @@ def test_the_last_of_several_processes_writes_the_layer_that_one_process_writes(
     assert parts[0].exit_code() == 0
     lost = next((shards / "layers/.round2-annotated").rglob("sa_2.json"))
     lost.unlink()  # as if its process had been killed before
+    found = list_layers(str(shards))
+    assert found.annotated["round2"]["images"] == 4 - 1
+    words = shlex.split(found.annotated["round2"]["command"].rpartition(" annotate ")[2])
+    assert words[:6] == ["--shards", str(shards), "--name", "round2", "--weights", words[5]]
+    assert ("--points-per-side", "3") in pairwise(words)
+    assert "annotating round2: 3 images so far; `" in found.table()
     last = layer_of(work, shards, "round2", part=ImageShare(2, 3))
     assert last.info is None
     assert layer_names(open_store(shards)) == {}
@@ -408,6 +418,26 @@ def test_the_last_of_several_processes_writes_the_layer_that_one_process_writes(
     assert (again.complete, again.annotated, again.info) == (6, 0, repeated.info)
     with pytest.raises(UsageError, match="--name round2: .* was made in another way"):
         layer_of(work, shards, "round2", existing="hide")
+
+
+def test_what_an_abandoned_run_has_stored_is_removed_with_its_layer(
+    work: Callable[..., AnnotationSummary], shards: Path
+) -> None:
+    before = files_in(shards)
+    layer_of(work, shards, "round2", part=ImageShare(0, 2))
+    folder = shards / "layers/.round2-annotated"
+    part = next(path for path in folder.iterdir() if path.is_dir())
+    temporary_path(part / "sa_9.json").write_bytes(b"{")
+    (part / "notes.txt").write_text("of the user")
+    with pytest.raises(UsageError, match=r"\.round2-annotated: has files that .* did not write; move them"):
+        drop(open_store(shards), "round2")
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["notes.txt"]
+    (part / "notes.txt").unlink()
+    drop(open_store(shards), "round2")
+    assert not folder.exists()
+    assert files_in(shards) == before
+    with pytest.raises(UsageError, match="has no layer of this name"):
+        drop(open_store(shards), "round2")
 
 
 def test_a_process_that_finds_the_layer_written_by_another_one_has_it_too(

@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from sa1b.ingest.finish import finish
@@ -25,6 +26,7 @@ from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import atomic
+from tests.faults.power import Samples, opened, samples
 from tests.faults.power import power as replayed
 from tests.shards.tiny_source import add_layer
 
@@ -128,18 +130,59 @@ def forked(
     return os.waitpid(child, 0)[1], message
 
 
-def crash(source: Path, work: Path, points: list[int] | None, faults: Faults) -> dict[str, object]:
-    """Kill the process at its k-th step, run again, and compare; for the given k, or until a run completes."""
-    clean = work / "clean"
-    make(source, clean)
-    expected = contents(clean)
+@dataclass
+class Scenario:
+    """A run that is disturbed: `before` makes the dataset directory that it begins with."""
+
+    source: Path
+    run: Run = make
+    before: Callable[[Path], None] = lambda root: None
+
+    def start(self, root: Path) -> Path:
+        """The directory in its state before the run."""
+        shutil.rmtree(root, ignore_errors=True)
+        self.before(root)
+        return root
+
+    def undisturbed(self, root: Path) -> tuple[dict[str, bytes], Samples]:
+        """The files that the run gives, and the samples."""
+        self.run(self.source, self.start(root))
+        return contents(root), samples(root)
+
+
+def scenarios(source: Path) -> dict[str, Scenario]:
+    """A source is converted, a layer is written, and another layer is replaced by it."""
+
+    def first(root: Path) -> None:
+        make(source, root)
+
+    def second(root: Path) -> None:
+        first(root)
+        add_layer(root, images=2)
+
+    return {
+        "shards": Scenario(source),
+        "layer": Scenario(source, make_layer, first),
+        "replaced layer": Scenario(source, make_layer, second),
+    }
+
+
+def crash(scenario: Scenario, work: Path, count: int, faults: Faults) -> dict[str, object]:
+    """Kill the process at its k-th step, run again, and compare; for `count` random k, or for all of them."""
+    expected, original = scenario.undisturbed(work / "clean")
+    source, run = scenario.source, scenario.run
+    points: list[int] | None = None
+    if count:
+        faults.arm(scenario.start(work / "counted"))
+        run(source, work / "counted")
+        total = faults.calls()
+        points = sorted(random.Random(0).sample(range(1, total + 1), min(count, total)))
     killed, different = 0, []
     k = 0
     while points is None or k < len(points):
         at = k + 1 if points is None else points[k]
-        root = work / "crashed"
-        shutil.rmtree(root, ignore_errors=True)
-        status, message = forked(source, root, faults, kill_at=at)
+        root = scenario.start(work / "crashed")
+        status, message = forked(source, root, faults, run=run, kill_at=at)
         if not os.WIFSIGNALED(status):
             if status:
                 different.append([at, message])
@@ -148,34 +191,39 @@ def crash(source: Path, work: Path, points: list[int] | None, faults: Faults) ->
         else:
             assert os.WTERMSIG(status) == signal.SIGKILL
             killed += 1
-        status, message = forked(source, root, faults)
+        if (problem := opened(root, original)) is not None:
+            different.append([at, problem])
+        status, message = forked(source, root, faults, run=run)
         if status or contents(root) != expected:
             different.append([at, message])
         k += 1
     return {"killed": killed, "different": different}
 
 
-def disk(source: Path, work: Path, cases: list[dict[str, int]], faults: Faults) -> dict[str, object]:
-    """A disk that becomes full or fails at random: the run must report an error or have the right result."""
-    clean = work / "clean"
-    make(source, clean)
-    expected = contents(clean)
+def disk(scenario: Scenario, work: Path, step: int, seeds: int, faults: Faults) -> dict[str, object]:
+    """A disk that becomes full, in steps of so many bytes, or, if 0, fails at random with so many seeds: the
+    run must report an error or have the right result.
+    """
+    expected, original = scenario.undisturbed(work / "clean")
+    source, run = scenario.source, scenario.run
+    before = contents(scenario.start(work / "full"))
+    total = sum(len(data) for name, data in expected.items() if before.get(name) != data)
+    cases = [{"disk_bytes": size} for size in range(0, total + total // 4, step)] if step else []
+    cases += [{"seed": seed, "one_in": 60} for seed in range(seeds)]
     failed, corrupt, unnamed = 0, [], []
     for case in cases:
-        root = work / "full"
-        shutil.rmtree(root, ignore_errors=True)
-        status, message = forked(source, root, faults, **case)
+        root = scenario.start(work / "full")
+        status, message = forked(source, root, faults, run=run, **case)
         if status:
             failed += 1
             if str(root) not in message:
                 unnamed.append([case, message])
-            # Task files and manifest must be correct even at this moment.
-            claimed = {name: data for name, data in contents(root).items() if name in expected}
-            if (root / manifest.DATASET).exists() and claimed != expected:
-                corrupt.append([case, "claims what is not there"])
+            # What is complete must be correct even at this moment.
+            if (problem := opened(root, original)) is not None:
+                corrupt.append([case, problem])
         elif contents(root) != expected:
             corrupt.append([case, "succeeded with other bytes"])
-        status, message = forked(source, root, faults)
+        status, message = forked(source, root, faults, run=run)
         if status or contents(root) != expected:
             corrupt.append([case, f"not repaired by the next run: {message}"])
     return {"failed": failed, "corrupt": corrupt, "unnamed": unnamed}
@@ -251,27 +299,21 @@ def main() -> None:
 def run(what: str, arguments: argparse.Namespace, faults: Faults) -> dict[str, object]:
     """The result of one kind of fault."""
     work = arguments.work.resolve() / what
-    if what == "crash":
-        points = None
-        if arguments.count:
-            child = work / "counted"
-            faults.arm(child)
-            make(arguments.source, child)
-            total = faults.calls()
-            points = sorted(random.Random(0).sample(range(1, total + 1), min(arguments.count, total)))
-        return crash(arguments.source, work, points, faults)
     if what == "power":
         flushed = not arguments.forget_flushes
         return power(arguments.source, work, arguments.count, arguments.seed, faults, flushed=flushed)
-    if what == "full":
-        make(arguments.source, work / "sized")
-        total = sum(map(len, contents(work / "sized").values()))
-        cases = [{"disk_bytes": size} for size in range(0, total + total // 4, arguments.step)]
-    elif what == "eio":
-        cases = [{"seed": seed, "one_in": 60} for seed in range(arguments.count or 100)]
-    else:
-        raise ValueError(what)
-    return disk(arguments.source, work, cases, faults)
+    found: dict[str, object] = {}
+    for name, scenario in scenarios(arguments.source).items():
+        place = work / name
+        if what == "crash":
+            found[name] = crash(scenario, place, arguments.count, faults)
+        elif what == "full":
+            # A layer has a few kB.
+            step = arguments.step if name == "shards" else arguments.step // 128
+            found[name] = disk(scenario, place, step, 0, faults)
+        else:
+            found[name] = disk(scenario, place, 0, arguments.count or 100, faults)
+    return found
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python -m tests.ingest.schedules --count 300 --seed 1
 
-Each schedule starts `reshard`, `--replace`, `--finish`, `--drop`, `index`, `fetch` and `verify` beside each other.
+Each schedule starts `reshard`, `--replace`, `--finish`, `--drop`, `index`, `fetch`, `layer` and `verify` beside each
+other.
 Some are killed, some are stopped and continued. Then the commands that `verify` prints are run until it finds
 nothing, and the sources are converted again. At the end every source that no command dropped is there with all
-images of one of its versions, byte-equal. A violation is printed with its seed; the exit code is then 1.
+images of one of its versions, byte-equal, and a complete layer is intact. A violation is printed with its seed; the exit code is then 1.
 """
 
 import argparse
@@ -26,12 +27,16 @@ from pathlib import Path
 
 import sa1b
 from sa1b.console import command
+from sa1b.shards.layer import layer_names
+from sa1b.storage.open import open_store
+from sa1b.verify.layer_check import verify_layer
 from tests import processes
 from tests.shards import tiny
 
 SOURCES = 3
 ROUNDS = 6  # of advice that is followed
 FLAGS = ("--images-per-shard", "3")
+ADD_LAYER = ["layer", "add", "root", "masks", "--name", "round2", "--overwrite"]
 
 
 def first_id(source: int) -> int:
@@ -54,6 +59,9 @@ def build(world: Path) -> None:
             tiny.make_tar(tar(world, version, source), ids_of(version, source))
     (world / "ids.txt").write_text(f"{first_id(SOURCES)}\n{first_id(SOURCES) + 2}\n")
     (world / "parts").mkdir()
+    (world / "masks").mkdir()
+    for image_id in map(first_id, range(SOURCES)):
+        (world / "masks" / f"sa_{image_id}.json").write_bytes(tiny.pair(image_id)[1])
     tiny.make_tar(world / "parts" / f"sa_{SOURCES:06d}.tar", ids_of(0, SOURCES))
     run(world, ["reshard", "v0", "--out", "root", *FLAGS])
 
@@ -87,6 +95,9 @@ def commands(rng: random.Random, world: Path) -> Iterator[list[str]]:
                 ["index", "root", "--tables"],
                 ["fetch", "parts", "--ids", "ids.txt", "--out", "root", *FLAGS],
                 ["verify", "root"],
+                ADD_LAYER,
+                ["layer", "drop", "root", "round2"],
+                ["layer", "verify", "root", "round2"],
             )
         )
 
@@ -116,6 +127,7 @@ def advice(world: Path) -> list[list[str]]:
             if len(words) == 1:  # such as: convert their sources with `sa1b reshard`
                 continue
             words = [re.sub(r"PATH/TO/(sa_\d+\.tar)", r"v1/\1", word) for word in words]
+            words = [word.replace("PATH/TO/MASKS", "masks") for word in words]
             found.append([*words, "--replace"] if "--redo" in words else words)
     return [list(one) for one in dict.fromkeys(map(tuple, found))]
 
@@ -140,7 +152,9 @@ def schedule(folder: Path, seed: str) -> list[str]:
     dropped = {line[-1] for line in lines if "--drop" in line}
     found += wrong(world, dropped, whole=False)
     out = run(world, ["reshard", "v1", "--out", "root", "--replace", *FLAGS])
+    run(world, ADD_LAYER)
     found += wrong(world, set(), whole=True)
+    found += [] if layer_names(open_store(world / "root")) == {"round2": True} else ["no layer at the end"]
     if (report := json.loads(run(world, ["verify", "root", "--deep", "--json"])))["exit_code"] != 0:
         found.append(f"damaged after all: {report['findings'][:2]} {out}")
     return [f"{seed}: {lines}: {one}" for one in found]
@@ -165,6 +179,9 @@ def wrong(world: Path, dropped: set[str], *, whole: bool) -> list[str]:
             found.append(f"{name} has {sorted(own)}")
     jpegs = {image_id: tiny.pair(image_id)[0] for image_id in stored}
     found += [f"image {one}: other bytes" for one in stored if dataset.by_id(one).jpeg != jpegs[one]]
+    for name, is_complete in layer_names(open_store(world / "root")).items():
+        problems = verify_layer(str(world / "root"), name, quiet=True).problems if is_complete else []
+        found += [f"layer {name}: {one}" for one in problems]
     return found
 
 

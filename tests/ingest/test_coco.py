@@ -660,6 +660,10 @@ def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path:
     ]  # fmt: skip
     with open_query(root, "SELECT texts FROM images WHERE image_id = 7", quiet=True) as query:
         assert [row for rows in query.rows() for row in rows] == [(["a cat", "a dog", "a red ball"],)]
+    with open_query(root, "SELECT fields FROM images ORDER BY image_id", quiet=True) as query:
+        first, other = (json.loads(fields) for rows in query.rows() for (fields,) in rows)
+    assert [first, *first.pop("further_entries")] == [document["images"][row] for row in (0, 1, 3)]
+    assert other == document["images"][2]
     stream = sa1b.Stream(root, global_batch=2, image_size=32, epochs=1, text="texts")
     (batch,) = sa1b.Loader(stream, quiet=True)
     texts = dict(zip(map(int, batch.ids), batch.extra["texts"], strict=True))

@@ -1,4 +1,4 @@
-"""Ingest killed, on a full disk and on a failing disk: what is there afterwards is right, and goes on."""
+"""Ingest, and the writer of a layer, killed, on a full and on a failing disk: what is there is right, and goes on."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import pytest
 
 from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults, processes
+
+SCENARIOS = {"shards", "layer", "replaced layer"}
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +50,24 @@ def results(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_killed_at_any_write_flush_or_rename_the_next_run_gives_the_same_bytes(
     results: dict[str, Any],
 ) -> None:
-    assert results["crash"] == {"killed": 5, "different": []}
+    assert results["crash"] == {name: {"killed": 5, "different": []} for name in SCENARIOS}
 
 
 @pytest.mark.slow
 def test_killed_at_many_steps_the_next_run_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:
-    assert drive(source, tmp_path, "crash", "--count", "40")["crash"] == {"killed": 40, "different": []}
+    found = drive(source, tmp_path, "crash", "--count", "40")["crash"]
+    assert found == {name: {"killed": 40, "different": []} for name in SCENARIOS}
 
 
 @pytest.mark.parametrize(("what", "failures"), [("full", 3), ("eio", 1)])
 def test_a_full_or_failing_disk_is_named_and_never_gives_wrong_bytes(
     results: dict[str, Any], what: str, failures: int
 ) -> None:
-    assert results[what]["failed"] >= failures
-    assert results[what]["corrupt"] == []
-    assert results[what]["unnamed"] == []
+    assert results[what].keys() == SCENARIOS
+    for found in results[what].values():
+        assert found["failed"] >= failures
+        assert found["corrupt"] == []
+        assert found["unnamed"] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

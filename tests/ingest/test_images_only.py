@@ -28,6 +28,8 @@ from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.images import ImageFolder
 from sa1b.verify.rebuild import rebuild_root
 from sa1b.verify.verify import verify
+from sa1b.views.verb_view import main as view_main
+from sa1b.views.view import open_view
 from tests.train.command import start
 
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
@@ -229,16 +231,19 @@ def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
         assert dict(zip(map(int, again.table.image_id), found, strict=True)) == expected
 
 
-def test_an_index_with_other_texts_is_damage(captioned: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("column", "value"), [("texts", ["changed"]), ("image_fields", "{}")])
+def test_an_index_with_other_texts_or_fields_is_damage(
+    captioned: Path, tmp_path: Path, column: str, value: Any
+) -> None:
     root = shutil.copytree(captioned, tmp_path / "root")
     (index,) = root.rglob("*.parquet")
     table = pq.read_table(index)
-    other = pa.array([["changed"]] * len(table), table.schema.field("texts").type)
-    pq.write_table(
-        table.set_column(table.schema.get_field_index("texts"), table.schema.field("texts"), other), index
-    )
-    found = {finding.kind for finding in verify(root, deep=True).findings}
-    assert "index_numbers" in found
+    at, field = table.schema.get_field_index(column), table.schema.field(column)
+    pq.write_table(table.set_column(at, field, pa.array([value] * len(table), field.type)), index)
+    messages = {one.kind: one.message for one in verify(root, deep=True).findings}
+    assert column in messages["index_numbers"]
+    pq.write_table(table.drop_columns(["image_fields"]), index)  # of a version before this column
+    assert "index_numbers" not in {one.kind for one in verify(root, deep=True).findings}
 
 
 def test_a_stream_without_masks_reads_each_image_once(tmp_path: Path) -> None:
@@ -388,10 +393,16 @@ def test_small_members_and_columns_are_fields_and_the_others_are_counted(
     assert verify(root, deep=True, workers=0, quiet=True).exit_code() == 0
     main((str(source),), out=str(root), images_only=True)
     assert f"left out: {min(left)} " in capsys.readouterr().out
+    name = next(iter(fields))
+    asked = f"SELECT image_id, fields FROM images WHERE fields->>'{name}' = '7' ORDER BY image_id"
+    with open_query(root, asked, quiet=True) as query:
+        columns = {one: json.loads(text) for rows in query.rows() for one, text in rows}
+    assert columns[hashed("train/0.jpg")] == fields
+    assert len(columns) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.* has no caption for 2 of 5 images")
-def test_a_table_by_own_file_names_is_joined(tmp_path: Path) -> None:
+def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the path in the source, with or without folders above it that name the source."""
     root = tmp_path / "shards"
     for name, shades in (("photos", (1, 2)), ("others", (3,))):
@@ -420,6 +431,19 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path) -> None:
     table = pq.read_table(out)
     exported = dict(zip(table["image_id"].to_pylist(), table["caption"].to_pylist(), strict=True))
     assert exported == {one: found[one] for one in exported}
+    capsys.readouterr()
+    assert view_main(str(root), ids=str(tmp_path / "captions.json"), name="captioned", json_output=True) == 0
+    printed = capsys.readouterr()
+    assert "2 of 5 rows name no image (9.jpg, cats/7.jpg); they are left out" in printed.err
+    assert json.loads(printed.out)["images"] == len(ids)
+    table = sa1b.open(root).table
+    assert open_view(root, table, "captioned").image_ids(table).tolist() == sorted(ids)
+    (tmp_path / "names.txt").write_text("1.jpg\n\n" + f"{hashed('others/3.jpg')}\n")
+    assert view_main(str(root), ids=str(tmp_path / "names.txt"), name="two", json_output=True) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 2
+    (tmp_path / "names.txt").write_text("cats/7.jpg\n../1.jpg\n")
+    with pytest.raises(UsageError, match=r"line 1: 'cats/7.jpg' is not an image id; .* file in its source"):
+        view_main(str(root), ids=str(tmp_path / "names.txt"), name="none")
     (tmp_path / "captions.csv").write_text("image,text\nphotos/1.jpg,first\nphotos/1.jpg,second\n")
     with pytest.warns(UserWarning, match="no text for 4 of 5"):
         stream = sa1b.Stream(

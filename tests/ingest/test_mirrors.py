@@ -113,10 +113,15 @@ def values(root: Path) -> dict[int, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("form", [objects, lists, converted, texts])
-def test_a_mirror_gives_what_its_tars_gave(root: Path, tmp_path: Path, form: Any) -> None:
+def test_a_mirror_gives_what_its_tars_gave(
+    root: Path, tmp_path: Path, form: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "data").mkdir()
-    pq.write_table(form(root), tmp_path / "data" / "train-00000-of-00001.parquet", row_group_size=5)
+    table = form(root).append_column("split", pa.array(["train"] * form(root).num_rows))
+    pq.write_table(table, tmp_path / "data" / "train-00000-of-00001.parquet", row_group_size=5)
+    capsys.readouterr()
     found = reshard(tmp_path / "data", tmp_path / "mirror")
+    assert json.loads(capsys.readouterr().out)["left_out"]["split"] == table.num_rows
     assert values(found) == values(root)
     assert not verify(found, deep=True).findings
     for path in (found / "tasks").iterdir():

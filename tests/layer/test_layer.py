@@ -327,5 +327,25 @@ def test_a_query_with_layers_is_about_the_changed_masks(root: Path) -> None:
     assert {row["shard"] for row in rows} == set(dataset.shards)
     assert query(root, "SELECT layer FROM masks").returncode == 2
     assert "no such layer" in query(root, "SELECT 1", "--layers", "none").stderr
-    done = query(root, "SELECT image_id FROM images", "--layers", "round3", "--as-view", "a")
-    assert "--layers: not with --as-view" in done.stderr
+
+
+def test_a_view_from_a_query_with_layers_is_read_with_them(root: Path) -> None:
+    write(root, "round2", two(2), two(5))
+    write(root, "round3", change(2, [5, 6], [True, False], []), on="round2")
+    asked = "SELECT DISTINCT image_id FROM masks WHERE layer = 'round3'"
+    flags = ("--layers", "round3", "--as-view", "third", "--json")
+    done = query(root, asked, *flags)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert (made["images"], [name for name, _ in made["layers"]]) == (1, ["round2", "round3"])
+    stream = sa1b.Stream(root, view="third", global_batch=1, masks=100, image_size=32, epochs=1)
+    (batch,) = stream
+    changed = sa1b.open(root, layers=["round3"])
+    assert (
+        len(batch.masks) == len(changed.by_id(2).annotations) == len(sa1b.open(root).by_id(2).annotations) + 1
+    )
+    assert query(root, asked, *flags).returncode == 0
+    write(root, "other", two(2))
+    taken = query(root, asked, "--layers", "other", "--as-view", "third")
+    assert taken.returncode == 2
+    assert "round3" in taken.stderr

@@ -60,7 +60,10 @@ def test_lists_that_also_name_images_of_other_datasets(tmp_path, capsys, name):
     path = tmp_path / name
     path.write_text(forms.get(name, "\n".join(["id,image", *(f"9,{one}" for one in names)])))
     assert read_image_ids(path).tolist() == sorted(IDS[:2])
-    assert "1 of 3 rows name no image of SA-1B; they are left out" in capsys.readouterr().err
+    assert (
+        "1 of 3 rows name no image (coco/train2017/000000000009.jpg); they are left out"
+        in capsys.readouterr().err
+    )
     path.write_text("{" if "json" in name else "id,image\n9")
     with pytest.raises(UsageError, match=name):
         read_image_ids(path)

@@ -240,6 +240,10 @@ def annotate(
         if (made := layer.written(of_layer)) is not None:
             done = len(inputs.images)
             return AnnotationSummary(str(out), layer.dataset.root, layer.name, made, done, complete=done)
+        usual = asdict(GeneratorConfig())
+        flags = {name: value for name, value in asdict(config).items() if value != usual[name]}
+        flags |= {} if precision == "fp32" else {"precision": precision}
+        settings["command"] = layer.command(weights=weights, **flags)
     folder = open_folder(out, settings, len(inputs.images), with_images=layer is None)
     numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
     root = paths[0] if len(paths) == 1 and inputs.images[0].image_id is not None else ""

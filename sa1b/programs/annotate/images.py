@@ -28,7 +28,15 @@ from PIL import Image, UnidentifiedImageError
 from sa1b.arguments import is_url
 from sa1b.console import command
 from sa1b.errors import BadSample, ShardError, UsageError
-from sa1b.names import image_name, is_source_name, member_name, parse_member_name
+from sa1b.names import (
+    ANNOTATE_FORMAT,
+    ANNOTATE_LINES,
+    ANNOTATE_SETTINGS,
+    image_name,
+    is_source_name,
+    member_name,
+    parse_member_name,
+)
 from sa1b.shards import jpeg
 from sa1b.shards.dataset import Dataset, check_images, open_dataset
 from sa1b.shards.manifest import DATASET
@@ -127,7 +135,9 @@ def _names(folder: Path, skip: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, followlinks=True):
         below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}
         folders[:] = [
-            name for name, real in below.items() if real not in visited and not Path(real, SETTINGS).exists()
+            name
+            for name, real in below.items()
+            if real not in visited and not Path(real, ANNOTATE_SETTINGS).exists()
         ]
         visited.update(below.values())
         yield from (Path(parent) / name for name in sorted(names) if name[0] != ".")
@@ -204,9 +214,8 @@ def _converted(source: bytes, max_pixels: int, quality: int) -> bytes:
         raise BadSample("image_broken", f"image does not decode: {error}") from None
 
 
-SETTINGS, LINES = "annotate.json", "annotate.jsonl"
-FORMAT = "sa1b-annotate-1"
-_INFORMATION = ("folders", "name", "weights")  # may differ between runs: the digest identifies weights
+# These may differ between runs: the digest identifies weights.
+_INFORMATION = ("folders", "name", "weights", "command")
 IMAGES_PER_FOLDER = 10_000  # about as many as in a tar of SA-1B
 
 
@@ -261,14 +270,16 @@ class AnnotationFolder:
         if name not in names:
             names.add(name)
             line: dict[str, Any] = {"image_id": image_id, "file": name}
-            append_line(self.out / LINES, json.dumps(line if masks is None else line | {"masks": masks}))
+            append_line(
+                self.out / ANNOTATE_LINES, json.dumps(line if masks is None else line | {"masks": masks})
+            )
 
     def refuse(self, image_id: int, name: str, reason: str) -> None:
         """Add a line for an image that cannot be annotated, unless it has one."""
         if image_id not in self.refused:
             self.refused.add(image_id)
             line = {"image_id": image_id, "file": name, "refused": reason}
-            append_line(self.out / LINES, json.dumps(line))
+            append_line(self.out / ANNOTATE_LINES, json.dumps(line))
 
     def scan(self) -> None:
         """Read which images are complete, listed and refused; remove temporary files of killed processes."""
@@ -280,7 +291,7 @@ class AnnotationFolder:
                 path.unlink(missing_ok=True)
         try:
             line = b"\n"
-            with (self.out / LINES).open("rb") as file:
+            with (self.out / ANNOTATE_LINES).open("rb") as file:
                 for line in file:
                     try:
                         listed = json.loads(line)
@@ -292,7 +303,7 @@ class AnnotationFolder:
                     except (ValueError, KeyError, TypeError):
                         continue  # a line truncated by a crash of the machine; the image gets a new line
             if not line.endswith(b"\n"):
-                append(self.out / LINES, b"\n")
+                append(self.out / ANNOTATE_LINES, b"\n")
         except FileNotFoundError:
             pass
 
@@ -309,17 +320,21 @@ def open_folder(
         raise UsageError(f"--out {out}: is a file; name a folder")
     name = out.resolve().name
     expected = {
-        "format": FORMAT,
+        "format": ANNOTATE_FORMAT,
         "folders": max(1, -(-images // IMAGES_PER_FOLDER)),
         "name": name if is_source_name(name) else "annotated",
         **settings,
     }
-    path = out / SETTINGS
+    path = out / ANNOTATE_SETTINGS
     if not path.exists():
         in_use = out.exists() and any(child.name[0] != "." for child in out.iterdir())
         if in_use and not path.exists():  # another process may have started meanwhile
-            raise UsageError(f"--out {out}: is not empty, and has no {SETTINGS}; name another folder")
-        open_store(out).put_if_absent(SETTINGS, json_bytes(expected))  # one of several processes writes it
+            raise UsageError(
+                f"--out {out}: is not empty, and has no {ANNOTATE_SETTINGS}; name another folder"
+            )
+        open_store(out).put_if_absent(
+            ANNOTATE_SETTINGS, json_bytes(expected)
+        )  # one of several processes writes it
     try:
         stored = json.loads(path.read_bytes())
         folders, name = int(stored["folders"]), str(stored["name"])

@@ -6,6 +6,8 @@ Any number of processes may write annotation files, also at different times. The
 missing writes the layer. An image that is refused, such as a damaged one, is listed and is not in the layer.
 """
 
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.errors import LockedError, UsageError
-from sa1b.names import parse_member_name
-from sa1b.programs.annotate.images import LINES, SETTINGS, AnnotationFolder, InputImage, stored_images
+from sa1b.programs.annotate.images import AnnotationFolder, InputImage, stored_images
 from sa1b.report import bar
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.annotation import parse_annotation
 from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.documents import LayerInfo
 from sa1b.shards.layer import check_layer_name, layer_names, read_info
-from sa1b.shards.layer_writer import Existing, make_change, provenance, writing
-from sa1b.shards.manifest import LAYERS
+from sa1b.shards.layer_writer import (
+    Existing,
+    annotated_folder,
+    make_change,
+    provenance,
+    remove_annotated,
+    writing,
+)
 from sa1b.storage.open import open_store
 from sa1b.views.view import view_of
 
@@ -49,6 +57,7 @@ class LayerTarget:
     own_settings: dict[str, Any]
     out: Path
     is_temporary: bool
+    flags: Mapping[str, object]  # of the command, those that differ from their defaults
 
     def images(self) -> list[InputImage]:
         return stored_images(self.dataset, self.rows)
@@ -108,15 +117,15 @@ class LayerTarget:
             )
 
     def _remove(self) -> None:
-        """Remove the annotation files in the dataset directory and their folders; files of others stay."""
-        if not self.is_temporary:
-            return
-        store = open_store(self.dataset.root)
-        name = f"{LAYERS}/{self.out.name}"
-        for folder in store.folders(name):
-            store.remove_folder(f"{name}/{folder}", lambda file: parse_member_name(file) is not None)
-        if store.is_folder(name):
-            store.remove_folder(name, {SETTINGS, LINES}.__contains__)
+        if self.is_temporary:
+            remove_annotated(open_store(self.dataset.root), self.name)
+
+    def command(self, **others: object) -> str:
+        """The command that resumes this one; `others`: further flags that differ from their defaults."""
+        flags = {"shards": self.dataset.root, "name": self.name, **self.flags, **others}
+        given = {flag.replace("_", "-"): shlex.quote(str(value)) for flag, value in flags.items()}
+        words = [f"--{flag} {value}" for flag, value in given.items()]
+        return " ".join([command("annotate"), *words])
 
 
 def open_target(
@@ -146,5 +155,7 @@ def open_target(
         "on": [layer.info.digest for layer in dataset.layers],
     }
     rows = chosen.table_rows(np.arange(len(chosen)))
-    work = Path(dataset.root) / LAYERS / f".{name}-annotated" if out is None else out
-    return LayerTarget(dataset, name, rows, existing, own, work, out is None)
+    work = Path(dataset.root) / annotated_folder(name) if out is None else out
+    flags = {"view": view, "existing": None if existing == "keep" else existing, "on": on, "out": out}
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    return LayerTarget(dataset, name, rows, existing, own, work, out is None, given)

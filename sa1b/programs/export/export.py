@@ -29,6 +29,7 @@ from sa1b.programs.export.export_part import (
 )
 from sa1b.report import Bar, bar, first_names, rate_text
 from sa1b.shards.dataset import Dataset, annotations_only, check_images, open_dataset
+from sa1b.shards.file_names import names_of
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
 from sa1b.shards.manifest import dataset_around
 from sa1b.storage.atomic import lock
@@ -313,7 +314,7 @@ def _chosen(
     wanted = np.ones(len(known), np.bool_)
     missing = np.empty(0, np.uint64)
     if ids is not None:
-        listed = read_image_ids(ids)
+        listed = read_image_ids(ids, names_of(dataset))
         missing = missing_ids(listed, known)
         if len(missing) == len(listed):
             raise UsageError(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from sa1b.console import command, counted
 from sa1b.errors import BadSample, SourceError, UsageError
-from sa1b.names import parse_member_path
+from sa1b.names import ANNOTATE_FORMAT, ANNOTATE_SETTINGS, parse_member_path
 from sa1b.report import bar, first_names
 from sa1b.shards import MAX_STORED_PIXELS
 from sa1b.shards.annotation import Annotations, parse_annotation
@@ -34,8 +34,6 @@ from sa1b.storage.open import open_store
 
 ImageIds = Literal["keep", "name", "hash"]
 _IMAGES = ("*.jpg", "*.JPG", "*.jpeg", "*.JPEG")
-_SETTINGS = "annotate.json"  # beside the folders that `sa1b annotate` writes
-_FORMAT = "sa1b-annotate-1"
 
 
 @dataclass(slots=True)
@@ -192,8 +190,8 @@ def _is_list(path: Path) -> bool:
 def _annotate_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of `sa1b annotate` in its output folder, among them the digest of the weights."""
     try:
-        found = json.loads((folder / _SETTINGS).read_bytes())
-        return dict(found) if found["format"] == _FORMAT else None
+        found = json.loads((folder / ANNOTATE_SETTINGS).read_bytes())
+        return dict(found) if found["format"] == ANNOTATE_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from sa1b.console import command, loading
+from sa1b.console import command, counted, loading
 from sa1b.errors import ManifestError, UsageError
 from sa1b.report import aligned, present
 from sa1b.sources.path_arguments import check_writable, takes_endpoint
@@ -122,6 +122,8 @@ class LayerList:
     layers: "list[LayerInfo]" = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)  # name -> message
+    # of layers that `sa1b annotate` has not completed: name -> annotated images, and the command that goes on
+    annotated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """The list as a JSON document."""
@@ -139,7 +141,8 @@ class LayerList:
             }
             for one in self.layers
         ]
-        return {"layers": layers, "unfinished": self.unfinished, "damaged": self.damaged}
+        others = {"unfinished": self.unfinished, "damaged": self.damaged, "annotated": self.annotated}
+        return {"layers": layers, **others}
 
     def table(self) -> str:
         """The list as text."""
@@ -153,6 +156,11 @@ class LayerList:
         again = f"run `{command('layer')} add` with the same name again, or `{command('layer')} drop`"
         lines += [f"unfinished {name}: its command was stopped; {again}" for name in self.unfinished]
         lines += [f"damaged {message}" for message in self.damaged.values()]
+        lines += [
+            f"annotating {name}: {counted(one['images'], 'image')} so far; `{one['command']}` goes on, "
+            f"`{command('layer')} drop {self.root} {name}` removes them"
+            for name, one in self.annotated.items()
+        ]
         return "\n".join(lines) if len(lines) > 1 else f"{self.root}: no layers"
 
 
@@ -161,9 +169,13 @@ def list_layers(root: str) -> LayerList:
     with loading():
         from sa1b.shards.dataset import Dataset
         from sa1b.shards.layer import layer_names, read_info
+        from sa1b.shards.layer_writer import annotated
         from sa1b.storage.open import open_store
     store = open_store(Dataset(root).root)
     found = LayerList(root)
+    for name, one in annotated(store).items():
+        again = one.get("command", f"{command('annotate')} --shards {root} --name {name}")
+        found.annotated[name] = {"images": one["images"], "command": again}
     for name, is_complete in layer_names(store).items():
         try:
             if is_complete:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from sa1b.report import bar
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.layer import open_layers
+from sa1b.shards.layer import Layer, open_layers
 
 _NUMBERS, _INTEGERS = pa.list_(pa.float64()), pa.list_(pa.int64())
 COLUMNS = {
@@ -38,8 +38,8 @@ _SCHEMA = pa.schema(list(_FIELDS.items()))
 _IMAGES = 256  # of a row group
 
 
-def write_changed(dataset: Dataset, layers: Sequence[str], path: Path, *, quiet: bool) -> None:
-    """Write the masks of all images that layers change; ManifestError, ShardError: one is damaged."""
+def write_changed(dataset: Dataset, layers: Sequence[str], path: Path, *, quiet: bool) -> tuple[Layer, ...]:
+    """Open layers, and write the masks of all images that they change; ManifestError, ShardError: damage."""
     opened = open_layers(dataset.reader, dataset.table, layers)
     names = np.array(["", *(layer.info.name for layer in opened)])
     ids = np.unique(np.concatenate([layer.columns["image_id"] for layer in opened]))
@@ -59,6 +59,7 @@ def write_changed(dataset: Dataset, layers: Sequence[str], path: Path, *, quiet:
                 _append(columns, found, names)
             writer.write_table(pa.table(columns, schema=_SCHEMA))
             shown.update(len(block))
+    return opened
 
 
 def _append(columns: dict[str, list[object]], found: Annotations, names: np.ndarray) -> None:

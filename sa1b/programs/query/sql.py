@@ -59,6 +59,7 @@ class Query:
     connection: Any
     quiet: bool
     storage_errors: list[StorageError]
+    layers: list[tuple[str, str]]  # names and digests, in the order in which they are applied
 
     def rows(self, limit: int | None = None) -> Iterator[list[tuple[Any, ...]]]:
         """Execute the query; yields at most `limit` rows of the result, some thousands at a time.
@@ -210,11 +211,12 @@ def open_query(
                     f"--memory {memory}: {_reason(error)[:200]}; write a size such as 2GB"
                 ) from None
         connection.register_filesystem(IndexFiles(dataset.reader, errors))
-        query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors)
+        query = Query(dataset, text, {}, connection, quiet=quiet, storage_errors=errors, layers=[])
         try:
             changed = Path(spill) / "layers.parquet" if layers else None
             if changed is not None:
-                write_changed(dataset, layers, changed, quiet=quiet)
+                opened = write_changed(dataset, layers, changed, quiet=quiet)
+                query.layers.extend((one.info.name, one.info.digest) for one in opened)
             for statement in _views(dataset, changed):
                 connection.execute(statement)
             described = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description
@@ -245,13 +247,14 @@ def write_query_view(
     overwrite: bool = False,
 ) -> Selected:
     """Write the view of the images of the result; as `write_view` and `Query.image_ids`."""
-    dataset = query.dataset
+    dataset, layers = query.dataset, tuple(query.layers)
     condition = None if masks_where is None else mask_predicate(masks_where)
     if name is not None:
         check_name(name, "--as-view")
     store = open_store(dataset.root)
     chosen_by = {"sql": query.text} | ({} if masks_where is None else {"masks-where": masks_where})
-    others = [view for view in view_target(store, out).views() if view.chosen_by != chosen_by]
+    views = view_target(store, out).views()
+    others = [view for view in views if (view.chosen_by, view.layers) != (chosen_by, layers)]
     # Before the query, which may take minutes.
     check_free(others, out, name, None, overwrite=overwrite, flag="--as-view")
     ids = query.image_ids()
@@ -260,6 +263,7 @@ def write_query_view(
         dataset.table,
         np.searchsorted(dataset.table.image_id, ids).astype(np.uint32),
         masks_where=condition,
+        layers=layers,
         name=name,
         chosen_by=chosen_by,
         out=out,
@@ -281,23 +285,23 @@ def _views(dataset: Dataset, changed: Path | None) -> Iterator[str]:
     sources = shard_sources(dataset)
     yield "CREATE TABLE sa1b_shards (file VARCHAR, shard VARCHAR, source VARCHAR)"
     rows = zip(paths, dataset.shards, sources, strict=True)
-    values = ", ".join(
-        f"({_literal(path)}, {_literal(shard)}, {_literal(source)})" for path, shard, source in rows
-    )
+    values = ", ".join(f"({', '.join(map(_literal, row))})" for row in rows)
     yield f"INSERT INTO sa1b_shards VALUES {values}"
     listed = ", ".join(map(_literal, paths))
     readings = dataset.manifest.get(READING, {}).values()
     of_coco = any(reading["kind"] == "coco" for reading in readings)
     texts = of_coco or any(reading["kind"] == "parquet" or reading.get("images_only") for reading in readings)
     select = f"SELECT * FROM read_parquet([{listed}], filename = true, union_by_name = {_literal(texts)})"
-    # Indexes of other sources lack the columns of COCO files, and texts, which even these may lack.
-    select += " UNION ALL BY NAME SELECT NULL::VARCHAR[] AS texts WHERE false" * texts
+    # Indexes of other sources lack the columns of COCO files, texts and fields, and so may these.
+    absent = "NULL::VARCHAR[] AS texts, NULL::VARCHAR AS image_fields"
+    select += f" UNION ALL BY NAME SELECT {absent} WHERE false" * texts
     if changed is not None:
         select, of_coco = with_layers(select, _literal(str(changed)), of_coco=of_coco), True
     yield f"CREATE VIEW sa1b_indexes AS {select}"
     yield (
         f"CREATE VIEW images AS SELECT {_PER_IMAGE}, len(runs_count) AS masks, shard, source"
-        f"{', texts' * texts} FROM sa1b_indexes LEFT JOIN sa1b_shards ON filename = file"
+        f"{', texts, image_fields AS fields' * texts} FROM sa1b_indexes "
+        "LEFT JOIN sa1b_shards ON filename = file"
     )
     # NaN in an index stands for a missing value, which is NULL in SQL.
     per_mask = ", ".join(

@@ -56,7 +56,8 @@ def main(
     The table `images` has a row for each image: image_id; width and height (of the source, pixels);
     image_width and image_height (of the stored JPEG, pixels); jpg_bytes and masks_bytes (stored bytes);
     jpg_offset and masks_offset (bytes from the start of the shard); jpg_crc32c (checksum); masks (number of
-    masks); shard and source (names).
+    masks); shard and source (names). With sources of images alone, with texts or in COCO's format also:
+    texts (list), and fields (of the image in its source, as JSON: fields->>'label').
 
     The table `masks` has a row for each mask: image_id, mask_id, width and height of the image; area
     (pixels), area_fraction (of the image); bbox_x, bbox_y, bbox_width, bbox_height (pixels);
@@ -72,7 +73,7 @@ def main(
         sql: One SELECT statement of DuckDB's SQL. Other statements are refused.
         layers: Ask about masks with the changes of these layers (`sa1b layer add`), in this order. `masks`
             has a column `layer` then: where the mask comes from, empty for the shards. The records of
-            the changed images are read first. Not with --as-view.
+            the changed images are read first. A view of --as-view is read with the layers.
         limit: Rows of the printed table; --csv, --json and --parquet write all rows.
         csv_output: Print all rows as CSV.
         json_output: Print all rows as a JSON array of objects. NaN and NULL are null. With --as-view: the
@@ -95,8 +96,6 @@ def main(
     for flag, value in (("--masks-where", masks_where), ("--out", out)):
         if value is not None and as_view is None:
             raise UsageError(f"{flag} {value}: only with --as-view; omit it")
-    if layers and as_view is not None:
-        raise UsageError("--layers: not with --as-view; write ids with --parquet, and pass them to sa1b view")
     check_here("--out", out)
     check_here("--parquet", parquet)
     if parquet is not None and parquet.exists() and not overwrite:
