@@ -122,14 +122,12 @@ def rebuild_index(
 def _reading(annotations: Annotations) -> dict[str, Any]:
     """How a source of annotations in COCO's format, or of images alone, was read; empty for other sources."""
     origin = annotations.to_json().get(PROVENANCE)
-    if isinstance(origin, dict) and origin.get("format") == "images":
-        return {"kind": None, "images_only": True}
-    if isinstance(origin, dict) and origin.get("format") == "parquet":
-        return {"kind": "parquet"}
-    if not isinstance(origin, dict) or origin.get("format") != "coco":
+    kind = origin.get("format") if isinstance(origin, dict) else None
+    if kind in ("images", "parquet"):
+        return {"kind": None, "images_only": True} if kind == "images" else {"kind": kind}
+    if kind != "coco":
         return {}
-    listed = origin.get("image", {}).get("id")
-    kept = str(listed) == str(annotations.image_id)
+    kept = str(origin.get("image", {}).get("id")) == str(annotations.image_id)
     return {"kind": "coco", "image_ids": "keep" if kept else "hash", "images": True}
 
 
