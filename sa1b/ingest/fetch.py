@@ -29,9 +29,9 @@ from sa1b.ingest.start_checks import (
     start,
 )
 from sa1b.ingest.summary import ReshardSummary
-from sa1b.report import failed_lines, rate_text
+from sa1b.report import failed_lines, first_names, rate_text
 from sa1b.shards.documents import Options
-from sa1b.shards.image_ids import listing
+from sa1b.shards.file_names import SoughtNames
 from sa1b.shards.locate import read_rows
 from sa1b.shards.manifest import DATASET, known_tasks
 from sa1b.shards.staging import remove_leftovers, remove_local_leftovers
@@ -57,6 +57,7 @@ class FetchSummary:
     stored: int = 0  # stored now
     refused: Ids = field(default_factory=no_ids)  # found, and cannot be used
     missing: Ids = field(default_factory=no_ids)  # in no source that was read, or their source failed
+    names: dict[int, str] = field(default_factory=dict)  # of images that were named by their files
     # sources read and failed, and the end of the run
     work: ReshardSummary = field(default_factory=ReshardSummary)
 
@@ -76,8 +77,8 @@ class FetchSummary:
             "wanted": self.wanted,
             "stored_before": self.before,
             "stored": self.stored,
-            "refused": self.refused.tolist(),
-            "missing": self.missing.tolist(),
+            "refused": self._named(self.refused),
+            "missing": self._named(self.missing),
             "sources": self.sources,
             "read": self.work.done,
             "bytes_read": self.work.stored_bytes,
@@ -85,6 +86,9 @@ class FetchSummary:
             "store_error": self.work.store_error,
             "seconds": round(self.work.seconds, 3),
         }
+
+    def _named(self, ids: Ids) -> list[int | str]:
+        return [self.names.get(one, one) for one in ids.tolist()]
 
     def table(self) -> str:
         lines = [
@@ -95,11 +99,12 @@ class FetchSummary:
         ]
         if len(self.refused):
             lines.append(
-                f"refused: {listing(self.refused)}; see {self.root}/quarantine/<source>/refused.jsonl"
+                f"refused: {first_names(self._named(self.refused), 5)}; "
+                f"see {self.root}/quarantine/<source>/refused.jsonl"
             )
         if len(self.missing):
             what = "not found so far" if self.work.interrupted else "missing"
-            lines.append(f"{what}: {listing(self.missing)}; --json prints all of them")
+            lines.append(f"{what}: {first_names(self._named(self.missing), 5)}; --json prints all of them")
         return "\n".join([*lines, *failed_lines(self.work.failed), self._ending()])
 
     def _ending(self) -> str:
@@ -127,25 +132,27 @@ def fetch(
     *,
     index: str | None = None,
     everywhere: bool = False,
+    names: SoughtNames | None = None,
 ) -> FetchSummary:
     """Store the wanted pairs in the dataset directory `root`, with those that it has already.
 
     A source whose task file has a size is complete, and is not read. `ids` are ascending, each once. `index`
     is a dataset directory, index or task file of the same sources, which determines the source of each image
     that it contains. `everywhere`: read sources to their end, and for images that are not found, read all
-    sources. Raises as `sa1b.ingest.reshard.reshard`.
+    sources. `names`: those that some of the ids represent. Raises as `sa1b.ingest.reshard.reshard`.
     """
     began = time.monotonic()
     store = open_store(root)
     rows = None if index is None else read_rows(index)
     begun = start(paths, store, options, policy, run)
-    local, remote, names, tasks = begun.local, begun.remote, begun.names, begun.tasks
+    local, remote, tasks = begun.local, begun.remote, begun.tasks
     homes = None
     if rows is not None:
-        homes = homes_of(names, rows.image_id, np.array(rows.sources, object)[rows.shard])
-    summary = FetchSummary(store.root, len(ids), len(names))
+        homes = homes_of(begun.names, rows.image_id, np.array(rows.sources, object)[rows.shard])
+    sought = names or SoughtNames(frozenset())
+    summary = FetchSummary(store.root, len(ids), len(begun.names), names=sought.names)
     work = summary.work = ReshardSummary(sources=[], tasks=tasks)
-    search = Search(names, homes, everywhere=everywhere)
+    search = Search(begun.names, homes, everywhere=everywhere)
     if not everywhere:
         search.learn(read_searched(store, partial(_source_now, local, remote)))
     sizes = store.listed_size()
@@ -158,13 +165,14 @@ def fetch(
             if not is_partial(tasks[name]) and name not in gone
         }
     )
-    again = sorted({*run.redo, *gone.keys() & set(names)})
+    again = sorted({*run.redo, *gone.keys() & set(begun.names)})
     for name in run.redo:
         stored[name] = known_ids(store, name)
-    for name in gone.keys() - set(names):
+    for name in gone.keys() - set(begun.names):
         work.failed[name] = f"{gone[name]} is missing or truncated; add the tar of {name} to read it again"
-    missing = np.setdiff1d(ids, _joined(one for name, one in stored.items() if name not in again))
-    summary.before = len(np.intersect1d(ids, _joined(stored.values())))
+    wanted = sought.all_ids(ids)
+    missing = np.setdiff1d(wanted, _joined(one for name, one in stored.items() if name not in again))
+    summary.before = len(np.intersect1d(ids, sought.representatives(_joined(stored.values()))))
     missing = np.union1d(missing, _joined(stored[name] for name in again))
     if len(missing):
         fix_options(store, tasks, options)
@@ -172,7 +180,9 @@ def fetch(
     try:
         while names_now := again or search.next_sources(missing):
             again = []
-            sources = _sources(names_now, local, remote, missing, store, work, everywhere=everywhere)
+            sources = _sources(
+                names_now, local, remote, missing, store, work, run, sought, everywhere=everywhere
+            )
             check_names(store, tasks, sources)
             check_reading(store, tasks, sources, policy, "")
             if not checked and sources:
@@ -202,7 +212,7 @@ def fetch(
             remove_leftovers(store, policy.spill)
             release_options(store)
     if not work.store_error:
-        _count(summary, ids, missing, store)
+        _count(summary, ids, missing, store, sought)
     work.seconds = time.monotonic() - began
     return summary
 
@@ -214,33 +224,35 @@ def _sources(
     missing: Ids,
     store: Store,
     work: ReshardSummary,
+    run: IngestRun,
+    sought: SoughtNames,
     *,
     everywhere: bool,
 ) -> list[Source]:
     """The sources of these names, which are read for the missing images; broken links count as failed."""
-    linked, broken = remote_sources({name: remote[name] for name in names if name in remote})
+    linked, broken = remote_sources(
+        {name: remote[name] for name in names if name in remote}, formats=run.formats
+    )
     for name, why in broken.items():
         work.failed[name] = why
         record_failure(store, name, "SourceError", why)
     of_links = {source.name: source for source in linked}
     chosen = [local.get(name) or of_links[name] for name in names if name not in broken]
-    return [
-        replace(
-            one,
-            wanted=WantedPairs(
-                missing, is_block=one.kind == "tar" and tar_number(one.name) is not None and not everywhere
-            ),
-        )
-        for one in chosen
-    ]
+    found = []
+    for one in chosen:
+        is_block = one.kind == "tar" and tar_number(one.name) is not None and not everywhere
+        wanted = WantedPairs(sought.of_source(missing, one.name), is_block=is_block)
+        found.append(replace(one, wanted=wanted))
+    return found
 
 
-def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store) -> None:
+def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store, sought: SoughtNames) -> None:
     stored = _joined(stored_ids(store, task) for task in known_tasks(store).values())
-    left = np.setdiff1d(ids, stored)
+    left = np.setdiff1d(ids, sought.representatives(stored))
     summary.stored = len(ids) - len(left)
-    summary.missing = np.intersect1d(left, missing, assume_unique=True)
-    summary.refused = np.setdiff1d(left, missing, assume_unique=True)
+    found = sought.representatives(np.setdiff1d(sought.all_ids(left), missing, assume_unique=True))
+    summary.refused = np.intersect1d(left, found, assume_unique=True)
+    summary.missing = np.setdiff1d(left, found, assume_unique=True)
 
 
 def _source_now(local: dict[str, Source], remote: dict[str, Link], name: str) -> Source | None:

@@ -112,6 +112,19 @@ def admitted(
     return discover([*rename, *paths], ignore, skip=skip, rename=rename, formats=formats)
 
 
+def source_names(
+    paths: Sequence[Path],
+    links: Iterable[Link],
+    store: Store,
+    rename: Mapping[Path, str],
+    ignore: Sequence[str],
+    formats: Sequence[SourceFormat],
+) -> list[str]:
+    """The names of all sources; errors as `start`."""
+    found = admitted(paths, rename, [store.scratch], ignore, formats)
+    return [*(one.name for one in found.sources), *named_links(links)]
+
+
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:
     """Local sources and links by name. SourceError: a name is not valid; UsageError: two are the same."""
     local = {source.name: source for source in discovered.sources}

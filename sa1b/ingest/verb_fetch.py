@@ -2,6 +2,7 @@
 
 Example: sa1b fetch --ids ids.txt --links links.txt --out some --workers 4
          sa1b fetch downloads --ids ids.csv:image_id --out some
+         sa1b fetch photos --images-only --ids captions.json --out some
          sa1b fetch --ids ids.txt --links links.txt --out some --index s3://BUCKET/small-shards
 
 After an interruption, run the same command again. To add images later, run it with another list. Exit code 0:
@@ -45,6 +46,7 @@ def main(
     no_index_runs: bool = False,
     decode_images: bool = False,
     annotations_only: bool = False,
+    images_only: bool = False,
     max_pixels: Annotated[int, Range(1, MAX_STORED_PIXELS)] = MAX_IMAGE_PIXELS,
     workers: Annotated[int, Range(1)] = 1,
     connections: Annotated[int, Range(1)] = CONNECTIONS,
@@ -72,7 +74,8 @@ def main(
         ids: The wanted images: a text file with one id per line (223750, sa_223750 or sa_223750.jpg), a CSV,
             TSV, Parquet or JSON file with a column of ids or names (image_id, file_name, image, img_path,
             image_path or id, or the column after a colon), such as a list of captions, or the .ids file of a
-            view. Rows that name images of other datasets are left out.
+            view. Rows that name images of other datasets are left out. With --images-only also names of
+            files: cats/1.jpg, in any source, or SOURCE/cats/1.jpg.
         out: Folder for the shards, created if it is missing, or a URL such as s3://BUCKET/FOLDER.
         links: Meta's list of links to the tars of SA-1B (file_name, tab, cdn_link). Links expire: a later
             run may use a newer list.
@@ -88,6 +91,8 @@ def main(
         no_index_runs: Omit the decoded masks from the index, which saves about 26 kB per image.
         decode_images: Decode every JPEG and refuse those that fail.
         annotations_only: Store annotations and indexes without images, as in `sa1b reshard`.
+        images_only: The sources are images without annotations, as for `sa1b reshard`: tars, folders and
+            Parquet files. Each is read until its last wanted image.
         max_pixels: Largest accepted image in pixels, at most 268435456.
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         connections: Requests at the same time for each tar that is read from a URL.
@@ -112,11 +117,20 @@ def main(
     with loading():
         from sa1b.ingest.fetch import fetch
         from sa1b.ingest.policy import IngestRun, Policy
+        from sa1b.ingest.start_checks import source_names
         from sa1b.shards.documents import Options
+        from sa1b.shards.file_names import SoughtNames
         from sa1b.shards.image_ids import read_image_ids
+        from sa1b.sources.mirror import formats_of
     rate = None if max_rate is None else max_rate * 1e6 / workers
+    formats = formats_of(max_pixels=max_pixels, images_only=images_only)
+    found = linked(source, links, connections, rate, endpoint)
+    names = None
+    if images_only:
+        sources = source_names(paths_of(source), found, store, {}, ignore, formats)
+        names = SoughtNames(frozenset(sources))
     summary = fetch(
-        read_image_ids(ids),
+        read_image_ids(ids, names),
         paths_of(source),
         store,
         Options(
@@ -133,12 +147,14 @@ def main(
             workers=workers,
             redo=redo,
             ignore=ignore,
-            links=linked(source, links, connections, rate, endpoint),
+            formats=formats,
+            links=found,
             space_check=not no_space_check,
             quiet=json_output,
         ),
         index=index,
-        everywhere=search_all,
+        everywhere=search_all or images_only,
+        names=names,
     )
     present(summary, json_output)
     return summary.exit_code()

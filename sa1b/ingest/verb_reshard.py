@@ -17,7 +17,7 @@ interrupted.
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -34,14 +34,14 @@ from sa1b.ray_tasks import Address, Engine
 from sa1b.report import failed_lines
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
-from sa1b.sources.stored_file import CONNECTIONS, Link
+from sa1b.sources.stored_file import CONNECTIONS
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
 
 TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
 
 if TYPE_CHECKING:
-    from sa1b.sources.source import SourceFormat
+    pass
 
 TIMEOUTS = Range(above=0, most=LONGEST, unit=" seconds")
 
@@ -220,11 +220,15 @@ def _converted(
         no_space_check: Start even if the disk seems too small.
         json_output: Print the summary as JSON, without progress.
     """
+    from sa1b.sources.mirror import formats_of
+
     if drop or (finish and task is None):
         store = store_of(out, scratch, endpoint, source)
         found = linked(source, links, CONNECTIONS, None, endpoint)
-        formats = _formats(images, image_ids, MAX_IMAGE_PIXELS, images_only)
-        named = partial(_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
+        from sa1b.ingest.start_checks import source_names
+
+        formats = formats_of(images, image_ids, MAX_IMAGE_PIXELS, images_only=images_only)
+        named = partial(source_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
         has_sources = bool(source or found or rename)
         return _without_ingest(has_sources, named, store, drop, finish, task)
     if not source and links is None and not rename:
@@ -260,7 +264,7 @@ def _converted(
                 redo=redo,
                 rename=_renamed(rename),
                 ignore=ignore,
-                formats=_formats(images, image_ids, max_pixels, images_only),
+                formats=formats_of(images, image_ids, max_pixels, images_only=images_only),
                 links=linked(source, links, connections, rate, endpoint),
                 task=share_of("--task", task),
                 finish=finish,
@@ -288,21 +292,6 @@ def main(*arguments: Any, **options: Any) -> int:
     found = _converted(*arguments, **options)
     show(json.dumps(found.document, indent=1) if options.get("json_output") else found.text)
     return found.exit_code
-
-
-def _names(
-    source: tuple[Path, ...],
-    links: tuple[Link, ...],
-    store: Store,
-    rename: Mapping[Path, str],
-    ignore: tuple[str, ...],
-    formats: "tuple[SourceFormat, ...]",
-) -> list[str]:
-    from sa1b.ingest.start_checks import admitted
-    from sa1b.sources.remote_sources import named_links
-
-    found = admitted(source, rename, [store.scratch], ignore, formats)
-    return [*(one.name for one in found.sources), *named_links(links)]
 
 
 def _without_ingest(
@@ -344,20 +333,6 @@ def _without_ingest(
         document={"exit_code": code, "complete": code == 0, **document},
         text="\n".join([*shown, finished.line(store)]),
     )
-
-
-def _formats(
-    images: Path | None, image_ids: Literal["keep", "hash"], max_pixels: int, images_only: bool
-) -> "tuple[SourceFormat, ...]":
-    from sa1b.sources.coco import CocoFormat
-    from sa1b.sources.discovery import formats_with
-    from sa1b.sources.images import ImageFolder, ImageRows, ImageTar
-    from sa1b.sources.mirror import PairRows
-
-    coco = CocoFormat(images, image_ids, max_pixels)
-    if not images_only:
-        return PairRows(max_pixels), *formats_with(coco)
-    return ImageRows(max_pixels), *formats_with(coco, ImageFolder(max_pixels), ImageTar(max_pixels))
 
 
 def _check_images(images: Path | None, image_ids: str, images_only: bool, paths: tuple[Path, ...]) -> None:

@@ -5,15 +5,17 @@ source, `cats/1.jpg`; folders above it may be given if one of them is the source
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from sa1b.names import parse_member_path
 from sa1b.shards.manifest import READING
 from sa1b.sources.coco_file import hashed_id
+from sa1b.sources.images import is_image_name
 
 if TYPE_CHECKING:
     from sa1b.shards.dataset import Dataset
@@ -34,7 +36,7 @@ class FileNames:
         candidates: list[int] = []
         rows: list[int] = []
         for row, name in enumerate(names.to_pylist()):
-            found = self._hashed(name or "")
+            found = hashed_ids(name or "", self.sources)
             candidates += found
             rows += [row] * len(found)
         ids = np.array(candidates, np.uint64)
@@ -45,13 +47,55 @@ class FileNames:
         values[of_row] = matches
         return pa.chunked_array([pa.array(values, mask=np.bincount(of_row, minlength=len(names)) != 1)])
 
-    def _hashed(self, name: str) -> list[int]:
-        parts = name.strip().removeprefix("./").split("/")
-        places = [i for i, part in enumerate(parts[:-1]) if part in self.sources]
-        found = {(parts[i], "/".join(parts[i + 1 :])) for i in places}
-        if len(self.sources) <= _MOST_SOURCES:
-            found |= {(source, "/".join(parts)) for source in self.sources}
-        return [hashed_id(*one) for one in found]
+
+@dataclass(slots=True, eq=False)
+class SoughtNames:
+    """Names of files in sources that are not read yet, so that a name has an id for each possible source.
+
+    The first of them represents the name. `sources`: source of each id.
+    """
+
+    names_of_sources: frozenset[str]
+    names: dict[int, str] = field(default_factory=dict)  # representative -> name
+    sources: dict[int, str] = field(default_factory=dict)
+    represented: dict[int, int] = field(default_factory=dict)  # id -> representative
+
+    def ids(self, names: pa.ChunkedArray) -> pa.ChunkedArray:
+        """The representatives, int64; null for what is no name of an image, or is sa_<id>."""
+        found: list[int | None] = []
+        for name in names.to_pylist():
+            is_own = name and is_image_name(name) and parse_member_path(name.rpartition("/")[2]) is None
+            ids = hashed_ids(name, self.names_of_sources) if is_own else {}
+            known = (self.represented[one] for one in ids if one in self.represented)
+            found.append(first := next(known, next(iter(ids), None)))
+            if first is not None:
+                self.names.setdefault(first, name)
+                self.sources |= ids
+                self.represented |= dict.fromkeys(ids, first)
+        return pa.chunked_array([pa.array(found, pa.int64())])
+
+    def all_ids(self, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Ascending: these ids and all ids of the names."""
+        return np.union1d(ids, np.fromiter(self.represented, np.uint64, len(self.represented)))
+
+    def of_source(self, ids: npt.NDArray[np.uint64], source: str) -> npt.NDArray[np.uint64]:
+        """The ids without those of other sources."""
+        others = [one for one, name in self.sources.items() if name != source]
+        return np.setdiff1d(ids, np.array(others, np.uint64), assume_unique=True)
+
+    def representatives(self, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Ascending, each once: the ids, of names their representatives."""
+        return np.unique(np.array([self.represented.get(one, one) for one in ids.tolist()], np.uint64))
+
+
+def hashed_ids(name: str, sources: frozenset[str]) -> dict[int, str]:
+    """The ids that a file of this name may have, and the source of each."""
+    parts = name.strip().removeprefix("./").split("/")
+    places = [i for i, part in enumerate(parts[:-1]) if part in sources]
+    found = {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
+    if len(sources) <= _MOST_SOURCES:
+        found |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
+    return {hashed_id(*one): one[0] for one in found}
 
 
 def names_of(dataset: "Dataset") -> FileNames | None:

@@ -24,7 +24,7 @@ from pyarrow import csv as arrow_csv
 from sa1b.errors import UsageError
 from sa1b.names import ID_END
 from sa1b.report import first_names
-from sa1b.shards.file_names import FileNames
+from sa1b.shards.file_names import FileNames, SoughtNames
 
 IMAGE_COLUMNS = ("image_id", "file_name", "image", "img_path", "image_path", "id")  # searched in this order
 PARQUET, LINES, JSON = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), (".json",)
@@ -169,7 +169,7 @@ _SHOWN = 80  # largest number of characters of a value in a message
 _HEAD = 64 << 10  # bytes that show what a file is
 
 
-def read_image_ids(file: str | Path, names: FileNames | None = None) -> npt.NDArray[np.uint64]:
+def read_image_ids(file: str | Path, names: FileNames | SoughtNames | None = None) -> npt.NDArray[np.uint64]:
     """The image ids of a file, or of FILE:COLUMN, ascending, each once. 11 million lines take 2 s.
 
     `names`: also take names of the dataset's own files. UsageError names the file and the line: no such file
@@ -341,7 +341,7 @@ def _column(path: Path, names: list[str], column: str | None) -> str:
 
 
 def _parse(
-    path: Path, values: pa.ChunkedArray, names: FileNames | None, first: int, unit: str = "line"
+    path: Path, values: pa.ChunkedArray, names: FileNames | SoughtNames | None, first: int, unit: str = "line"
 ) -> npt.NDArray[np.uint64]:
     """Ids from text; `first` is the number of the first value. Blank lines, but not rows, are skipped."""
     blank = unit == "line"

@@ -21,9 +21,19 @@ import pyarrow.parquet as pq
 
 from sa1b.errors import BadSample, SourceError
 from sa1b.names import MASK_KEYS, member_name, parse_member_path
-from sa1b.sources.coco import as_jpeg
-from sa1b.sources.images import TEXT_FIELDS, ImageRows, RowsPass, image_column, texts_of
-from sa1b.sources.source import Progress, Source, SourceReading
+from sa1b.sources.coco import CocoFormat, as_jpeg
+from sa1b.sources.coco_file import Ids
+from sa1b.sources.discovery import formats_with
+from sa1b.sources.images import (
+    TEXT_FIELDS,
+    ImageFolder,
+    ImageRows,
+    ImageTar,
+    RowsPass,
+    image_column,
+    texts_of,
+)
+from sa1b.sources.source import Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import Member
 
 _ANNOTATED = ("json", "annotations", "masks", "annotation")  # columns, searched in this order
@@ -150,3 +160,17 @@ def _annotation(given: dict[str, Any], size: dict[str, Any]) -> dict[str, Any]:
 def _is_missing(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return any(one is None or (isinstance(one, float) and math.isnan(one)) for one in values)
+
+
+def formats_of(
+    images: Path | None = None,
+    image_ids: Ids = "keep",
+    max_pixels: int = 1 << 24,
+    *,
+    images_only: bool = False,
+) -> tuple[SourceFormat, ...]:
+    """The formats of a run, by the flags of `sa1b reshard`."""
+    coco = CocoFormat(images, image_ids, max_pixels)
+    if not images_only:
+        return PairRows(max_pixels), *formats_with(coco)
+    return ImageRows(max_pixels), *formats_with(coco, ImageFolder(max_pixels), ImageTar(max_pixels))

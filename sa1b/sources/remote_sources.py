@@ -88,7 +88,7 @@ def remote_sources(
             kind = "parquet" if link.file_name.lower().endswith(PARQUET) else TAR.kind
             format = next((one for one in formats if one.kind == kind), None)
             if format is None:
-                return f"{link.label}: a Parquet file, of which some images cannot be taken; use sa1b reshard"
+                return f"{link.label}: a Parquet file, which this command does not read; use sa1b reshard"
             return Source(name, Path(link.file_name), format, size, mtime_ns, link=link)
 
         found: list[Source] = []

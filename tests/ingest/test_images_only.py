@@ -20,6 +20,7 @@ import sa1b
 from sa1b.errors import NoPairError, SourceError, UsageError
 from sa1b.ingest.ingest import ingest
 from sa1b.ingest.policy import Policy
+from sa1b.ingest.verb_fetch import main as fetch_main
 from sa1b.ingest.verb_reshard import main
 from sa1b.programs.export.verb_export import main as export_main
 from sa1b.programs.query.sql import open_query
@@ -399,6 +400,40 @@ def test_small_members_and_columns_are_fields_and_the_others_are_counted(
         columns = {one: json.loads(text) for rows in query.rows() for one, text in rows}
     assert columns[hashed("train/0.jpg")] == fields
     assert len(columns) == 3
+
+
+@pytest.mark.parametrize("form", ["folder", "tar", "parquet"])
+def test_only_the_images_of_a_table_are_taken_by_their_file_names(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = {"folder": written, "tar": tar_of, "parquet": rows_of}[form]
+    ending = "" if form == "folder" else f".{form}"
+    for name, shades in (("photos", (1, 2, 8)), ("others", (3, 9))):
+        files = {f"{'cats/' if i == 2 else ''}{i}.jpg": encoded(shade=i) for i in shades}
+        (tmp_path / "data").mkdir(exist_ok=True)
+        make(
+            tmp_path / "data" / f"{name}{ending}", files | ({"9.jpg": b"damaged"} if name == "photos" else {})
+        )
+    rows = [
+        {"image": "1.jpg"}, {"image": "/data/photos/cats/2.jpg"}, {"image": "photos/1.jpg"}, {"image": "3.jpg"},
+        {"image": "cats/7.jpg"}, {"image": "photos/9.jpg"},
+    ]  # fmt: skip
+    (tmp_path / "captions.json").write_text(json.dumps(rows))
+    sources = tuple(f"{tmp_path}/data/{name}{ending}" for name in ("photos", "others"))
+    root = tmp_path / "root"
+    options = {"ids": str(tmp_path / "captions.json"), "out": str(root), "images_only": True}
+    capsys.readouterr()
+    assert fetch_main(sources, **options, json_output=True) == 3
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["wanted"], summary["stored_before"], summary["stored"]) == (5, 0, 3)
+    assert sorted(summary["missing"]) == ["cats/7.jpg", "photos/9.jpg"]  # the latter is damaged
+    expected = {hashed(f"{name}.jpg") for name in ("photos/1", "photos/cats/2", "others/3")}
+    assert {*sa1b.open(root).table.image_id.tolist()} == expected
+    assert not verify(root, deep=True).findings
+    (tmp_path / "captions.json").write_text(json.dumps([*rows[:4], {"image": "8.jpg"}]))
+    assert fetch_main(sources, **options) == 0
+    assert "stored   4 (1 now, 3 before)" in capsys.readouterr().out
+    assert {*sa1b.open(root).table.image_id.tolist()} == expected | {hashed("photos/8.jpg")}
 
 
 @pytest.mark.filterwarnings("ignore:.* has no caption for 2 of 5 images")
