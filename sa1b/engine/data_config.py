@@ -18,11 +18,11 @@ from sa1b.stream.tokenizer import BYTES
 from sa1b.workers import memory_limit
 
 
-def with_flags(error: ValueError) -> UsageError:
+def with_flags(error: ValueError, prefix: str = "--data.") -> UsageError:
     """Convert an error about arguments of `Stream` to one about the flags that set them."""
     names = "|".join(one.name for one in fields(DataConfig))
-    message = re.sub(rf"\b({names})=", lambda found: f"--data.{found[1].replace('_', '-')} ", str(error))
-    return UsageError(message if message.startswith("--data.") else f"--data: {message}")
+    message = re.sub(rf"\b({names})=", lambda found: f"{prefix}{found[1].replace('_', '-')} ", str(error))
+    return UsageError(message if message.startswith(prefix) else f"--data: {message}")
 
 
 def available_memory() -> float:

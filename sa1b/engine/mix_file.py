@@ -58,9 +58,13 @@ class MixSource:
         return evaluation if self.evaluation_view is msgspec.UNSET else self.evaluation_view
 
 
-def read_mix(config: DataConfig) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
-    """The sources and the schedule, position -> weights, of the file. UsageError names file and source."""
-    flag = f"--data.mix {config.mix}"
+def read_mix(
+    config: DataConfig, flag: str = "--data.mix"
+) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
+    """The sources and the schedule, position -> weights, of the file. UsageError names file and source.
+    `flag`: the name of the flag in messages.
+    """
+    flag = f"{flag} {config.mix}"
     try:
         found = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
     except OSError as error:

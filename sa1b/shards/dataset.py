@@ -89,10 +89,11 @@ class Dataset(Displayed):
             else:
                 break
         if cache is not None:
-            self.reader.cache = open_cache(cache, cache_bytes, self.root, self._stored_shards())
+            self.reader.cache = open_cache(cache, cache_bytes, self.root, self.stored_shards())
         self.layers: tuple[Layer, ...] = open_layers(self.reader, self.table, layers)
 
-    def _stored_shards(self) -> list[StoredObject]:
+    def stored_shards(self) -> list[StoredObject]:
+        """The shards with their sizes and digests, as a cache of the directory names them."""
         shards = self.manifest["shards"]
         return [StoredObject(shard["name"], shard["bytes"], shard["sha256"]) for shard in shards]
 

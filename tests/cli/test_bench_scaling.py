@@ -79,7 +79,7 @@ def test_ranks_take_real_steps_on_shards_and_a_case_that_fails_stops_no_other(
             "--global-batch 3: must be a multiple",
         ),
         (["--report", "missing/page.html"], "--report missing/page.html: there is no folder missing"),
-        (["--report", "."], "--report .: is a folder; name a file, such as scaling.html"),
+        (["--report", "."], "--report .: is a folder; name a file, such as report.html"),
         (["missing", "--ranks", "1"], "missing: no dataset there"),
     ],
 )

@@ -4,8 +4,8 @@ Example: sa1b plan downloads --out shards --workers 4
          sa1b plan --links links.txt --out s3://BUCKET/shards --workers 32 --rate 500
          sa1b plan --links links.txt --image-size 1024 --json
 
-`sa1b plan train` is another command: what a training run takes on a cluster. For a folder of sources with the
-name "train", write ./train.
+`sa1b plan train` and `sa1b plan order` are other commands: what a training run takes on a cluster, and what
+its order reads. For a folder of sources with one of these names, write ./train or ./order.
 
 Writes no file. Exit code 0: printed; 1: printed, and a link does not work or the disk is too small; 2:
 nothing was printed; 130: interrupted.

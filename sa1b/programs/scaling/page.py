@@ -6,8 +6,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
+from sa1b.charts import Line, line_chart
+from sa1b.charts import page as frame
 from sa1b.programs.scaling.cases import KINDS, Kind
 from sa1b.programs.scaling.result import Point, Scaling, milliseconds
 from sa1b.stream.bottleneck import BUSY_MACHINE, GOOD_EFFICIENCY, NAMED_PART, StepSettings, remedies
@@ -93,9 +94,6 @@ def _remedies(points: Sequence[Point], scaling: Scaling) -> Iterator[str]:
             yield from remedies(part, settings)
 
 
-_FRAME = Path(__file__).with_name("page.html")
-_LINE_COLORS = 6  # in page.html
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 48, 14, 12, 46
 _PARTS = ("compute", "communication", "data")
 _COLORS = {"compute": 1, "communication": 3, "data": 2}  # numbers of the classes s0, s1, ...
 
@@ -104,16 +102,12 @@ def page(scaling: Scaling, verdict: Verdict) -> str:
     lines = "".join(f"<p>{escape(line)}</p>" for line in verdict.lines)
     advice = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.advice)
     parts = {
-        "TITLE": escape(f"{scaling.preset}, {scaling.device}"),
         "VERDICT": lines + (f"<ul>{advice}</ul>" if advice else ""),
         "FACTS": "".join(f"<p>{escape(line)}</p>" for line in scaling.heading()),
         "CHARTS": charts(scaling),
         "TABLE": escape(scaling.table()),
     }
-    text = _FRAME.read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
-    return text
+    return frame("How training scales", f"{scaling.preset}, {scaling.device}", parts)
 
 
 def charts(scaling: Scaling) -> str:
@@ -144,54 +138,22 @@ def _curves(kind: Kind, precision: str, scaling: Scaling) -> str:
         for series, points in scaling.points.items()
         if series.kind == kind and series.precision == precision and points
     }
-    ranks = sorted({point.case.ranks for points in lines.values() for point in points})
     title = f"{kind.capitalize()} scaling, {precision}: speed-up"
-    if not ranks:
+    if not lines:
         return f'<figure class="card"><figcaption>{title}</figcaption><p>All cases failed.</p></figure>'
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    top = max([float(ranks[-1]), *(point.speed_up for points in lines.values() for point in points)])
-    first = 0 if len(ranks) == 1 else ranks[0]  # a single number of ranks is at the right edge
-
-    def x(count: float) -> str:
-        return f"{_LEFT + 10 + (count - first) / (ranks[-1] - first) * (right - _LEFT - 20):.1f}"
-
-    def y(value: float) -> str:
-        return f"{bottom - value / top * (bottom - _TOP):.1f}"
-
-    colors = {mode: number % _LINE_COLORS for number, mode in enumerate(lines)}
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 1000) if top / step <= 6)
-    across = "".join(
-        f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{tick}</text>'
-        for tick in range(0, int(top) + 1, step)
-    )
-    along = "".join(
-        f'<path class="tick" d="M{x(count)} {bottom}v4"/>'
-        f'<text x="{x(count)}" y="{bottom + 16}" text-anchor="middle">{count}</text>'
-        for count in ranks
-    )
-    ideal = f'<path class="ideal" d="M{x(ranks[0])} {y(ranks[0])}L{x(ranks[-1])} {y(ranks[-1])}"/>'
-    plots = "".join(
-        f'<g class="line l{colors[mode]}">'
-        f'<path d="M{"L".join(f"{x(point.case.ranks)} {y(point.speed_up)}" for point in points)}"/>'
-        + "".join(
-            f'<circle cx="{x(point.case.ranks)}" cy="{y(point.speed_up)}" r="3.5"><title>{mode}, '
-            f"{point.case.ranks} ranks: {point.speed_up:.2f}, efficiency {point.efficiency:.0%}</title>"
-            "</circle>"
-            for point in points
+    curves = [
+        Line(
+            mode,
+            [(point.case.ranks, point.speed_up) for point in points],
+            [
+                f"{point.case.ranks} ranks: {point.speed_up:.2f}, efficiency {point.efficiency:.0%}"
+                for point in points
+            ],
         )
-        + "</g>"
         for mode, points in lines.items()
-    )
-    key = "".join(f'<span><b class="l{colors[mode]}"></b>{mode}</span>' for mode in lines)
-    return (
-        f'<figure class="card"><figcaption>{title}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">'
-        f'{across}<path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{ideal}{plots}'
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">ranks</text>'
-        f'<text transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">speed-up'
-        f'</text></svg><p class="key">{key}<span>dashed: ideal</span></p></figure>'
-    )
+    ]
+    ranks = sorted({point.case.ranks for points in lines.values() for point in points})
+    return line_chart(title, curves, ("ranks", "speed-up"), ranks, ideal=True)
 
 
 def _bars(kind: Kind, scaling: Scaling) -> str:

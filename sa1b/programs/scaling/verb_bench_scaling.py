@@ -16,10 +16,10 @@ from typing import Annotated, Literal, TypeVar, get_args
 import tyro
 from tyro.conf import Positional
 
-from sa1b.arguments import Range
+from sa1b.arguments import Range, numbers_of
 from sa1b.console import loading
 from sa1b.errors import UsageError
-from sa1b.sources.path_arguments import takes_endpoint
+from sa1b.sources.path_arguments import check_report, takes_endpoint
 from sa1b.storage.atomic import write_whole
 
 TOUR = (120, "See and select", "how training scales", "sa1b bench scaling --ranks 1,2")
@@ -70,10 +70,7 @@ def main(
         report: Write a page with charts.
         json_output: Print the result as JSON, without progress.
     """
-    if report is not None and report.is_dir():
-        raise UsageError(f"--report {report}: is a folder; name a file, such as {report / 'scaling.html'}")
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UsageError(f"--report {report}: there is no folder {report.parent}; create it first")
+    check_report(report)
     with loading():
         from sa1b.engine.settings import Precision
         from sa1b.programs.scaling.cases import MODES, Machine, modes_for, series
@@ -82,7 +79,9 @@ def main(
         from sa1b.recipes.presets import SAM_PRESETS
         from sa1b.shards.dataset import Dataset, check_images
     machine = Machine.of_this_process(device)
-    counts = machine.ranks(None if ranks is None else _numbers("--ranks", ranks), threads)
+    counts = machine.ranks(
+        None if ranks is None else [int(one) for one in numbers_of("--ranks", ranks, int, 1)], threads
+    )
     found = series(
         counts,
         modes_for(counts) if modes is None else _words("--modes", modes, tuple(MODES)),
@@ -124,11 +123,3 @@ def _words(flag: str, text: str, known: tuple[T, ...]) -> tuple[T, ...]:
         if word not in known:
             raise UsageError(f"{flag} {word}: must be one of {', '.join(known)}")
     return tuple(word for word in known if word in given)
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    given = [word.strip() for word in text.split(",")]
-    for word in given:
-        if not word.isdecimal() or int(word) < 1:
-            raise UsageError(f"{flag} {word!r}: must be whole numbers of at least 1, separated by commas")
-    return tuple(sorted({int(word) for word in given}))
