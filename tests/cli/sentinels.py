@@ -99,6 +99,7 @@ COCO: Flags = {"--images": (PATH, None), "--md5": (PATH, None), "--rename": ("re
 FLAGS: dict[str, tuple[list[str], Flags]] = {
     "synthesize": (["--tars", "1", "--images-per-tar", "1", "--long-side", "64"], {"OUT": (PATH, "new")}),
     "plan": ([], {**SOURCES, "--out": (PATH, "out"), "--scratch": (PATH, None)}),
+    "plan order": (["--epochs", "1"], {"ROOT": (PATH, "out"), "--mix": (PATH, None), "--view": (NAME, None), "--report": (PATH, "new.html")}),
     "reshard": ([], {**SOURCES, "--out": (PATH, "out"), **WRITES, **COCO}),
     "reshard --replace": ([], {**SOURCES, "--out": (PATH, "out"), **WRITES, **COCO}),
     "reshard --task 0/2": ([], {**SOURCES, "--out": (PATH, "new"), **WRITES, **COCO}),

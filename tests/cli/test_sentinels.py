@@ -30,7 +30,7 @@ OTHER = {
     *("masks_where", "images_where", "subset", "held_out", "sort", "memory", "device", "address", "engine", "endpoint"),
     *("accept", "task", "only", "skip", "part", "image_ids", "preset", "ranks", "modes", "precisions", "gpu", "sql"),
     *("arguments", "partition", "account", "time", "setup", "sbatch", "split", "missing", "to", "segmentation"),
-    *("layout", "survey", "precision", "kind", "form"),
+    *("layout", "survey", "precision", "kind", "form", "block_size", "cache_gb"),
 }  # fmt: skip
 
 
