@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import sa1b
-from sa1b.programs.plan.order_plan import Limits, OrderCase, batch_figures, simulate
+from sa1b.programs.plan.order_plan import Limits, OrderCase
+from sa1b.programs.plan.order_reads import batch_figures, simulate
 from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.report import bar
 from sa1b.shards.commit import write_dataset

@@ -86,7 +86,8 @@ def main(
     caches = numbers_of("--cache-gb", cache_gb, float, 0)
     check_report(report)
     with loading():
-        from sa1b.programs.plan.order_plan import Limits, OrderCase, OrderPlan, batch_figures, simulate
+        from sa1b.programs.plan.order_plan import Limits, OrderCase, OrderPlan
+        from sa1b.programs.plan.order_reads import batch_figures, simulate
         from sa1b.programs.plan.order_streams import mixture, streams
     node = min(gpus, ranks)
     cores = CPUS_PER_GPU * node if cpus is None else cpus
