@@ -43,6 +43,7 @@ STORE = "what its caller names"
 REASONS = {
     "programs/annotate/images.py scan": PROCESS,
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
+    "recipes/conversion.py convert": TEMPORARY,
     "engine/checkpoint/bucket_checkpoints.py _make_free": CHECKPOINT,
     "engine/checkpoint/bucket_checkpoints.py _sweep": CHECKPOINT,
     "engine/checkpoint/bucket_checkpoints.py discard": COPY,

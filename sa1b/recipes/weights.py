@@ -1,5 +1,5 @@
-"""Weights of SAM: a model from a run or a file, conversion to one file with the published names, and the
-teacher of a distillation with the cache of its embeddings.
+"""Weights of SAM: a model from a run or a file, and the teacher of a distillation with the cache of its
+embeddings.
 """
 
 import contextlib
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,19 +26,9 @@ from sa1b.sam.distillation import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
-from sa1b.sam.published import (
-    FORMATS,
-    WeightsError,
-    config_of,
-    preset_of,
-    read_weights,
-    weights_digest,
-    write_weights,
-)
+from sa1b.sam.published import WeightsError, config_of, read_weights, weights_digest
 from sa1b.storage.protocols import protocol_of
 from sa1b.stream.tokenizer import open_tokenizer
-
-PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 
 
 def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tuple[str, dict[str, Tensor]]:
@@ -88,80 +78,6 @@ def _check_device(device: torch.device | str) -> None:
     if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
         gpus = f"only {counted(count, 'GPU')}" if count else "no GPU"
         raise UsageError(f"device {str(device)!r}: torch finds {gpus}; pass device='cpu'")
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The result of exporting weights."""
-
-    source: str  # the checkpoint or file that was read
-    target: str  # the file that was written
-    bytes: int  # its length
-    model: str | None  # name of the preset with these sizes
-    image_size: int  # of the model, pixels
-    parameters: int  # number of them
-
-    def document(self) -> dict[str, Any]:
-        return {**asdict(self), "snippet": self.snippet()}
-
-    def table(self) -> str:
-        model = self.model or "of no preset's sizes"
-        return (
-            f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
-            f"Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
-        )
-
-    def snippet(self) -> str:
-        """Python code that loads the file with this package and, for published sizes, the original one."""
-        path = repr(self.target)
-        own = (
-            "Load it with this package:\n\n"
-            "    import sa1b\n\n"
-            f"    model = sa1b.load_model({path})\n"
-            "    # image: uint8 RGB [height, width, 3]; x, y: pixels of it\n"
-            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
-        )
-        if self.model not in PUBLISHED:
-            return f"{own}\nThe original package (segment_anything) has no model of these sizes."
-        if self.target.endswith(".pth"):
-            load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path})"
-        else:
-            load = (
-                "    from safetensors.torch import load_file\n\n"
-                f"    model = sam_model_registry[{self.model!r}]()\n"
-                f"    model.load_state_dict(load_file({path}))"
-            )
-        return (
-            f"{own}\nLoad it with the original package:\n\n"
-            f"    from segment_anything import sam_model_registry\n{load}"
-        )
-
-
-def convert(
-    source: str | PathLike[str], target: Path, *, overwrite: bool = False, scratch: Path | None = None
-) -> Converted:
-    """Write weights to one file; UsageError: it exists, or has an unknown ending. Else see `find_weights`."""
-    if target.suffix not in FORMATS or target.is_dir():
-        why = "must be a file that ends with .safetensors or .pth; tars become shards by `sa1b reshard`"
-        raise UsageError(f"--out {target}: {why}")
-    if target.exists() and not overwrite:
-        raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
-    where, found = find_weights(source, scratch)
-    if is_grounding(found):
-        raise UsageError(
-            f"{where}: a grounding model, which needs the settings of its run; load the run with "
-            "sa1b.load_grounding, or pass it as --init"
-        )
-    write_weights(target, found)
-    config = config_of(found)
-    return Converted(
-        source=where,
-        target=str(target),
-        bytes=target.stat().st_size,
-        model=preset_of(config),
-        image_size=config.image_size,
-        parameters=sum(tensor.numel() for tensor in found.values()),
-    )
 
 
 @check_arguments

@@ -122,6 +122,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "doctor": (["--only", "space", "--only", "dataset"], {"ROOT": (PATH, "out"), "--out": (PATH, None)}),
     "convert": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new.safetensors"), "--scratch": (PATH, None)}),
     "convert --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "run/w.pth"), "--scratch": (PATH, None)}),
+    "convert --to safetensors --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new"), "--scratch": (PATH, None)}),
     "replay": (["--step", "1"], {"RUN": (PATH, "run"), "--out": (PATH, "new")}),
     "replay --worst 1": ([], {"RUN": (PATH, "run"), "--out-view": (PATH, "new.json")}),
     "seen": ([], {"RUN": (PATH, "run"), "--out": (PATH, "new.parquet")}),

@@ -1,5 +1,7 @@
 import json
+import re
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -9,8 +11,10 @@ from torch.optim import AdamW
 import sa1b
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.errors import CheckpointError, Sa1bError
-from sa1b.recipes.weights import convert, find_weights
+from sa1b.errors import CheckpointError, Sa1bError, UsageError
+from sa1b.recipes import conversion
+from sa1b.recipes.conversion import convert
+from sa1b.recipes.weights import find_weights
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
@@ -102,6 +106,86 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
             convert(source, target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "empty.pth", "text.pth"]
     assert text.read_text() == "not weights"
+
+
+def test_a_folder_has_a_model_card_and_is_replaced_only_if_the_command_wrote_it(trained, tmp_path):
+    folder, weights = trained
+    done = run(folder, "--to", "safetensors", "--out", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["README.md", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+    assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[20])
+    found = {}
+    exec(snippets(done.stdout)[0], found)
+    assert_equal(found["model"].state_dict(), weights[20])
+    with pytest.raises(UsageError, match="new: exists; pass --overwrite to replace its files"):
+        convert(folder, tmp_path / "new", to="safetensors")
+    convert(folder / "checkpoints" / "step-00000010", tmp_path / "new", to="safetensors", overwrite=True)
+    assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[10])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "README.md").write_text("of a user")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="own: has files of others; name a new folder for --to onnx"):
+            convert(folder, tmp_path / "own", to="onnx", overwrite=overwrite)
+    with pytest.raises(UsageError, match="README.md: is a file; name a folder for --to onnx"):
+        convert(folder, tmp_path / "own" / "README.md", to="onnx")
+    assert (tmp_path / "own" / "README.md").read_text() == "of a user"
+
+
+def test_a_form_without_such_a_model_or_without_its_packages_is_refused(trained, tmp_path, monkeypatch):
+    folder, _ = trained
+    with pytest.raises(UsageError, match="has no model of these sizes, only vit_b, vit_l, vit_h; pass --to"):
+        convert(folder, tmp_path / "new", to="segment-anything")
+    write_weights(tmp_path / "pixels.pth", Sam(replace(SMALL, pixel_features=8)).state_dict())
+    with pytest.raises(UsageError, match="has no pixel features, and this model has 8"):
+        convert(tmp_path / "pixels.pth", tmp_path / "new", to="transformers")
+    monkeypatch.setattr(conversion, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=re.escape("missing: onnx, onnxscript; pip install 'sa1b[onnx]'")):
+        convert(folder, tmp_path / "new", to="onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["pixels.pth"]
+
+
+def test_the_card_has_settings_data_and_scores_of_the_checkpoint(trained, tmp_path):
+    folder, _ = trained
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    settings = {
+        "preset": "tiny", "out": "/home/user/run", "optim": {"lr": 0.25}, "evaluation": {"view": "held-out"},
+        "data": {"root": "/home/user/shards", "view": "train", "masks": 7},
+    }  # fmt: skip
+    receipt = {
+        "sources": {"/home/user/shards": {"root": "/home/user/shards", "view": "train"}},
+        "stream": {"ids_sha256": "1234abcd", "position": 0},
+    }
+    (copy / "config.json").write_text(json.dumps(settings))
+    lines = [
+        {"run": {"step": 0, "data": receipt}},
+        {"step": 10, "evaluation": {"miou_1_click": 0.75}},
+        {"step": 20, "evaluation": {"miou_1_click": 0.875}},
+    ]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for source, score, other in (
+        (copy, "0.875", "0.75"),
+        (copy / "checkpoints/step-00000010", "0.75", "0.875"),
+    ):
+        convert(source, tmp_path / score, to="safetensors")
+        card = (tmp_path / score / "README.md").read_text()
+        assert f"| miou_1_click | {score} |" in card
+        assert other not in card
+        for part in (
+            "held-out view `held-out`",
+            '"lr": 0.25',
+            '"masks": 7',
+            "`1234abcd`",
+            "SA-1B Dataset Research",
+        ):
+            assert part in card
+        assert "/home/user" not in card
+    convert(tmp_path / "0.75" / "model.safetensors", tmp_path / "of-file", to="safetensors")
+    assert (
+        "Unknown: converted from the file `model.safetensors`"
+        in (tmp_path / "of-file" / "README.md").read_text()
+    )
 
 
 def snippets(printed):

@@ -225,7 +225,7 @@ def _limit(number: int) -> str:
     return "unlimited" if number == resource.RLIM_INFINITY else str(number)
 
 
-OPTIONAL = ("gcs", "azure", "text", "ray", "tensorboard", "kernels")  # extras for users
+OPTIONAL = ("gcs", "azure", "text", "ray", "tensorboard", "onnx", "kernels")  # extras for users
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?(?:>=([\d.]+))?.*?(?:extra == ['\"]([\w-]+)['\"])?$")
 
 

@@ -1,0 +1,207 @@
+"""Conversion of weights: to one file, or to a folder in the form of another program."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sa1b.errors import UsageError
+from sa1b.grounding.model import is_grounding
+from sa1b.recipes.model_card import MARK, card
+from sa1b.recipes.verb_convert import Form
+from sa1b.recipes.weights import find_weights
+from sa1b.sam import onnx_files, transformers_folder
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.published import FORMATS, config_of, preset_of, weights_digest, write_weights
+from sa1b.storage.atomic import commit, flush, temporary_path
+
+PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
+_README = "README.md"
+_FILE = {"segment-anything": "model.pth", "safetensors": "model.safetensors"}
+_PROMPTS = 100  # on which ONNX files are compared with torch
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The result of a conversion of weights."""
+
+    source: str  # the checkpoint or file that was read
+    target: str  # the file or folder that was written
+    bytes: int  # its length, or that of its files
+    model: str | None  # name of the preset with these sizes
+    image_size: int  # of the model, pixels
+    parameters: int  # number of them
+    to: Form | None  # None: one file, without a model card
+    compared: str | None  # with ONNX: how onnxruntime compares with torch
+
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "snippet": self.snippet()}
+
+    def table(self) -> str:
+        model = self.model or "of no preset's sizes"
+        compared = f"  {self.compared}\n" if self.compared else ""
+        return (
+            f"{self.source}\n  model {model}, {self.image_size} pixels, {self.parameters:,} parameters\n"
+            f"{compared}Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
+        )
+
+    def snippet(self, folder: str | None = None) -> str:
+        """Python code that loads the result with each program that can; `folder`: in which it is by then."""
+        path, pth = folder or self.target, self.target.endswith(".pth")
+        if self.to == "transformers":
+            return (
+                "Load it with transformers:\n\n    from transformers import SamModel\n\n"
+                f"    model = SamModel.from_pretrained({path!r})\n"
+            )
+        if self.to == "onnx":
+            return (
+                "Load it with onnxruntime:\n\n    import onnxruntime\n\n"
+                f"    encoder = onnxruntime.InferenceSession({f'{path}/{onnx_files.ENCODER}'!r})\n"
+                f"    decoder = onnxruntime.InferenceSession({f'{path}/{onnx_files.DECODER}'!r})\n"
+            )
+        if self.to is not None:
+            path, pth = f"{path}/{_FILE[self.to]}", self.to == "segment-anything"
+        own = (
+            "Load it with this package:\n\n"
+            "    import sa1b\n\n"
+            f"    model = sa1b.load_model({path!r})\n"
+            "    # image: uint8 RGB [height, width, 3]; x, y: pixels of it\n"
+            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
+        )
+        if self.model not in PUBLISHED:
+            return f"{own}\nThe original package (segment_anything) has no model of these sizes."
+        if pth:
+            load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path!r})"
+        else:
+            load = (
+                "    from safetensors.torch import load_file\n\n"
+                f"    model = sam_model_registry[{self.model!r}]()\n"
+                f"    model.load_state_dict(load_file({path!r}))"
+            )
+        return (
+            f"{own}\nLoad it with the original package:\n\n"
+            f"    from segment_anything import sam_model_registry\n{load}"
+        )
+
+
+def convert(
+    source: str | PathLike[str],
+    target: Path,
+    *,
+    to: Form | None = None,
+    overwrite: bool = False,
+    scratch: Path | None = None,
+) -> Converted:
+    """Write weights to one file, or to a folder with README.md in the form `to`; else see `find_weights`.
+
+    UsageError: the target exists, or a file has an unknown ending; or the form has no model of these sizes,
+    or needs a package that is missing.
+    """
+    _check_target(target, to, overwrite)
+    where, found = find_weights(source, scratch)
+    if is_grounding(found):
+        raise UsageError(
+            f"{where}: a grounding model, which needs the settings of its run; load the run with "
+            "sa1b.load_grounding, or pass it as --init"
+        )
+    config = config_of(found)
+    done = Converted(
+        source=where,
+        target=str(target),
+        bytes=0,
+        model=preset_of(config),
+        image_size=config.image_size,
+        parameters=sum(tensor.numel() for tensor in found.values()),
+        to=to,
+        compared=None,
+    )
+    if to is None:
+        write_weights(target, found)
+        return replace(done, bytes=target.stat().st_size)
+    _check_form(to, config, done)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = temporary_path(target)
+    folder.mkdir()
+    try:
+        done = replace(done, compared=_write(folder, to, found, config))
+        (folder / _README).write_text(card(where, _facts(done, found), done.snippet(".")))
+        paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
+        done = replace(done, bytes=sum(path.stat().st_size for path in paths))
+        for path in paths:
+            flush(path)
+            commit(path, target / path.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
+
+
+def _check_target(target: Path, to: Form | None, overwrite: bool) -> None:
+    if to is None:
+        if target.suffix not in FORMATS or target.is_dir():
+            raise UsageError(
+                f"--out {target}: must be a file that ends with .safetensors or .pth; tars become shards by "
+                "`sa1b reshard`"
+            )
+        if target.exists() and not overwrite:
+            raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
+        return
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"--out {target}: is a file; name a folder for --to {to}")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    readme = target / _README
+    if not readme.exists() or MARK not in readme.read_text(errors="replace"):
+        raise UsageError(f"--out {target}: has files of others; name a new folder for --to {to}")
+    if not overwrite:
+        raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
+
+
+def _check_form(to: Form, config: ModelConfig, done: Converted) -> None:
+    if to == "segment-anything" and done.model not in PUBLISHED:
+        why = f"has no model of these sizes, only {', '.join(PUBLISHED)}"
+    elif to == "transformers" and config.pixel_features:
+        why = f"has no pixel features, and this model has {config.pixel_features} (--model.pixel-features)"
+    else:
+        return
+    raise UsageError(f"{done.source}: --to {to}: that package {why}; pass --to safetensors or onnx")
+
+
+def _write(folder: Path, to: Form, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
+    """Write the files of a form except README.md; return how ONNX compares with torch."""
+    if to in _FILE:
+        write_weights(folder / _FILE[to], weights)
+        return None
+    if to == "transformers":
+        transformers_folder.write_folder(folder, weights, config)
+        return None
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise UsageError(
+            f"--to onnx: missing: {', '.join(missing)}; pip install 'sa1b[onnx]', or pass another form"
+        )
+    model = Sam(config).eval()
+    model.load_state_dict(dict(weights))
+    onnx_files.write_onnx(folder, model)
+    form = f"opset {onnx_files.OPSET}, any number of points"
+    if find_spec("onnxruntime") is None:
+        return f"{form}; not compared with torch, because onnxruntime is not installed"
+    largest, differing = onnx_files.largest_difference(folder, model, _PROMPTS)
+    return (
+        f"{form}; on {_PROMPTS} random prompts, logits of onnxruntime and torch differ by at most "
+        f"{largest:.2g}, masks in {differing:.2g} of their pixels"
+    )
+
+
+def _facts(done: Converted, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """The table of a model card."""
+    facts = {
+        "model": done.model or "own sizes",
+        "image size": f"{done.image_size} pixels",
+        "parameters": f"{done.parameters:,}",
+        "sha256 of names and values": weights_digest(weights),
+    }
+    return facts | ({"ONNX": done.compared} if done.compared else {})
