@@ -13,7 +13,6 @@ from torch import Tensor
 from sa1b.errors import UsageError
 from sa1b.grounding.model import is_grounding
 from sa1b.recipes.model_card import MARK, card
-from sa1b.recipes.verb_convert import Form
 from sa1b.recipes.weights import find_weights
 from sa1b.sam import onnx_files, transformers_folder
 from sa1b.sam.model import ModelConfig, Sam
@@ -36,7 +35,7 @@ class Converted:
     model: str | None  # name of the preset with these sizes
     image_size: int  # of the model, pixels
     parameters: int  # number of them
-    to: Form | None  # None: one file, without a model card
+    to: str | None  # None: one file, without a model card
     compared: str | None  # with ONNX: how onnxruntime compares with torch
 
     def document(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def convert(
     source: str | PathLike[str],
     target: Path,
     *,
-    to: Form | None = None,
+    to: str | None = None,
     overwrite: bool = False,
     scratch: Path | None = None,
 ) -> Converted:
@@ -140,7 +139,7 @@ def convert(
     return done
 
 
-def _check_target(target: Path, to: Form | None, overwrite: bool) -> None:
+def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
     if to is None:
         if target.suffix not in FORMATS or target.is_dir():
             raise UsageError(
@@ -161,7 +160,7 @@ def _check_target(target: Path, to: Form | None, overwrite: bool) -> None:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
 
 
-def _check_form(to: Form, config: ModelConfig, done: Converted) -> None:
+def _check_form(to: str, config: ModelConfig, done: Converted) -> None:
     if to == "segment-anything" and done.model not in PUBLISHED:
         why = f"has no model of these sizes, only {', '.join(PUBLISHED)}"
     elif to == "transformers" and config.pixel_features:
@@ -171,7 +170,7 @@ def _check_form(to: Form, config: ModelConfig, done: Converted) -> None:
     raise UsageError(f"{done.source}: --to {to}: that package {why}; pass --to safetensors or onnx")
 
 
-def _write(folder: Path, to: Form, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
+def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
     """Write the files of a form except README.md; return how ONNX compares with torch."""
     if to in _FILE:
         write_weights(folder / _FILE[to], weights)
