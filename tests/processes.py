@@ -152,9 +152,11 @@ class Process:
                 self.returncode = NUMBER.unpack(data)[0]
             return self.returncode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int, *, session: bool = False) -> None:
+        """Send a signal to the command, or to all processes of the session that it leads; after its end to none."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since
+                (os.killpg if session else os.kill)(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -199,8 +199,7 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
             assert time.monotonic() < deadline
             time.sleep(0.005)
         time.sleep(0.05 + 1.5 * number / kills)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL, session=True)
         process.communicate(timeout=60)
     done = run(tars, *flags)
     assert done.returncode == 0, done.stderr + done.stdout

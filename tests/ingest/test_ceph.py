@@ -87,8 +87,7 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
     for number in range(kills):
         process = start(tars, ceph_bucket, "--workers", 2)
         time.sleep(0.5 + 3.5 * number / kills)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL, session=True)
         process.communicate(timeout=60)
     assert ended(start(tars, ceph_bucket))["complete"]
     assert contents(ceph_bucket) == alone

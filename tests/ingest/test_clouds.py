@@ -64,8 +64,7 @@ def test_a_command_that_is_killed_at_any_time_is_resumed(
     for number in range(kills):
         process = start(*arguments, "--workers", 2)
         time.sleep(0.5 + 3.5 * number / kills)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL, session=True)
         process.communicate(timeout=60)
     ended(start(*arguments))
     assert contents(cloud_bucket) == alone

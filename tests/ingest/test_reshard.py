@@ -140,9 +140,8 @@ def long_run(long_source: Path, tmp_path: Path) -> Iterator[tuple[processes.Proc
         assert process.poll() is None
         time.sleep(0.002)
     yield process, long_source, tmp_path / "root"
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.send_signal(signal.SIGKILL, session=True)
+    process.wait()
 
 
 def test_a_killed_worker_is_replaced_and_the_result_is_the_same(

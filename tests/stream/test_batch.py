@@ -1,6 +1,5 @@
 """A worker process that cannot send its batches: the error is raised in the training process, nothing hangs."""
 
-import os
 import resource
 import signal
 from pathlib import Path
@@ -46,8 +45,7 @@ def test_a_temporary_folder_too_long_for_a_socket_is_an_error_of_the_training_pr
     try:
         _, errors = process.communicate(timeout=300)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL, session=True)
     assert process.returncode == 1
     message = errors.decode().splitlines()[-1]
     assert "TransportError" in message
