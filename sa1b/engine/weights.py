@@ -28,17 +28,22 @@ _LOG = logging.getLogger(__name__)
 
 
 def find_weights(
-    source: str | PathLike[str], read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None = None
+    source: str | PathLike[str],
+    read_file: Callable[[Path], dict[str, Tensor]],
+    scratch: Path | None = None,
+    *,
+    mean: bool = True,
 ) -> tuple[str, dict[str, Tensor]]:
     """Initial weights for a run, by published names, float32, on the CPU; and their path or URL.
 
     `source` is a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file,
     which `read_file` reads; or the URL of one of these, which is copied to a temporary folder in `scratch`.
+    `mean`: read the running mean of the weights (--optim.ema), if the run has one.
     CheckpointError: the checkpoint is damaged, or the folder has none. Sa1bError or OSError: the file is
     damaged or of another model, or cannot be read.
     """
     if protocol_of(str(source)):
-        return _fetched_weights(str(source).rstrip("/"), read_file, scratch)
+        return _fetched_weights(str(source).rstrip("/"), read_file, scratch, mean=mean)
     source = Path(source)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; pass {KINDS}")
@@ -58,11 +63,11 @@ def find_weights(
         raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
         found = checkpoint_files.read(source)
-    return str(found.folder), tensors.read_weights(found.folder, found.metadata)
+    return str(found.folder), tensors.read_weights(found.folder, found.metadata, mean=mean)
 
 
 def _fetched_weights(
-    url: str, read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None
+    url: str, read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None, *, mean: bool
 ) -> tuple[str, dict[str, Tensor]]:
     parent, _, last = url.rpartition("/")
     if last.endswith(FILES):
@@ -92,8 +97,28 @@ def _fetched_weights(
                 _LOG.warning("skipping checkpoint %s: %s", checkpoint_files.folder_name(number), error)
                 continue
             where = store.url(f"checkpoints/{checkpoint_files.folder_name(number)}")
-            return where, tensors.read_weights(found.folder, found.metadata)
+            return where, tensors.read_weights(found.folder, found.metadata, mean=mean)
     raise checkpoint_files.none_good(url, refused)
+
+
+def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
+    """The checkpoint of a run whose number of steps is nearest to `step`, the earlier one of two, and its
+    step; `source` is the folder or URL of the run. Any other source is returned as it is, with its step if it
+    is a checkpoint.
+    """
+    source = source.rstrip("/")
+    own = step_of(source.rpartition("/")[2])
+    if own is not None or source.endswith(FILES):
+        return source, own
+    there = (
+        bucket_checkpoints.committed(open_store(source))
+        if protocol_of(source)
+        else steps(Path(source, "checkpoints"))
+    )
+    if not there:
+        return source, None
+    nearest = min(there, key=lambda one: (abs(one - step), one))
+    return f"{source}/checkpoints/{folder_name(nearest)}", nearest
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:

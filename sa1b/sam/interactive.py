@@ -22,7 +22,7 @@ from sa1b.sam import clicks
 from sa1b.sam.clicks import kept_branches
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, pick, scene_of
+from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, first_prompts, pick, scene_of
 from sa1b.sam.model import Sam
 from sa1b.sam.recipe import Recipe, is_frozen, step_flops
 from sa1b.sam.targets import Samples, Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
@@ -48,7 +48,13 @@ class Interactive(nn.Module):
       `recipe.feedback_gradient` is set. (The paper does not specify this; SAM 2's code does not detach them.)
     - In an iteration without a new prompt, an empty token replaces the click.
     - Predictions outside the image count in focal and dice loss, but not in IoU, clicks or scores.
+
+    With `traced`, a training pass without gradient also returns its prompts, as `Sam.decode` gets them in
+    the last iteration, "points" float32 [M, P, 2] and "labels" int64 [M, P]; and of each mask "losses",
+    float32 [M], and its IoU after each iteration, "ious" float32 [M, I].
     """
+
+    traced = False
 
     def __init__(self, model: Sam, recipe: Recipe) -> None:
         super().__init__()
@@ -239,12 +245,7 @@ class Interactive(nn.Module):
         """The sums of `forward`, from embeddings; `early` gets the loss of each iteration."""
         recipe, keys = self.recipe, targets.keys
         scene = scene_of(embeddings, image_size, targets)
-        limit = recipe.box_noise_limit * image_size / 1024
-        sizes = targets.sizes[targets.image]
-        boxes = clicks.noised_boxes(
-            targets.boxes, keys, sizes, recipe.box_noise, limit, uniform=recipe.box_noise_kind == "uniform"
-        )
-        points, labels = clicks.first_prompts(targets.points, boxes, keys, recipe.box_probability)
+        points, labels = first_prompts(recipe, targets, image_size)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
         recompute = torch.is_grad_enabled() and early is None
@@ -265,18 +266,19 @@ class Interactive(nn.Module):
             losses.append(loss if early is None else early.add(loss))
             parts.append(sums.detach())
             of_masks = of_masks + share * self._weighted(weighted.detach())
-            iou = (targets.weights * outcome.iou).detach()
-            ious.append(iou.sum())
+            ious.append((targets.weights * outcome.iou).detach())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
-        return {
+        of_image = torch.stack((of_masks, ious[-1], targets.weights))
+        trace = {"points": points, "labels": labels, "ious": torch.stack(ious, dim=1), "losses": of_masks}
+        return (trace if self.traced else {}) | {
             "loss": torch.stack(losses).sum(),
             "focal": focal,
             "dice": dice,
             "iou_loss": quality,
-            "iou_first": ious[0],
-            "iou_last": ious[-1],
+            "iou_first": ious[0].sum(),
+            "iou_last": ious[-1].sum(),
             "count": targets.weights.sum(),
-            "of_images": by_image(torch.stack((of_masks, iou, targets.weights)), targets),
+            "of_images": by_image(of_image, targets),
         }
 
     def _weighted(self, parts: Tensor) -> Tensor:

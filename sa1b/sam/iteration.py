@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.masks.raster_torch import inside_image
+from sa1b.sam import clicks
 from sa1b.sam.clicks import TOP_LEFT
 from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
@@ -158,6 +159,14 @@ class Iteration:
             mask=pick(masks, chosen),
             feedback=following if recipe.feedback_gradient else following.detach(),
         )
+
+
+def first_prompts(recipe: Recipe, targets: Targets, image_size: int) -> tuple[Tensor, Tensor]:
+    """The prompts of the first iteration, which depend on no prediction; see `clicks.first_prompts`."""
+    limit, sizes = recipe.box_noise_limit * image_size / 1024, targets.sizes[targets.image]
+    uniform = recipe.box_noise_kind == "uniform"
+    boxes = clicks.noised_boxes(targets.boxes, targets.keys, sizes, recipe.box_noise, limit, uniform=uniform)
+    return clicks.first_prompts(targets.points, boxes, targets.keys, recipe.box_probability)
 
 
 def scene_of(embeddings: Tensor, image_size: int, targets: Targets) -> Scene:

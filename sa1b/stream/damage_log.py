@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +34,9 @@ class DamageLog:
     warnings of the logger `sa1b`. They are counted in the process that found them, and not in other worker
     processes.
     """
+
+    # Of a training run: the command that shows the step of a position, which lines and warning name.
+    replay: Callable[[int], str] | None = None
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path = path
@@ -76,6 +80,7 @@ class DamageLog:
             "position": position,
             "reason": reason[:1000],
             **({} if source is None else {"source": source}),
+            **({} if self.replay is None else {"replay": self.replay(position)}),
         }
         with self._lock:
             own = source, image_id
@@ -114,6 +119,7 @@ class DamageLog:
             _LOG.warning(
                 f"sa1b: a damaged sample is left out (rank {self.rank}, shard {line['shard']}, image "
                 f"{line['image_id']}); all damaged samples are listed in {self.path}"
+                + (f"; `{line['replay']}` shows its step" if "replay" in line else "")
             )
 
     def _append(self, line: dict[str, object]) -> None:

@@ -108,6 +108,26 @@ class Order:
                 out[chosen] = part
         return out.reshape(positions.shape)
 
+    def position_of(self, row: int, epoch: int) -> int:
+        """The position of a row in an epoch, counted over all epochs: the inverse of `rows`."""
+        keys, sizes = _epoch(self, epoch)
+        count, block, head, units, tall, wide, shift = map(int, sizes)
+        place = (row - shift) % count
+        if head <= place < head + units * block:
+            unit, within = divmod(place - head, block)
+            while True:
+                left, right = divmod(unit, wide)
+                for turn in reversed(range(ROUNDS)):
+                    if turn % 2:
+                        right = (right - order_kernels.scattered(left, int(keys[turn]), wide)) % wide
+                    else:
+                        left = (left - order_kernels.scattered(right, int(keys[turn]), tall)) % tall
+                unit = left * wide + right
+                if unit < units:
+                    break
+            place = head + unit * block + within
+        return epoch * count + place
+
     def locate(self, positions: npt.NDArray[np.int64]) -> Located:
         """The positions as they are: this order has one source."""
         return np.zeros(len(positions), np.int64), positions, np.ones(len(positions), np.bool_)

@@ -123,7 +123,7 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "convert": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new.safetensors"), "--scratch": (PATH, None)}),
     "convert --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "run/w.pth"), "--scratch": (PATH, None)}),
     "convert --to safetensors --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new"), "--scratch": (PATH, None)}),
-    "replay": (["--step", "1"], {"RUN": (PATH, "run"), "--out": (PATH, "new")}),
+    "replay": (["--step", "1"], {"RUN": (PATH, "run"), "--out": (PATH, "new"), "--weights": (PATH, None)}),
     "replay --worst 1": ([], {"RUN": (PATH, "run"), "--out-view": (PATH, "new.json")}),
     "seen": ([], {"RUN": (PATH, "run"), "--out": (PATH, "new.parquet")}),
     "annotate": (["--points-per-side", "2"], {"IMAGES": (PATH, "export"), "--weights": (PATH, "run"), "--out": (PATH, "new"), "--shards": (PATH, None), "--name": (NAME, None), "--on": (NAME, None), "--view": (NAME, None)}),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sa1b.console import command
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.metrics import LoggingConfig, Metrics
 from sa1b.engine.watch.stragglers import Window
@@ -43,7 +44,7 @@ def test_a_window_has_two_lines_and_an_incident_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = metrics_of(tmp_path)
-    window = Window(["a", "b"], 3, metrics, SETTINGS, separable=True)
+    window = Window(["a", "b"], 3, metrics, SETTINGS, run="run", separable=True)
     for step in range(11):
         window.add(step, numbers(step, slow=2.0, data=0.3), asked=False)
     metrics.close()
@@ -59,7 +60,7 @@ def test_a_window_has_two_lines_and_an_incident_one_message(
     assert messages == [
         "data wait 13 % on rank 1: decode limits; give each rank more than 1 processor",
         "rank 1 on b is 4.44 times slower than the other ranks, which wait for it: compute takes 2.000 s a step, "
-        "0.500 s on the others",
+        f"0.500 s on the others; images of this step: {command('replay')} run --step 7 --out PAGE",
     ]
 
 
@@ -67,7 +68,7 @@ def test_a_table_on_request_does_not_end_the_window(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = metrics_of(tmp_path)
-    window = Window(["a", "b"], 3, metrics, SETTINGS, separable=True)
+    window = Window(["a", "b"], 3, metrics, SETTINGS, run="run", separable=True)
     for step in range(5):
         window.add(step, numbers(step), asked=step in (1, 3))
     metrics.close()
@@ -79,6 +80,8 @@ def test_a_table_on_request_does_not_end_the_window(
     text = capsys.readouterr().out
     assert "times of the ranks: no complete step yet" in text
     assert "times of the ranks in the last 2 steps" in text
+    assert text.count("images of this step") == 1
+    assert f"images of this step: {command('replay')} run --step 3 --out PAGE" in text
 
 
 def test_lines_of_windows_after_the_checkpoint_are_removed_on_resume(tmp_path: Path) -> None:

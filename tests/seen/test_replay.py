@@ -12,7 +12,8 @@ from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.programs.seen.history import read_metrics, spans
-from sa1b.programs.seen.verb_replay import digest, rebuilt
+from sa1b.programs.seen.prompts import Prompts
+from sa1b.programs.seen.replayed import digest, rebuilt
 from tests.cli.verb import runner
 from tests.train.command import add_views, make_root
 
@@ -80,7 +81,7 @@ def test_each_step_is_rebuilt_to_the_bit(
     assert [(one.first, one.stop) for one in found] == [(0, 4), (4, 9), (9, 12)]
     for span in found:
         for step in range(span.first + 1, span.stop + 1):
-            samples, _ = rebuilt(span, step, draw=False)
+            samples = rebuilt(str(run), span, step, Prompts(span, step, None)).samples
             assert {one["position"]: one["sha256"] for one in samples} == expected[step]
     assert any(one["mirrored"] for one in samples) == (own.get("flip", 0) > 0)
 
@@ -100,7 +101,7 @@ def test_the_command_prints_and_draws_a_step_and_names_what_has_changed(
     assert f"{run}, step 8: 5 images" in done.stdout
     assert len([*page.glob("*.png")]) == 5
     assert Image.open(page / f"{min(expected[8])}.png").size[0] == 48
-    assert (page / "index.html").read_text().count("<figure>") == 5
+    assert (page / "index.html").read_text().count("<section>") == 5
     assert replay(run, "--step", 8, "--out", page).returncode == 2
     refused = replay(run, "--step", 13)
     assert (refused.returncode, "--step 13: the run has no such step" in refused.stderr) == (2, True)

@@ -7,13 +7,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
-from sa1b.programs.seen.history import seen_images, spans
+from sa1b.programs.seen.history import read_metrics, seen_images, spans, visits
+from sa1b.programs.seen.masks import seen_masks
+from sa1b.stream.order import Order
 from tests import processes
 from tests.processes import REPOSITORY
 from tests.train.command import add_views, make_root
@@ -33,6 +38,7 @@ def run_of(folder: Path, config: DataConfig, plan: list[tuple[int, int, int]]) -
     folder.mkdir()
     lines: list[dict[str, Any]] = []
     used: Counter[tuple[str, int]] = Counter()
+    masks: Counter[str] = Counter()
     states: dict[int, dict[str, Any]] = {}
     for first, stop, repeated in plan:
         feed = Feed(config, 32, RankInfo(0, 1, 0, CPU), folder, seed=1)
@@ -46,19 +52,37 @@ def run_of(folder: Path, config: DataConfig, plan: list[tuple[int, int, int]]) -
                 if step < stop - repeated:
                     names = batch.source or (str(config.root),) * len(batch)
                     used.update(zip(names, batch.ids.tolist(), strict=True))
+                    pairs = zip(batch.masks.image.tolist(), batch.mask_ids.tolist(), strict=True)
+                    masks.update(f"{names[i]} {batch.ids[i]} {mask}" for i, mask in pairs)
             lines.append({"step": step + 1})
         states[stop] = feed.state_dict()
         feed.close()
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "masks.json").write_text(json.dumps(masks))
     return used
 
 
 def counted(run: Path, before: int | None = None) -> Counter[tuple[str, int]]:
-    text = (run / "metrics.jsonl").read_text()
+    text = (run / "metrics.jsonl").read_bytes()
     found: Counter[tuple[str, int]] = Counter()
     for one in seen_images(spans(str(run), text, before)):
         found.update({(one.source, int(i)): int(n) for i, n in zip(one.ids, one.times, strict=True) if n})
     return found
+
+
+@given(
+    st.integers(1, 300),
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 8, 400]),
+    st.booleans(),
+    st.integers(0, 2**63 - 1),
+)
+def test_the_position_of_a_row_is_the_inverse_of_the_order(
+    count: int, epoch: int, block: int, endless: bool, seed: int
+) -> None:
+    order = Order(count, "digest", seed, block, endless)
+    positions = np.arange(epoch * count, (epoch + 1) * count)
+    assert [order.position_of(row, epoch) for row in order.rows(positions).tolist()] == positions.tolist()
 
 
 PLAN = [(0, 5, 2), (3, 4, 0), (4, 9, 0)]  # killed after 5 steps, with a checkpoint of step 3; stopped; ended
@@ -68,9 +92,12 @@ PLAN = [(0, 5, 2), (3, 4, 0), (4, 9, 0)]  # killed after 5 steps, with a checkpo
 def test_the_images_of_a_run_with_resumes_are_those_of_its_stream(
     roots: tuple[Path, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    config = DataConfig(root=str(roots[0]), **{"global_batch": 5, "masks": 2, **options})
+    config = DataConfig(
+        root=str(roots[0]), **{"global_batch": 5, "masks": 2, "strategy": "coverage", **options}
+    )
     used = run_of(tmp_path / "run", config, PLAN)
     assert counted(tmp_path / "run") == used
+    one_by_one(tmp_path / "run", used)
     assert sum(used.values()) == 9 * config.global_batch
     assert sum(counted(tmp_path / "run", 2).values()) == 2 * config.global_batch
 
@@ -81,11 +108,23 @@ def test_a_mixture_is_counted_by_source(roots: tuple[Path, Path], tmp_path: Path
         "schedule: [{from_step: 4, weights: {a: 1, b: 1}}]\n"
     )
     config = DataConfig(mix=str(tmp_path / "mix.yaml"), global_batch=4, masks=2)
-    assert counted_run(tmp_path / "run", config) == counted(tmp_path / "run")
+    used = run_of(tmp_path / "run", config, PLAN)
+    assert counted(tmp_path / "run") == used
+    one_by_one(tmp_path / "run", used)
 
 
-def counted_run(folder: Path, config: DataConfig) -> Counter[tuple[str, int]]:
-    return run_of(folder, config, PLAN)
+def one_by_one(run: Path, used: Counter[tuple[str, int]]) -> None:
+    """Each image alone has the same count, and its masks are those that the stream gave."""
+    found = spans(str(run), read_metrics(str(run)), None)
+    for image in range(100, 117):
+        there = visits(found, image)
+        times: Counter[tuple[str, int]] = Counter()
+        for _, source, positions in there:
+            times[source.name, image] += len(positions)
+        assert +times == Counter({key: count for key, count in used.items() if key[1] == image})
+    masks = seen_masks([(span, range(span.position, span.end)) for span in found]).to_pylist()
+    noted = json.loads((run / "masks.json").read_text())
+    assert {f"{one['source']} {one['image_id']} {one['mask_id']}": one["times"] for one in masks} == noted
 
 
 def seen(*words: object) -> subprocess.CompletedProcess[str]:
@@ -109,6 +148,15 @@ def test_the_command_answers_for_all_images_and_for_one(roots: tuple[Path, Path]
     assert (first["image_id"], first["times"]) == (image, 1)
     assert second == {"image_id": 7, "source": None, "times": 0}
     assert seen(run, "--image", image).stdout == f"image {image}: seen 1 time in {roots[0]}\n"
+    lines = seen(run, "--image", image, "--masks").stdout.splitlines()
+    noted = [
+        key.split()[2] for key in json.loads((run / "masks.json").read_text()) if key.split()[1] == str(image)
+    ]
+    assert sorted(lines[1:]) == sorted(f"  mask {mask}: seen 1 time".replace("seen ", "") for mask in noted)
+    assert seen(run, "--masks", "--out", tmp_path / "masks.parquet").returncode == 0
+    rows_of_masks = pq.read_table(tmp_path / "masks.parquet").to_pylist()
+    assert {one["image_id"] for one in rows_of_masks} == {one["image_id"] for one in rows}
+    assert "--masks: needs --image or --out" in seen(run, "--masks").stderr
     never = next(one for one in range(100, 116) if one not in {row["image_id"] for row in rows})
     assert seen(run, "--image", never).returncode == 1
     refused = seen(run, "--out", table)

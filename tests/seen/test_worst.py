@@ -50,7 +50,7 @@ def test_steps_that_are_not_finite_come_first(by: Any, expected: list[int]) -> N
     text = "".join(
         f'{{"step": {s}, "loss": {json.dumps(loss)}, "grad_norm": {json.dumps(n)}}}\n' for s, loss, n in lines
     )
-    found = worst_steps("run", text + '{"step": 9, "lo', 3, by)
+    found = worst_steps("run", (text + '{"step": 9, "lo').encode(), 3, by)
     assert [one.step for one in found.steps] == expected
     assert (found.of, found.steps[0].loss) == (8, None)
     assert "not finite" in found.table()

@@ -26,7 +26,8 @@ With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" 
 With "all", it happens on every rank. The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
-and how long it waits for others; with "pace", a step takes so many seconds longer. With "compile", torch.compile makes graphs but no code of them.
+and how long it waits for others; with "pace", a step takes so many seconds longer. With "digests", it also notes the
+digest of each sample of a step and the prompts of its masks. With "compile", torch.compile makes graphs but no code of them.
 """
 
 import contextlib
@@ -53,10 +54,13 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.ranks import agreement
 from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.run import TrainStep
 from sa1b.engine.watch import phase
 from sa1b.engine.watch.control import Control, Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
+from sa1b.programs.seen.prompts import prompts_of
+from sa1b.programs.seen.replayed import digest
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.protocol import Score
 from sa1b.shards.sample import PendingRead
@@ -101,6 +105,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         torch.compile = partial(torch.compile, backend="aot_eager")
     if "into" in mishap:
         _record(Path(mishap["into"]), rank, mishap.get("pace", 0.0))
+    if mishap.get("digests"):
+        _digest(Path(mishap["into"]), rank)
     if rank != mishap.get("rank", 0) and not mishap.get("all"):
         return
     if "at" in mishap:
@@ -362,6 +368,31 @@ def _record(folder: Path, rank: int, pace: float) -> None:
         return judge(self, step, *arguments)
 
     Health.is_good, train.set_timeout = is_good, noted
+
+
+def _digest(folder: Path, rank: int) -> None:
+    step_forward, run_forward = TrainStep.forward_backward, train.Run.forward_backward
+    sums: dict[str, torch.Tensor] = {}
+    Interactive.traced = True
+
+    def of_step(self: TrainStep, *arguments: Any) -> dict[str, torch.Tensor]:
+        found = step_forward(self, *arguments)
+        sums.clear()
+        sums.update(found)
+        return found
+
+    def of_run(self: train.Run, batch: Any, number: int = 0) -> dict[str, torch.Tensor]:
+        totals = run_forward(self, batch, number)
+        prompts = None if "points" not in sums else prompts_of(sums["points"], sums["labels"])
+        image = batch.masks.image.tolist()
+        with (folder / f"{rank}.digests").open("a", encoding="utf-8") as file:
+            for i in range(len(batch) if number else 0):  # 0: the warm-up
+                own = prompts and [one for one, owner in zip(prompts, image, strict=True) if owner == i]
+                noted = [self.step + 1, int(batch.positions[i]), digest(batch, i), own]
+                file.write(json.dumps(noted) + "\n")
+        return totals
+
+    TrainStep.forward_backward, train.Run.forward_backward = of_step, of_run
 
 
 if __name__ == "__main__":

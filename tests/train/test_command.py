@@ -273,12 +273,22 @@ def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path
         with (damaged / dataset.shards[int(dataset.table.shard[row])]).open("r+b") as file:
             file.seek(int(dataset.table.offset[row]) + 200)
             file.write(bytes(50))
-    ended = start(damaged, tmp_path / "run", model="reconstruction")
-    assert ended.codes == [0]
+    run = tmp_path / "run"
+    ended = start(damaged, run, "--optim.steps", "2", model="reconstruction")
+    again = start(damaged, run, "--optim.steps", "8", model="reconstruction")
+    assert ended.codes == again.codes == [0]
+    batch = starts(run)[0]["data"]["global_batch"]
     logged = [json.loads(line) for line in (tmp_path / "run" / "damaged.jsonl").read_text().splitlines()]
     assert {line["image_id"] for line in logged} == {int(dataset.table.image_id[row]) for row in (3, 4)}
-    (said,) = [line for line in ended.outputs[0].splitlines() if "damaged sample" in line]
+    of_starts = [
+        [line for line in one.outputs[0].splitlines() if "damaged sample" in line] for one in (ended, again)
+    ]
+    assert max(map(len, of_starts)) == 1
+    said = (of_starts[0] + of_starts[1])[0]
     assert f"rank 0, shard {logged[0]['shard']}, image {logged[0]['image_id']})" in said
+    for line in logged:  # also in steps after a resume
+        assert line["replay"].endswith(f"replay {run} --step {line['position'] // batch + 1} --out PAGE")
+    assert f"`{logged[0]['replay']}` shows its step" in said
 
 
 def test_one_line_a_step_with_finite_figures_and_shares_of_its_time(whole: Whole) -> None:

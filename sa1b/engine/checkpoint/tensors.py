@@ -132,9 +132,10 @@ def load(
         kept.load_state_dict(packed)
 
 
-def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
+def read_weights(folder: Path, metadata: Metadata, *, mean: bool = True) -> dict[str, Tensor]:
     """The weights of a checkpoint by their published names, on the CPU; not collective. If the run has a
-    running mean of the weights (--optim.ema), the mean is read. CheckpointError names an unreadable tensor.
+    running mean of the weights (--optim.ema), it is read, or with `mean` False the weights that are trained.
+    CheckpointError names an unreadable tensor.
     """
     single = Ranks(0, 1, None)
     entries = _entries(metadata)
@@ -142,8 +143,8 @@ def read_weights(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
     for name in entries:
         if name.startswith(MODEL):
             weight = name.removeprefix(MODEL)
-            mean = f"{OPTIMIZER}{weight}.ema"
-            sources[weight] = mean if mean in entries else name
+            averaged = f"{OPTIMIZER}{weight}.ema"
+            sources[weight] = averaged if mean and averaged in entries else name
     targets = {
         source: torch.empty(entries[source].size, dtype=entries[source].properties.dtype)
         for source in sources.values()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from warnings import catch_warnings, simplefilter
@@ -11,6 +12,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from sa1b.console import command
 from sa1b.engine.checkpoint import resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.remote_run import RemoteRun
@@ -136,6 +138,9 @@ class Run:
         )
         with phases.part("resume"):
             last = self._resume()
+        self.feed.stream.damage_log.replay = partial(
+            _replay, config.out, self.step, self.feed.state_dict()["position"], data.global_batch
+        )
         self.health = Health(config.health, config.folder, rank_info, self.control)
         if rank_info.rank == 0 and not self.ended:
             print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
@@ -158,6 +163,7 @@ class Run:
                 config.logging.window,
                 self.metrics,
                 LoaderSettings.of(self.feed.loader),
+                run=config.out,
                 separable=self.times.separable,
                 shares=shares,
                 divided=divided,
@@ -329,6 +335,11 @@ class Run:
         finally:
             self.checkpoints.close()
             self.control.close()
+
+
+def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
+    """The command that shows the step of a position, of a run with so many steps at the second position."""
+    return f"{command('replay')} {out} --step {step + (at - position) // batch + 1} --out PAGE"
 
 
 def fitted(config: Config, world_size: int) -> Config:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.console import command
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.phase import WORK
 from sa1b.stream.bottleneck import LoaderSettings, LoaderWindow
@@ -209,6 +210,7 @@ class Window:
         metrics: Metrics,
         loader: LoaderSettings,
         *,
+        run: str,
         separable: bool,
         shares: Sequence[int] | None = None,
         divided: bool = True,
@@ -216,6 +218,7 @@ class Window:
         self._stragglers = Stragglers(hosts, size, separable=separable, shares=shares, divided=divided)
         self._loader = LoaderWindow(loader)
         self._metrics = metrics
+        self._run = run
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
         before = self._stragglers.count
@@ -225,12 +228,16 @@ class Window:
         if (complete or asked) and self._stragglers.steps:
             self._metrics.window(step, "ranks", self._stragglers.document())
         if asked:
-            self._metrics.say(self._stragglers.table())
+            images = f"\nimages of this step: {self._replay(step)}" if self._stragglers.steps else ""
+            self._metrics.say(self._stragglers.table() + images)
         if not complete:
             return
         for slow in self._stragglers.judge():
-            self._metrics.say(slow.message())
+            self._metrics.say(f"{slow.message()}; images of this step: {self._replay(step)}")
         line, message = self._loader.end(ranks, self._stragglers.waits())
         self._metrics.window(step, "loader", line)
         if message is not None:
             self._metrics.say(message)
+
+    def _replay(self, step: int) -> str:
+        return f"{command('replay')} {self._run} --step {step} --out PAGE"

@@ -5,40 +5,58 @@ formula of that state, so that the images of every step follow; nothing is logge
 """
 
 import json
-import os
-import re
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sa1b.errors import UsageError
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.sample_table import SampleTable
 from sa1b.storage.errors import MissingError
 from sa1b.storage.open import open_store
-from sa1b.stream.dataset import Stream
-from sa1b.stream.mix import Mix
 from sa1b.stream.mixture import Mixture, Phase
 from sa1b.stream.order import Order
-from sa1b.stream.plan import ResumeError
+from sa1b.stream.plan import ResumeError, check_state
+from sa1b.views.view import View, view_of
 
 Int64 = npt.NDArray[np.int64]
+_NEWLINE = ord("\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Steps [first, stop) of one start of a run, its positions from `position` on, and its receipt."""
+    """Steps [first, stop) of one start of a run, its positions from `position` on, and its line `run`."""
 
     first: int
     stop: int
     position: int
-    receipt: dict[str, Any]
+    start: dict[str, Any]
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """What decides the data of the start, see `sa1b.engine.step.feed.Feed.receipt`."""
+        data: dict[str, Any] = self.start["data"]
+        return data
 
     @property
     def end(self) -> int:
         """The position after the last step."""
         return self.position + (self.stop - self.first) * int(self.receipt["global_batch"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One dataset of a run: its images and their order."""
+
+    name: str
+    root: str
+    view: View
+    table: SampleTable
+    order: Order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,21 +69,32 @@ class SeenImages:
     times: Int64
 
 
-def read_metrics(run: str) -> str:
+def read_metrics(run: str) -> bytes:
     """The metrics.jsonl of the run in a folder or at a URL. UsageError: there is none."""
     try:
-        return open_store(run).read("metrics.jsonl").decode()
+        return open_store(run).read("metrics.jsonl")
     except (MissingError, FileNotFoundError):
         raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
 
 
-def spans(run: str, text: str, before: int | None) -> list[Span]:
+def _documents(data: bytes, kind: bytes, *, last: bool = False) -> Iterator[Any]:
+    """The complete lines of a kind, in their order or, with `last`, from the end on."""
+    # Others are not parsed: a long run has many lines.
+    begin, at, find = b'{"%s": ' % kind, len(data) + 1 if last else 0, data.rfind if last else data.find
+    while (at := find(begin, *((0, at - 1) if last else (at,)))) >= 0:
+        end = data.find(b"\n", at)
+        line = data[at : end if end >= 0 else len(data)]
+        if (at == 0 or data[at - 1] == _NEWLINE) and line.endswith(b"}"):
+            yield json.loads(line)
+        at += 0 if last else 1
+
+
+def spans(run: str, data: bytes, before: int | None) -> list[Span]:
     """The starts of a run from its metrics.jsonl, up to step `before`. UsageError: they have no record of
     their data, or there is no such step.
     """
-    # Only the starts are parsed: a long run has many steps.
-    starts = [json.loads(line)["run"] for line in re.findall(r'^{"run": .*}$', text, re.MULTILINE)]
-    done = max(map(int, re.findall(r'^{"step": (\d+).*}$', text, re.MULTILINE)), default=0)
+    starts = [line["run"] for line in _documents(data, b"run")]
+    done = next((int(line["step"]) for line in _documents(data, b"step", last=True)), 0)
     if not starts or any("data" not in start for start in starts):
         raise UsageError(
             f"{run}/metrics.jsonl: has no record of its data, as runs of earlier versions; start such a run "
@@ -77,42 +106,97 @@ def spans(run: str, text: str, before: int | None) -> list[Span]:
     for start, following in zip(starts, [*starts[1:], {"step": last}], strict=True):
         stop = min(following["step"], last)
         if start["step"] < stop:
-            found.append(Span(start["step"], stop, start["data"]["stream"]["position"], start["data"]))
+            found.append(Span(start["step"], stop, start["data"]["stream"]["position"], start))
     return found
 
 
-def streams_of(span: Span) -> tuple[dict[str, Stream], Mixture | None]:
-    """The streams of a start of a run, for their images and order alone, and the order of a mixture.
-    UsageError: a dataset directory or view is no longer that of the run.
+def sources_of(span: Span) -> tuple[list[Source], Mixture | None]:
+    """The datasets of a start of a run, and the order of a mixture. UsageError: a dataset directory or view
+    is no longer that of the run.
     """
     state, sources = span.receipt["stream"], span.receipt["sources"]
     states = state.get("sources", dict.fromkeys(sources, state))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other options and stored bytes do not change the images
-        streams = {name: _opened(name, one, states[name]) for name, one in sources.items()}
+    opened = [
+        _opened(name, json.dumps(one), json.dumps({**states[name], "position": 0}))
+        for name, one in sources.items()
+    ]
     if "phases" not in state:
-        return streams, None
+        return opened, None
     phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
-    return streams, Mixture(tuple(len(stream.view) for stream in streams.values()), phases)
+    return opened, Mixture(tuple(len(one.view) for one in opened), phases)
+
+
+@lru_cache(maxsize=64)  # all starts of a run have the same datasets
+def _opened(name: str, source_json: str, state_json: str) -> Source:
+    source, state = json.loads(source_json), json.loads(state_json)
+    root, which = source["root"], source["view"]
+    dataset = Dataset(root, layers=[layer for layer, _ in state.get("layers", [])])
+    view, dataset = view_of(dataset, which)
+    if state["block_size"] > 1:
+        view = view.by_location(dataset.table)
+    own = {
+        **state,
+        "ids_sha256": view.ids_digest,
+        "masks_where": None if view.masks_where is None else view.masks_where.text,
+        "layers": [[layer.info.name, layer.info.digest] for layer in dataset.layers],
+    }
+    named = "all images of the directory" if which is None else f"the view {which!r}"
+    try:
+        check_state(own, state, named, root, grown=view.digest == dataset.table.ids_digest)
+    except ResumeError as error:
+        raise UsageError(f"{root}: {error}") from None
+    order = Order(len(view), view.ids_digest, state["seed"], state["block_size"])
+    return Source(name, str(dataset.root), view, dataset.table, order)
+
+
+def ranges_of(span: Span, mixture: Mixture | None) -> list[tuple[int, int]]:
+    """Of each dataset, the positions [start, stop) of its own order that a start of a run has used."""
+    if mixture is None:
+        return [(span.position, span.end)]
+    return list(zip(mixture.seen(span.position), mixture.seen(span.end), strict=True))
 
 
 def seen_images(found: list[Span]) -> list[SeenImages]:
     """The images of each dataset. UsageError: a dataset directory or view is no longer that of the run."""
     images: dict[str, SeenImages] = {}
     for span in found:
-        streams, mixture = streams_of(span)
-        ranges = [(span.position, span.end)]
-        if mixture is not None:
-            ranges = list(zip(mixture.seen(span.position), mixture.seen(span.end), strict=True))
-        for (name, stream), (start, stop) in zip(streams.items(), ranges, strict=True):
-            order = stream.plan.order
-            assert isinstance(order, Order)
-            times = _times(order, start, stop)
-            if name in images:
-                times = times + images[name].times
-            ids = stream.view.image_ids(stream.dataset.table).astype(np.int64)
-            images[name] = SeenImages(name, str(stream.root), ids, times)
+        sources, mixture = sources_of(span)
+        for one, (start, stop) in zip(sources, ranges_of(span, mixture), strict=True):
+            times = _times(one.order, start, stop)
+            if one.name in images:
+                times = times + images[one.name].times
+            ids = one.view.image_ids(one.table).astype(np.int64)
+            images[one.name] = SeenImages(one.name, one.root, ids, times)
     return list(images.values())
+
+
+def _row(source: Source, image_id: int) -> int | None:
+    """The row of an image in a view; None: it has no such image."""
+    if source.view.rows is None:  # sorted
+        ids = source.table.image_id
+        row = int(np.searchsorted(ids, np.uint64(image_id)))
+        return row if row < len(ids) and int(ids[row]) == image_id else None
+    rows = np.flatnonzero(source.view.image_ids(source.table) == image_id)
+    return int(rows[0]) if len(rows) else None
+
+
+def visits(found: list[Span], image_id: int) -> list[tuple[Span, Source, list[int]]]:
+    """Where an image was used: in each start and dataset that has it, its positions in the run's order."""
+    there = []
+    for span in found:
+        sources, mixture = sources_of(span)
+        for number, (one, (start, stop)) in enumerate(zip(sources, ranges_of(span, mixture), strict=True)):
+            row = _row(one, image_id)
+            if row is None:
+                continue
+            epochs = range(start // one.order.count, -(-stop // one.order.count))
+            local = [one.order.position_of(row, epoch) for epoch in epochs]
+            positions = [position for position in local if start <= position < stop]
+            if mixture is not None:
+                own = (mixture.position_of(number, position) for position in positions)
+                positions = [position for position in own if position is not None]
+            there.append((span, one, positions))
+    return there
 
 
 def _times(order: Order, start: int, stop: int) -> Int64:
@@ -124,48 +208,3 @@ def _times(order: Order, start: int, stop: int) -> Int64:
         if begin < end:
             times += np.bincount(order.rows(np.arange(begin, end)), minlength=count)
     return times + whole
-
-
-def _opened(name: str, source: dict[str, Any], state: dict[str, Any], **options: Any) -> Stream:
-    """The stream of a source of a run. Warnings say what else has changed."""
-    try:
-        stream = Stream(
-            source["root"],
-            view=source["view"],
-            global_batch=int(state["block_size"]),
-            seed=state["seed"],
-            block_size=state["block_size"],
-            epochs=None,
-            rank=0,
-            world_size=1,
-            layers=[layer for layer, _ in state.get("layers", [])],
-            damage_log=os.devnull,  # that of the run is complete
-            **options,
-        )
-        stream.check_state(state)
-    except ResumeError as error:
-        raise UsageError(f"{source['root']}: {error}") from None
-    return stream
-
-
-def stream_of(span: Span) -> Stream | Mix:
-    """The stream of a start of a run, with its samples. Warnings say what has changed since, such as the
-    stored bytes. UsageError: the images are not those of the run, or a transform of its own code is missing.
-    """
-    state, sources = span.receipt["stream"], span.receipt["sources"]
-    states = state.get("sources", dict.fromkeys(sources, state))
-    streams = {}
-    for name, source in sources.items():
-        options = dict(states[name]["options"])
-        decoder = str(options.pop("decoder")).rpartition("-")[0]
-        if options.pop("transform") is not None:
-            raise UsageError(
-                f"{source['root']}: the run had a transform of its own code; replay it from Python, with "
-                "Stream(transform=...) and load_state_dict"
-            )
-        options.pop("text", None)
-        streams[name] = _opened(name, source, states[name], decoder=decoder, **options)
-    if "phases" not in state:
-        return next(iter(streams.values()))
-    (_, first), *later = state["phases"]
-    return Mix({name: (stream, first[name]) for name, stream in streams.items()}, schedule=dict(later))

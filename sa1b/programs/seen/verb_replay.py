@@ -9,52 +9,25 @@ so that they are those of the run to the bit. --worst lists the steps with the h
 the highest loss of each, from RUN/metrics.jsonl. Exit code 0: rebuilt; 2: not rebuilt; 130: interrupted.
 """
 
-import hashlib
-import html
-import io
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from sa1b.arguments import Range
-from sa1b.console import counted, loading
+from sa1b.console import loading
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import takes_endpoint
 
 if TYPE_CHECKING:
     from sa1b.programs.seen.history import Span
-    from sa1b.stream.batch import Batch
+    from sa1b.programs.seen.replayed import Replayed
 
 TOUR = (146, "Train", "the images of a step", "sa1b replay run --step 1200")
-_TOGETHER = 16  # images that are rebuilt at a time
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replayed:
-    """The samples of a step, in the order of their positions, and what has changed since the run."""
-
-    run: str
-    step: int
-    samples: list[dict[str, Any]]
-    changes: list[str]
-
-    def document(self) -> dict[str, Any]:
-        return {"run": self.run, "step": self.step, "samples": self.samples, "changes": self.changes}
-
-    def table(self) -> str:
-        lines = [f"warning: {change}" for change in self.changes]
-        lines.append(f"{self.run}, step {self.step:,}: {counted(len(self.samples), 'image')}")
-        for one in self.samples:
-            source = f"{one['source']}  " if one["source"] else ""
-            mirrored = ", mirrored" if one["mirrored"] else ""
-            masks = counted(len(one["mask_ids"]), "mask")
-            lines.append(f"{one['position']:>12,}  {source}image {one['image_id']}, {masks}{mirrored}")
-        return "\n".join(lines)
 
 
 @takes_endpoint
@@ -65,6 +38,7 @@ def main(
     worst: Annotated[int | None, Range(1)] = None,
     by: Literal["loss", "grad_norm", "rise"] = "loss",
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    weights: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None,
     out_view: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -76,8 +50,11 @@ def main(
         worst: List this number of steps with the highest figure, and the image with the highest loss of each.
         by: The figure of --worst: the loss, the norm of the gradient, or the rise of the loss above the
             median of the 50 logged steps before, which finds spikes.
-        out: Also write a page with the images and their chosen masks, as the model got them, into this new
-            folder: all images of --step, or the worst ones of --worst.
+        out: Also write a page with the images and their chosen masks with prompts, as the model got them,
+            into this new folder: all images of --step, or the worst ones of --worst.
+        weights: Also compute the prompts of all iterations, and the loss and IoU of each mask: with the
+            checkpoint of a run that is nearest to the step, with this checkpoint, or with this file. Prompts
+            after the first iteration are those of the run only with a checkpoint of the step before.
         out_view: With --worst: also write a view without these images, a .json file; of a mixture, a file for
             each source that has one of them.
         json_output: Print the result as JSON, with a digest of the tensors of each sample.
@@ -95,109 +72,50 @@ def main(
         from sa1b.programs.seen.worst import check_path, worst_steps, write_views
     if out_view is not None:
         check_path(out_view)
-    text = read_metrics(run)
+    data = read_metrics(run)
     if worst is not None:
-        listed = worst_steps(run, text, worst, by)
+        listed = worst_steps(run, data, worst, by)
         if out_view is not None:
-            listed = replace(listed, views=write_views(spans(run, text, None)[-1], listed.steps, out_view))
+            listed = replace(listed, views=write_views(spans(run, data, None)[-1], listed.steps, out_view))
+        if out is not None or weights is not None:
+            positions = {one.step: one.position for one in listed.steps if one.position is not None}
+            found = spans(run, data, None)
+            images = [
+                _replayed(run, found, number, weights, {position}, draw=out is not None)
+                for number, position in positions.items()
+            ]
+            listed = replace(listed, images=images)
+            if out is not None:
+                _write(out, listed.title(), images)
         present(listed, json_output)
         return 0
-    of_step = [one for one in spans(run, text, None) if step is not None and one.first < step <= one.stop]
-    if not of_step or step is None:
-        raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        samples, pictures = rebuilt(of_step[-1], step, draw=out is not None)
-    replayed = Replayed(run, step, samples, [str(one.message) for one in noted])
+    assert step is not None
+    replayed = _replayed(run, spans(run, data, None), step, weights, None, draw=out is not None)
     if out is not None:
-        _write(out, replayed, pictures)
+        _write(out, f"{run}, step {step:,}", [replayed])
     present(replayed, json_output)
     return 0
 
 
-def rebuilt(span: "Span", step: int, *, draw: bool) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The samples of a step of this start of a run, and their images with masks as PNG if `draw`."""
-    from sa1b.programs.seen.history import stream_of
-    from sa1b.stream.plan import MicroBatch
+def _replayed(
+    run: str, found: "list[Span]", step: int, weights: str | None, positions: set[int] | None, *, draw: bool
+) -> "Replayed":
+    from sa1b.programs.seen.prompts import Prompts
+    from sa1b.programs.seen.replayed import rebuilt
 
-    stream, size = stream_of(span), int(span.receipt["global_batch"])
-    start = span.position + (step - 1 - span.first) * size
-    samples: list[dict[str, Any]] = []
-    pictures: list[bytes] = []
-    for first in range(start, start + size, _TOGETHER):
-        last = min(first + _TOGETHER, start + size)
-        batch = stream.submit(MicroBatch(first, last, last)).finish()
-        samples += [_sample(batch, i) for i in range(len(batch))]
-        pictures += [_picture(batch, i) for i in range(len(batch))] if draw else []
-    stream.close()
-    return samples, pictures
-
-
-def digest(batch: "Batch", i: int) -> str:
-    """SHA-256 of the tensors of one sample of a batch: its image and its masks with boxes and points."""
-    found = hashlib.sha256(batch.images[i].contiguous().numpy().tobytes())
-    masks = batch.masks.image == i
-    for value in (batch.boxes, batch.points, batch.mask_ids, batch.mask_index, batch.masks.dense()):
-        found.update(value[masks].numpy().tobytes())
-    return found.hexdigest()
+    span = next((one for one in reversed(found) if one.first < step <= one.stop), None)
+    if span is None:
+        raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of torch about a single process
+        prompts = Prompts(span, step, weights)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        replayed = rebuilt(run, span, step, prompts, positions=positions, draw=draw)
+    return replace(replayed, changes=[str(one.message) for one in noted])
 
 
-def _sample(batch: "Batch", i: int) -> dict[str, Any]:
-    return {
-        "position": int(batch.positions[i]),
-        "source": batch.source[i] if batch.source else None,
-        "image_id": int(batch.ids[i]),
-        "window": batch.windows[i].tolist(),
-        "mirrored": bool(batch.flipped[i]),
-        "mask_ids": batch.mask_ids[batch.masks.image == i].tolist(),
-        "sha256": digest(batch, i),
-    }
+def _write(out: Path, title: str, replayed: "list[Replayed]") -> None:
+    from sa1b.programs.seen.page import write_page
 
-
-def _picture(batch: "Batch", i: int) -> bytes:
-    """The image as the model gets it, with its masks, as PNG."""
-    from PIL import Image
-
-    from sa1b.masks.runs import Runs
-    from sa1b.shards.display import overlay
-
-    rows, columns = batch.framed_sizes[i].tolist()
-    pixels = batch.images[i].permute(1, 2, 0).numpy()[:rows, :columns]
-    dense = batch.masks.dense()[batch.masks.image == i].numpy()[:, :rows, :columns]
-    buffer = io.BytesIO()
-    Image.fromarray(overlay(pixels, Runs.from_pixels(dense))).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif }}
-body {{ margin: 1.5rem }}
-main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); gap: 1rem }}
-figure {{ margin: 0 }}
-img {{ width: 100% }}
-</style>
-<h1>{title}</h1>
-<main>
-{figures}
-</main>
-</html>
-"""
-
-
-def _write(out: Path, replayed: Replayed, pictures: list[bytes]) -> None:
-    out.mkdir(parents=True)
-    figures = []
-    for one, picture in zip(replayed.samples, pictures, strict=True):
-        name = f"{one['position']}.png"
-        (out / name).write_bytes(picture)
-        source = f"{one['source']}, " if one["source"] else ""
-        mirrored = ", mirrored" if one["mirrored"] else ""
-        caption = f"{source}image {one['image_id']}, {counted(len(one['mask_ids']), 'mask')}{mirrored}"
-        figures.append(
-            f'<figure><img src="{name}" alt=""><figcaption>{html.escape(caption)}</figcaption></figure>'
-        )
-    title = html.escape(f"{replayed.run}, step {replayed.step:,}")
-    (out / "index.html").write_text(_PAGE.format(title=title, figures="\n".join(figures)), encoding="utf-8")
+    write_page(out, title, replayed)

@@ -2,18 +2,19 @@
 
 Example: sa1b seen run
          sa1b seen run --image 223750 --before-step 5000
+         sa1b seen run --image 223750 --masks
          sa1b seen run --out seen.parquet
 
 The order of a run is a formula, so nothing is logged for each image: the answer is computed from the starts
 in RUN/metrics.jsonl. The table of --out has the columns image_id, times and source, for `sa1b query` and
-`sa1b view --ids`. Exit code 0: answered; 1: an image of --image was not seen; 2: not
-answered; 130: interrupted.
+`sa1b view --ids`, and with --masks also mask_id and mask_index. Exit code 0: answered; 1: an image of --image
+was not seen; 2: not answered; 130: interrupted.
 """
 
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
@@ -23,6 +24,9 @@ from sa1b.console import counted, loading
 from sa1b.errors import UsageError
 from sa1b.report import first_lines, present
 from sa1b.sources.path_arguments import takes_endpoint
+
+if TYPE_CHECKING:
+    from sa1b.programs.seen.history import Span
 
 TOUR = (145, "Train", "images that a run trained on", "sa1b seen run")
 
@@ -41,15 +45,7 @@ class Seen:
 
     def table(self) -> str:
         if self.images:
-            return "\n".join(
-                first_lines(
-                    [
-                        f"image {one['image_id']}: seen {counted(one['times'], 'time')}"
-                        + (f" in {one['source']}" if one["source"] else "; not an image of this run")
-                        for one in self.images
-                    ]
-                )
-            )
+            return "\n".join(first_lines([line for one in self.images for line in _lines(one)]))
         lines = [f"{self.run}: {counted(self.steps, 'step')}"]
         for one in self.sources:
             lines.append(
@@ -69,6 +65,7 @@ def main(
     /,
     image: Annotated[UseAppendAction[tuple[int, ...]], tyro.conf.arg(metavar="ID")] = (),
     before_step: Annotated[int | None, Range(0)] = None,
+    masks: bool = False,
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
@@ -78,18 +75,42 @@ def main(
         run: --out of `sa1b train`: a folder or a URL.
         image: Id of an image; repeat it for several. Exit code 1 if one was not seen.
         before_step: Count the first steps only; by default all that metrics.jsonl has.
-        out: Also write a table of all images that were seen, a Parquet file.
+        masks: Also count the masks that were chosen, of --image, or of all images in the table of --out. The
+            choice depends on the stored masks, so that each sample is read.
+        out: Also write a table of the images that were seen, all or those of --image, a Parquet file.
         json_output: Print the result as JSON.
     """
     if before_step is not None:
         Range(0).check("--before-step", before_step)
+    if masks and not image and out is None:
+        raise UsageError("--masks: needs --image or --out, because a run has many masks; add one of them")
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
-        from sa1b.programs.seen.history import read_metrics, seen_images, spans
+        from sa1b.programs.seen.history import read_metrics, spans
     found = spans(run, read_metrics(run), before_step)
-    images = seen_images(found)
-    sources = [
+    steps = sum(span.stop - span.first for span in found)
+    answer = (
+        Seen(run, steps, [], _answers(found, image, masks))
+        if image
+        else Seen(run, steps, _sources(found), [])
+    )
+    if out is not None:
+        _write(out, found, image, masks)
+    present(answer, json_output)
+    return answer.exit_code()
+
+
+def _lines(one: dict[str, Any]) -> list[str]:
+    there = f" in {one['source']}" if one["source"] else "; not an image of this run"
+    masks = [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in one.get("masks", ())]
+    return [f"image {one['image_id']}: seen {counted(one['times'], 'time')}{there}", *masks]
+
+
+def _sources(found: "list[Span]") -> list[dict[str, Any]]:
+    from sa1b.programs.seen.history import seen_images
+
+    return [
         {
             "source": one.source,
             "root": one.root,
@@ -99,33 +120,58 @@ def main(
             "least": int(one.times.min()),
             "most": int(one.times.max()),
         }
-        for one in images
+        for one in seen_images(found)
     ]
+
+
+def _answers(found: "list[Span]", images: tuple[int, ...], masks: bool) -> list[dict[str, Any]]:
+    """How often each image was used, in each dataset that has it; with `masks` also each of its masks."""
+    from sa1b.programs.seen.history import visits
+
     answers: list[dict[str, Any]] = []
-    for wanted in image:
-        places = [(one, one.times[one.ids == wanted]) for one in images]
-        known = [(one.source, int(times[0])) for one, times in places if len(times)]
-        answers += [{"image_id": wanted, "source": source, "times": times} for source, times in known]
-        if not known:
-            answers.append({"image_id": wanted, "source": None, "times": 0})
-    if out is not None:
-        import numpy as np
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    for wanted in images:
+        known: dict[str, dict[str, Any]] = {}
+        for span, source, positions in visits(found, wanted):
+            answer = known.setdefault(source.name, {"image_id": wanted, "source": source.name, "times": 0})
+            answer["times"] += len(positions)
+            if masks:
+                answer.setdefault("visits", []).append((span, positions))
+        for answer in known.values():
+            if masks:
+                from sa1b.programs.seen.masks import seen_masks
 
-        from sa1b.storage.atomic import write_whole
+                rows = seen_masks(answer.pop("visits")).to_pylist()
+                answer["masks"] = [
+                    {name: row[name] for name in ("mask_id", "mask_index", "times")} for row in rows
+                ]
+        answers += known.values() or [{"image_id": wanted, "source": None, "times": 0}]
+    return answers
 
-        used = [one.times > 0 for one in images]
+
+def _write(out: Path, found: "list[Span]", images: tuple[int, ...], masks: bool) -> None:
+    """Write the table of --out."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from sa1b.programs.seen.history import seen_images, visits
+    from sa1b.storage.atomic import write_whole
+
+    if masks:
+        from sa1b.programs.seen.masks import seen_masks
+
+        pieces = [(span, positions) for wanted in images for span, _, positions in visits(found, wanted)]
+        whole = [(span, range(span.position, span.end)) for span in found]
+        table = seen_masks(pieces if images else whole)
+    else:
+        parts = seen_images(found)
+        used = [(one.times > 0) & (not images or np.isin(one.ids, images)) for one in parts]
         columns = {
-            "image_id": np.concatenate([one.ids[some] for one, some in zip(images, used, strict=True)]),
-            "times": np.concatenate([one.times[some] for one, some in zip(images, used, strict=True)]),
-            "source": np.concatenate(
-                [np.full(int(some.sum()), one.source) for one, some in zip(images, used, strict=True)]
-            ),
+            "image_id": [one.ids[some] for one, some in zip(parts, used, strict=True)],
+            "times": [one.times[some] for one, some in zip(parts, used, strict=True)],
+            "source": [np.full(int(some.sum()), one.source) for one, some in zip(parts, used, strict=True)],
         }
-        buffer = io.BytesIO()
-        pq.write_table(pa.table(columns), buffer)
-        write_whole(out, buffer.getvalue())
-    answer = Seen(run, sum(span.stop - span.first for span in found), sources, answers)
-    present(answer, json_output)
-    return answer.exit_code()
+        table = pa.table({name: np.concatenate(arrays) for name, arrays in columns.items()})
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    write_whole(out, buffer.getvalue())

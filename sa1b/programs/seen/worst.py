@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ import numpy as np
 from sa1b.console import command, counted
 from sa1b.errors import UsageError
 from sa1b.names import is_short_name
-from sa1b.programs.seen.history import Span, streams_of
+from sa1b.programs.seen.history import Span, sources_of
+from sa1b.programs.seen.replayed import Replayed, number_text
 from sa1b.report import aligned
 from sa1b.views.view import write_view
 
@@ -42,29 +43,34 @@ class WorstSteps:
     by: By
     of: int  # logged steps
     steps: list[WorstStep]
-    views: list[dict[str, Any]]
+    views: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Replayed] = field(default_factory=list)  # rebuilt, one of each step
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        images = [one.document() for one in self.images]
+        return {**asdict(replace(self, images=[])), "images": images}
+
+    def title(self) -> str:
+        """What is listed, in one line."""
+        return f"{self.run}: the {counted(len(self.steps), 'step')} of {self.of:,} with the highest {self.by}"
 
     def table(self) -> str:
         rows = [("step", "loss", "rise", "grad_norm", "image", "its loss")]
         rows += [
             (
                 f"{one.step:,}",
-                *map(_number, (one.loss, one.rise, one.grad_norm)),
+                *map(number_text, (one.loss, one.rise, one.grad_norm)),
                 *(
                     ("not recorded",)
                     if one.image_id is None
-                    else (str(one.image_id), _number(one.image_loss))
+                    else (str(one.image_id), number_text(one.image_loss))
                 ),
             )
             for one in self.steps
         ]
-        title = (
-            f"{self.run}: the {counted(len(self.steps), 'step')} of {self.of:,} with the highest {self.by}"
-        )
-        lines = [title, *aligned(rows, [True] * 6, "  ")]
+        lines = [self.title(), *aligned(rows, [True] * 6, "  ")]
+        for one in self.images:
+            lines += one.table().splitlines()
         for view in self.views:
             left_out = counted(view["of_images"] - view["images"], "image")
             lines.append(
@@ -78,13 +84,9 @@ class WorstSteps:
         )
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def worst_steps(run: str, text: str, count: int, by: By) -> WorstSteps:
+def worst_steps(run: str, data: bytes, count: int, by: By) -> WorstSteps:
     """The steps of a metrics.jsonl with the highest figure, those that are not finite first."""
-    lines = [json.loads(line) for line in re.findall(r'^{"step": \d+, "loss": .*}$', text, re.MULTILINE)]
+    lines = [json.loads(line) for line in re.findall(rb'^{"step": \d+, "loss": .*}$', data, re.MULTILINE)]
     if not lines:
         raise UsageError(f"{run}/metrics.jsonl: has no step; pass a run that has trained")
     losses = np.array([np.nan if line["loss"] is None else line["loss"] for line in lines])
@@ -103,11 +105,7 @@ def worst_steps(run: str, text: str, count: int, by: By) -> WorstSteps:
         rise = None if math.isnan(rises[i]) else float(rises[i])
         image = worst.get("id"), worst.get("position"), worst.get("loss")
         steps.append(WorstStep(line["step"], line["loss"], line["grad_norm"], rise, *image))
-    return WorstSteps(run, by, len(lines), steps, [])
-
-
-def _part_of_path(name: str, number: int) -> str:
-    return name if is_short_name(name) else str(number)
+    return WorstSteps(run, by, len(lines), steps)
 
 
 def check_path(out: Path) -> None:
@@ -127,27 +125,27 @@ def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[
             "--out-view: metrics.jsonl has no worst images, as of earlier versions and models without sums "
             "of images; find them with --step N --out PAGE and pass the others to `sa1b view --ids`"
         )
-    streams, mixture = streams_of(span)
+    sources, mixture = sources_of(span)
     which = np.zeros(len(positions), np.int64)
     if mixture is not None:
         which, _, _ = mixture.locate(np.array(positions))
     ids = np.array([one.image_id for one in steps if one.position is not None], np.uint64)
-    targets = {
-        number: out if mixture is None else out.with_name(f"{out.stem}-{_part_of_path(name, number)}.json")
-        for number, name in enumerate(streams)
-        if (which == number).any()
-    }
+    used = [number for number in range(len(sources)) if (which == number).any()]
+    names = [one.name if is_short_name(one.name) else str(number) for number, one in enumerate(sources)]
+    targets = {0: out}
+    if mixture is not None:
+        targets = {number: out.with_name(f"{out.stem}-{names[number]}.json") for number in used}
     if there := [str(path) for path in targets.values() if path.exists()]:
         raise UsageError(f"--out-view {there[0]}: exists; pass another file, or move it away")
     written = []
     for number, path in targets.items():
-        stream = list(streams.values())[number]
-        view, table = stream.view, stream.dataset.table
+        source = sources[number]
+        view, table = source.view, source.table
         rows = np.arange(len(table), dtype=np.uint32) if view.rows is None else view.rows
         kept = np.sort(rows[~np.isin(table.image_id[rows], ids[which == number])])
         condition = {} if view.masks_where is None else {"masks-where": view.masks_where.text}
         write_view(
-            str(stream.root),
+            source.root,
             table,
             kept,
             masks_where=view.masks_where,
@@ -159,7 +157,7 @@ def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[
         written.append(
             {
                 "path": str(path),
-                "root": str(stream.root),
+                "root": source.root,
                 "images": len(kept),
                 "of_images": len(rows),
                 "opens": opens,

@@ -1,0 +1,118 @@
+"""The prompts of the masks of a step, and with weights the loss and IoU of each mask.
+
+Prompts of the first iteration are a function of the seed. Later clicks are on errors of the predictions: they
+are those of the run only with the weights that the step began with.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sa1b.console import counted
+from sa1b.engine.settings import autocast, set_float32
+from sa1b.engine.weights import find_weights, nearest_checkpoint
+from sa1b.errors import UsageError
+from sa1b.programs.seen.history import Span
+from sa1b.sam.clicks import FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.initial_weights import read_initial_weights
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.iteration import first_prompts
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import inputs_of
+from sa1b.stream.batch import Batch
+
+_PLAIN = {
+    "compile_blocks": False,
+    "compile_decoder": False,
+    "cuda_graphs": False,
+    "checkpoint_blocks": "none",
+}
+
+
+class Prompts:
+    """The prompts of one step. `note`: which of them are those of the run; `weights`: where they are from.
+
+    UsageError: there are no such weights, or the run trained no SAM.
+    """
+
+    def __init__(self, span: Span, step: int, weights: str | None) -> None:
+        config = span.start.get("config") or {}
+        self._module: Interactive | None = None
+        self.weights: str | None = None
+        self._known = "box_probability" in config.get("recipe", {}) and "distill" not in config
+        if not self._known:
+            if weights is not None:
+                kind = f"a run of --preset {config['preset']}" if config else "a run of an earlier version"
+                raise UsageError(f"--weights {weights}: {kind} has no prompts of SAM; drop --weights")
+            self.note = ""
+            return
+        self._config, self._recipe = config, Recipe(**config["recipe"])
+        self._device = torch.device("cuda" if weights is not None and torch.cuda.is_available() else "cpu")
+        if weights is None:
+            self.note = "prompts of the first iteration are those of the run; --weights RUN shows all"
+            return
+        where, known = nearest_checkpoint(weights, step - 1)
+        self.weights, found = find_weights(where, read_initial_weights, mean=False)
+        sizes: dict[str, Any] = {**config["model"], **_PLAIN}
+        sizes["global_blocks"] = tuple(sizes["global_blocks"])
+        self._module = Interactive(Sam(ModelConfig(**sizes)), self._recipe)
+        self._module.load_weights(found)
+        self._module.traced = True
+        self._module.to(self._device).train()
+        self.note = f"{self.weights}: {_distance(known, step)}"
+
+    def of(self, batch: Batch) -> list[dict[str, Any]]:
+        """The prompts of each mask of a batch with dense masks, in its order; with weights also "ious", one
+        after each iteration, and "loss", None: not finite. A mask without a pixel has no loss.
+
+        Coordinates are pixels of the padded square; the centre of its first pixel is 0, 0.
+        """
+        if not self._known:
+            return [{} for _ in range(len(batch.masks))]
+        inputs = inputs_of(batch.to(self._device), self._config["seed"])
+        if self._module is None:
+            points, labels = first_prompts(self._recipe, inputs[1], batch.images.shape[-1])
+            return [{"prompts": one} for one in prompts_of(points, labels)]
+        precision = self._config["parallel"]["precision"]
+        set_float32(precision, self._device)
+        with torch.no_grad(), autocast(precision, self._device):
+            found = self._module(*inputs)
+        weights, ious, losses = (one.tolist() for one in (inputs[1].weights, found["ious"], found["losses"]))
+        masks: list[dict[str, Any]] = []
+        for i, prompts in enumerate(prompts_of(found["points"], found["labels"])):
+            loss = {"loss": losses[i] if math.isfinite(losses[i]) else None} if weights[i] else {}
+            masks.append({"prompts": prompts, "ious": ious[i], **loss})
+        return masks
+
+
+def _distance(known: int | None, step: int) -> str:
+    """What the prompts are with the weights after `known` steps; None: the number is unknown."""
+    only = "only the prompts of the first iteration are certainly those of the run"
+    if known is None:
+        return f"weights of an unknown step; {only}"
+    if known == step - 1:
+        return (
+            "the weights that the step began with: all prompts are those of the run, unless another device "
+            "or compiled code rounds differently"
+        )
+    distance = f"{counted(abs(step - 1 - known), 'step')} {'before' if known < step - 1 else 'after'}"
+    return f"{distance} those that the step began with; {only}"
+
+
+def prompts_of(points: Tensor, labels: Tensor) -> list[list[dict[str, Any]]]:
+    """Points [M, P, 2] and labels [M, P] as iteration, kind and coordinates of each prompt."""
+    found = []
+    for at, kinds in zip(points.tolist(), labels.tolist(), strict=True):
+        first = {"iteration": 1, "kind": "box", "at": [*at[0], *at[1]]}
+        if kinds[0] != TOP_LEFT:
+            first = {"iteration": 1, "kind": "foreground", "at": at[0]}
+        later = [
+            {"iteration": i, "kind": "foreground" if kind == FOREGROUND else "background", "at": at[i]}
+            for i, kind in enumerate(kinds[2:], 2)
+            if kind != NOTHING
+        ]
+        found.append([first, *later])
+    return found
