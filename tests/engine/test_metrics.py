@@ -14,6 +14,8 @@ from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.metrics import LoggingConfig, Metrics, about, figures_of, score_line
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
+from sa1b.shards.manifest import versions
+from sa1b.version import code_digest
 from tests.engine.stream_root import place_of
 
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
@@ -134,7 +136,7 @@ def test_every_start_of_a_run_writes_what_its_figures_depend_on(tmp_path: Path) 
     assert [line.get("step") for line in found] == [None, 1, 2, None, 3, 4, 5]
     assert found[0]["run"] == {
         "step": 0, "world_size": 1, "mode": "ddp", "precision": "bf16", "device": "cpu",
-        "torch": torch.__version__, "sa1b": sa1b.__version__,
+        "torch": torch.__version__, "sa1b": sa1b.__version__, "code": code_digest(), "libraries": versions(),
     }  # fmt: skip
     assert found[3]["run"] == {**found[0]["run"], "step": 2}
 

@@ -104,7 +104,11 @@ class Feed:
         """What decides the images of all later steps: dataset directories and views, and the state."""
         mix = {"": self.stream} if isinstance(self.stream, Stream) else self.stream.streams
         sources = {
-            name or str(stream.root): {"root": str(stream.root), "view": stream.view_name}
+            name or str(stream.root): {
+                "root": str(stream.root),
+                "view": stream.view_name,
+                "images": len(stream.view),
+            }
             for name, stream in mix.items()
         }
         state = self.state_dict()

@@ -24,8 +24,9 @@ from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.phase import PARTS, WORK, Phases
 from sa1b.errors import UsageError
+from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append, append_line, write_whole
-from sa1b.version import __version__
+from sa1b.version import __version__, code_digest
 
 
 class Curves:
@@ -239,6 +240,8 @@ def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "sa1b": __version__,
+        "code": code_digest(),
+        "libraries": versions(),
     }
 
 

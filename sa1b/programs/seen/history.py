@@ -5,7 +5,7 @@ formula of that state, so that the images of every step follow; nothing is logge
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from sa1b.storage.open import open_store
 from sa1b.stream.mixture import Mixture, Phase
 from sa1b.stream.order import Order
 from sa1b.stream.plan import ResumeError, check_state
-from sa1b.views.view import View, view_of
+from sa1b.views.view import View, ids_digest, view_of
 
 Int64 = npt.NDArray[np.int64]
 _NEWLINE = ord("\n")
@@ -134,6 +134,8 @@ def _opened(name: str, source_json: str, state_json: str) -> Source:
     view, dataset = view_of(dataset, which)
     if state["block_size"] > 1:
         view = view.by_location(dataset.table)
+    if view.ids_digest != state["ids_sha256"] and which is None:
+        view = before_growth(dataset, source, state) or view
     own = {
         **state,
         "ids_sha256": view.ids_digest,
@@ -147,6 +149,25 @@ def _opened(name: str, source_json: str, state_json: str) -> Source:
         raise UsageError(f"{root}: {error}") from None
     order = Order(len(view), view.ids_digest, state["seed"], state["block_size"])
     return Source(name, str(dataset.root), view, dataset.table, order)
+
+
+def before_growth(dataset: Dataset, source: Mapping[str, Any], state: Mapping[str, Any]) -> View | None:
+    """The images of a dataset directory before its last sources were added, if these are those of the state;
+    None: they are not, or `source` does not record their number. Sources are in the order of their shards.
+    """
+    table, stems = dataset.table, [name.rpartition("-")[0] for name in dataset.shards]
+    images = np.cumsum(np.bincount(table.shard, minlength=len(stems)))
+    for stop in range(1, len(stems)):
+        if stems[stop - 1] == stems[stop] or images[stop - 1] != source.get("images"):
+            continue
+        rows = np.flatnonzero(table.shard < stop).astype(np.uint32)
+        digest = ids_digest(table.image_id[rows])
+        view = View(rows, len(rows), digest, digest, table.digest)
+        if state["block_size"] > 1:
+            view = view.by_location(table)
+        if view.ids_digest == state["ids_sha256"]:
+            return view
+    return None
 
 
 def ranges_of(span: Span, mixture: Mixture | None) -> list[tuple[int, int]]:

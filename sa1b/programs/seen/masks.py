@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from sa1b.programs.seen.history import Span
-from sa1b.programs.seen.replayed import stream_of
+from sa1b.programs.seen.samples import Samples
 from sa1b.stream.pending import PendingBatch
 from sa1b.stream.plan import MicroBatch
 
@@ -22,7 +22,7 @@ def seen_masks(pieces: Sequence[tuple[Span, Sequence[int]]]) -> pa.Table:
     types = dict.fromkeys((*_KEYS[1:], "times"), pa.int64())
     total = pa.schema({"source": pa.string(), **types}).empty_table()
     for span, positions in pieces:
-        stream, names = stream_of(span), list(span.receipt["sources"])
+        stream, names = Samples(span), list(span.receipt["sources"])
         for start in range(0, len(positions), _TOGETHER):
             some = positions[start : start + _TOGETHER]
             pending = [stream.submit(MicroBatch(position, position + 1, position + 1)) for position in some]

@@ -52,7 +52,7 @@ class Prompts:
         self._config, self._recipe = config, Recipe(**config["recipe"])
         self._device = torch.device("cuda" if weights is not None and torch.cuda.is_available() else "cpu")
         if weights is None:
-            self.note = "prompts of the first iteration are those of the run; --weights RUN shows all"
+            self.note = "those of the first iteration, as in the run; --weights RUN shows all"
             return
         where, known = nearest_checkpoint(weights, step - 1)
         self.weights, found = find_weights(where, read_initial_weights, mean=False)

@@ -1,11 +1,11 @@
 """A rebuilt step: its samples in the order of their positions, with their images if they are drawn."""
 
 import hashlib
+import json
 import math
-import os
-from collections.abc import Collection
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,17 @@ import numpy.typing as npt
 from PIL import Image
 
 from sa1b.console import counted
-from sa1b.errors import UsageError
+from sa1b.errors import Sa1bError
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import Runs
 from sa1b.programs.seen.history import Span
 from sa1b.programs.seen.prompts import Prompts
+from sa1b.programs.seen.samples import Samples, changes_of, micro_batches
 from sa1b.shards.display import encoded, overlay
+from sa1b.storage.errors import MissingError
+from sa1b.storage.open import open_store
 from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import Stream
-from sa1b.stream.mix import Mix
-from sa1b.stream.mixture import Mixture
-from sa1b.stream.order import Order, Sequential
-from sa1b.stream.plan import MicroBatch, Plan, ResumeError, largest_share
-
-_TOGETHER = 16  # images that are rebuilt at a time
+from sa1b.stream.plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +53,10 @@ class Replayed:
     changes: list[str]
     prompts: str  # which prompts are those of the run
     drawings: list[Drawing] = field(default_factory=list)
+
+    def exit_code(self) -> int:
+        """3: an image was not rebuilt; `changes` names it."""
+        return 3 if any(": not rebuilt: " in change for change in self.changes) else 0
 
     def document(self) -> dict[str, Any]:
         names = ("run", "step", "samples", "changes", "prompts")
@@ -95,94 +96,75 @@ def by_loss(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[i] for i in sorted(range(len(found)), key=lambda i: -losses[i])]
 
 
-def micro_batches(span: Span, order: Order | Sequential | Mixture, step: int) -> list[MicroBatch]:
-    """The micro-batches of a step, rank by rank, as the ranks of the run had them; of 16 images for runs of
-    earlier versions, whose ranks are not recorded.
-    """
-    size, config = int(span.receipt["global_batch"]), span.start.get("config")
-    position, micro_batch, ranks, shares = span.position + (step - 1 - span.first) * size, _TOGETHER, 1, None
-    if config is not None:
-        ranks = span.start["world_size"] if config["parallel"]["mode"] != "pipeline" else 1
-        if config["parallel"]["shares"] is not None:
-            shares = tuple(map(int, config["parallel"]["shares"].split(",")))
-        largest = largest_share(size, ranks, shares)
-        micro_batch = min(config["data"]["micro_batch"] or largest, largest)
-    plans = [Plan(order, size, micro_batch, rank, ranks, shares) for rank in range(ranks)]
-    found = [piece for plan in plans for piece in islice(plan.micro_batches(position), plan.count)]
-    return [piece for piece in found if piece.start < piece.stop]
-
-
-def stream_of(span: Span) -> Stream | Mix:
-    """The stream of a start of a run, with its samples. Warnings say what has changed since, such as the
-    stored bytes. UsageError: the images are not those of the run, or a transform of its own code is missing.
-    """
-    state, sources = span.receipt["stream"], span.receipt["sources"]
-    states = state.get("sources", dict.fromkeys(sources, state))
-    streams = {}
-    for name, source in sources.items():
-        options = dict(states[name]["options"])
-        decoder = str(options.pop("decoder")).rpartition("-")[0]
-        if options.pop("transform") is not None:
-            raise UsageError(
-                f"{source['root']}: the run had a transform of its own code; replay it from Python, with "
-                "Stream(transform=...) and load_state_dict"
-            )
-        options.pop("text", None)
-        streams[name] = _opened(name, source, states[name], decoder=decoder, **options)
-    if "phases" not in state:
-        return next(iter(streams.values()))
-    (_, first), *later = state["phases"]
-    return Mix({name: (stream, first[name]) for name, stream in streams.items()}, schedule=dict(later))
-
-
-def _opened(name: str, source: dict[str, Any], state: dict[str, Any], **options: Any) -> Stream:
-    """The stream of a source of a run. Warnings say what else has changed."""
-    try:
-        stream = Stream(
-            source["root"],
-            view=source["view"],
-            global_batch=int(state["block_size"]),
-            seed=state["seed"],
-            block_size=state["block_size"],
-            epochs=None,
-            rank=0,
-            world_size=1,
-            layers=[layer for layer, _ in state.get("layers", [])],
-            damage_log=os.devnull,  # that of the run is complete
-            **options,
-        )
-        stream.check_state(state)
-    except ResumeError as error:
-        raise UsageError(f"{source['root']}: {error}") from None
-    return stream
-
-
 def rebuilt(
     run: str,
     span: Span,
     step: int,
     prompts: Prompts,
     *,
-    positions: Collection[int] | None = None,
+    positions: set[int] | None = None,
     draw: bool = False,
 ) -> Replayed:
-    """The samples of a step of this start of a run, or those of some of its positions."""
-    stream, config = stream_of(span), span.start.get("config")
+    """The samples of a step of this start of a run, or those of some of its positions; `changes` has those
+    that cannot be rebuilt.
+    """
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        stream = Samples(span)
+    changes = [*changes_of(span.start), *(str(one.message) for one in noted)]
+    config = span.start.get("config")
     size = (config and config["data"]["target_size"]) or stream.options.image_size // 4
     samples: list[dict[str, Any]] = []
     drawings: list[Drawing] = []
-    for piece in micro_batches(span, stream.plan.order, step):
-        wanted = [
-            i for i, one in enumerate(range(piece.start, piece.stop)) if positions is None or one in positions
-        ]
-        if wanted:
-            batch = stream.submit(piece).finish()
-            batch = replace(batch, dense=batch.masks.dense(size))
-            masks = prompts.of(batch)
+    for piece in micro_batches(span, stream.order, step):
+        if positions is not None and positions.isdisjoint(range(piece.start, piece.stop)):
+            continue
+        for read in _readable(stream, piece, changes):
+            batch = replace(read, images=read.images.cpu(), dense=read.masks.dense(size))
+            masks, at = prompts.of(batch), batch.positions.tolist()
+            wanted = [i for i in range(len(batch)) if positions is None or at[i] in positions]
             samples += [_sample(batch, i, masks) for i in wanted]
             drawings += [_drawing(batch, i) for i in wanted] if draw else []
     stream.close()
-    return Replayed(run, step, samples, [], prompts.note, drawings)
+    changes += _other_damage(run, stream.damaged, {one["position"] for one in samples})
+    return Replayed(run, step, samples, changes, prompts.note, drawings)
+
+
+def _readable(stream: Samples, piece: MicroBatch, changes: list[str]) -> Iterator[Batch]:
+    """The batch of a micro-batch, or those of its samples that can be read; `changes` gets the others."""
+    singles = [MicroBatch(at, at + 1, at + 1) for at in range(piece.start, piece.stop)]
+    lacking = [stream.why_not(one.start) for one in singles]
+    if not any(lacking):
+        try:
+            yield stream.submit(piece).finish()
+            return
+        except (Sa1bError, OSError) as error:
+            if len(singles) == 1:
+                changes.append(f"position {piece.start:,}: not rebuilt: {error}")
+                return
+    for one, reason in zip(singles, lacking, strict=True):
+        if reason is None:
+            yield from _readable(stream, one, changes)
+        else:
+            changes.append(f"position {one.start:,}: not rebuilt: {reason}")
+
+
+def _other_damage(run: str, now: set[tuple[int, int]], shown: set[int]) -> list[str]:
+    """The samples that were damaged in the run and are not now, or the reverse: position and image id."""
+    try:
+        lines = [json.loads(line) for line in open_store(run).read("damaged.jsonl").splitlines()]
+    except (MissingError, FileNotFoundError):
+        lines = []
+    before = {(line["position"], line["image_id"]) for line in lines}
+    now, before = ({one for one in some if one[0] in shown} for some in (now, before))
+    new = "is damaged now, and was not in the run: a substitute is shown"
+    texts = [f"{_named(one)} {new}" for one in now - before]
+    texts += [f"{_named(one)} was damaged in the run, which had a substitute" for one in before - now]
+    return sorted(texts)
+
+
+def _named(sample: tuple[int, int]) -> str:
+    return f"position {sample[0]:,}: image {sample[1]}"
 
 
 def digest(batch: Batch, i: int) -> str:

@@ -6,7 +6,9 @@ Example: sa1b replay run --worst 20
 
 The images, their frames and their chosen masks are a formula of the state that each start of the run records,
 so that they are those of the run to the bit. --worst lists the steps with the highest loss and the image with
-the highest loss of each, from RUN/metrics.jsonl. Exit code 0: rebuilt; 2: not rebuilt; 130: interrupted.
+the highest loss of each, from RUN/metrics.jsonl. Changes of dataset, code, libraries and damage since the run
+are named. Exit code 0: rebuilt; 2: nothing was rebuilt; 3: rebuilt, and an image could not be; 130:
+interrupted.
 """
 
 import warnings
@@ -88,13 +90,13 @@ def main(
             if out is not None:
                 _write(out, listed.title(), images)
         present(listed, json_output)
-        return 0
+        return max((one.exit_code() for one in listed.images), default=0)
     assert step is not None
     replayed = _replayed(run, spans(run, data, None), step, weights, None, draw=out is not None)
     if out is not None:
         _write(out, f"{run}, step {step:,}", [replayed])
     present(replayed, json_output)
-    return 0
+    return replayed.exit_code()
 
 
 def _replayed(
@@ -109,10 +111,7 @@ def _replayed(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of torch about a single process
         prompts = Prompts(span, step, weights)
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        replayed = rebuilt(run, span, step, prompts, positions=positions, draw=draw)
-    return replace(replayed, changes=[str(one.message) for one in noted])
+    return rebuilt(run, span, step, prompts, positions=positions, draw=draw)
 
 
 def _write(out: Path, title: str, replayed: "list[Replayed]") -> None:
