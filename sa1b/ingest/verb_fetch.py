@@ -92,7 +92,8 @@ def main(
         decode_images: Decode every JPEG and refuse those that fail.
         annotations_only: Store annotations and indexes without images, as in `sa1b reshard`.
         images_only: The sources are images without annotations, as for `sa1b reshard`: tars, folders and
-            Parquet files. Each is read until its last wanted image. One that cannot be read counts as missing.
+            Parquet files. Each is read until its last wanted image. An image that cannot be read counts as
+            missing.
         max_pixels: Largest accepted image in pixels, at most 268435456.
         workers: Worker processes, each with one source at a time and up to 600 MB of memory.
         connections: Requests at the same time for each tar that is read from a URL.
