@@ -93,10 +93,17 @@ def parse(
     try:
         with usage_errors(prog):
             call, unknown = read(return_unknown_args=True) if forwards else (read(), ())
-    except UsageError:
-        # tyro reports a missing argument first, although the reason may be a misspelled flag.
+    except UsageError as error:
+        # tyro reports a missing argument first, although the reason may be a misspelled flag, or a flag with
+        # several values before it.
         if not forwards:
             _check_flags(main, words, prog)
+        argument, is_missing, _ = str(error).partition(": missing; ")
+        for flag, *values in zip(words, words[1:], words[2:], strict=False) if is_missing else ():
+            kind = str(parsed.__annotations__.get(flag.removeprefix("--").replace("-", "_")))
+            if "tuple[" in kind and "Append" not in kind and not any(one[:1] == "-" for one in values):
+                way = f"{flag} takes all words up to the next flag: write it after {argument}"
+                raise UsageError(f"{argument}: missing; {way}") from None
         raise
     check_values(parsed.__annotations__, signature(main).bind(*call.args, **call.keywords).arguments)
     return call, tuple(unknown)

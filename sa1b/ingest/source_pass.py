@@ -20,6 +20,7 @@ from sa1b.shards.documents import Options, ShardInfo, Task
 from sa1b.shards.manifest import QUARANTINE, versions
 from sa1b.shards.quarantine import Quarantine
 from sa1b.shards.shard import Largest, Pair, ShardWriter, seal
+from sa1b.sources.mirror import is_parquet
 from sa1b.sources.pairing import MemberPair, Refusal, Spill, pair_up
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage, Member
@@ -248,10 +249,12 @@ class SourcePass:
         found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
         found += [damage["message"] for damage in self.quarantine.damages]
         alone = [*{"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()]
-        if self.source.path.suffix == ".parquet" and self.source.format.kind == "tar":  # no other took it
+        if self.source.format.kind == "tar" and is_parquet(self.source.path):  # no other took it
+            if self.source.path.suffix != ".parquet":
+                return "a Parquet file; rename it, so that its name ends with .parquet"
             found = alone = ["a Parquet file without a column of image bytes or of annotations"]
         way = "; for images without annotations, pass --images-only" if alone else ""
-        return f"{', '.join(found) or 'it is empty; download it again'}{way}"
+        return f"{', '.join(found) or 'it is empty; download it again, or leave it out'}{way}"
 
 
 @dataclass(frozen=True, slots=True)

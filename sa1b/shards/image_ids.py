@@ -294,7 +294,7 @@ def _from_parquet(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]
             chosen = _column(path, file.schema_arrow.names if column is not None or not fit else fit, column)
             return file.read([chosen])[chosen], chosen
     except (pa.ArrowException, OSError) as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(f"{path}: cannot be read ({error}); write the file again") from None
 
 
 def _from_json(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]:
@@ -333,7 +333,7 @@ def _column(path: Path, names: list[str], column: str | None) -> str:
     for name in wanted:
         if name in names:
             return name
-    known = ", ".join(names)[:500]
+    known = ", ".join(names)[:500] or "none"
     missing = (
         repr(column) if column is not None else f"{', '.join(IMAGE_COLUMNS[:-1])} or {IMAGE_COLUMNS[-1]}"
     )

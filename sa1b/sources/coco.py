@@ -83,7 +83,9 @@ class CocoPass(SourceReading):
             annotated = image.entry.get("height"), image.entry.get("width")
             jpeg, height, width, encoding = as_jpeg(data, path, annotated, self._options.max_pixels)
         except BadSample as error:
-            yield _refused(own, error.reason, str(error), {"image": image.entry, "annotations": annotations})
+            further = {"further_entries": image.further} if image.further else {}
+            content = {"image": image.entry, **further, "annotations": annotations}
+            yield _refused(own, error.reason, str(error), content)
             return
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
         if image.phrases is not None:

@@ -120,7 +120,13 @@ class CocoFile:
         The ids of the file are those of entries. An image has that of its name sa_<id>.jpg, or a hash.
         """
         found: dict[str, CocoImage] = {}
+        keys: dict[Any, dict[str, Any]] = {}
         for row, entry in enumerate(self._file.images):
+            if keys.setdefault(str(entry.get("id")), entry) != entry:
+                raise SourceError(
+                    f"{self.path}: several entries of 'images' have the id {str(entry.get('id'))[:60]!r}, so "
+                    "that the phrase of its annotations is unknown; give each entry an id of its own"
+                )
             name = self._name(entry)
             named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
             image_id = hashed_id(source, name) if named is None else named.image_id

@@ -61,6 +61,7 @@ class _ImagesPass(SourceReading):
     def __init__(self, found: SourceReading, source: str, max_pixels: int) -> None:
         self._found, self._source, self._max_pixels = found, source, max_pixels
         self.left_out: Counter[str] = Counter()
+        self._ids: set[int] = set()
 
     def items(self) -> Iterator[Member | Damage]:
         """The jpg and the json of each image; damage, and what is no file, as in the source."""
@@ -129,6 +130,11 @@ class _ImagesPass(SourceReading):
         except BadSample as error:
             yield replace(image, detail=str(error), reason=error.reason)
             return
+        if image_id in self._ids:
+            detail = f"{name}: an earlier image of this source has this name, or its id, {image_id}"
+            yield replace(image, detail=detail, reason="duplicate")
+            return
+        self._ids.add(image_id)
         document = {
             "image": image_entry(image_id, height, width),
             "annotations": [],

@@ -12,6 +12,7 @@ provenance says.
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,29 @@ _ANNOTATED = ("json", "annotations", "masks", "annotation")  # columns, searched
 _OF_IMAGE = ("image_id", "file_name", "width", "height", "__key__")
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as a Parquet file does; False if it cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+    return False
+
+
 class PairRows(ImageRows):
     """Parquet files with the bytes of images and their annotations."""
 
     def takes(self, path: Path) -> bool:
-        """Whether the file has images and annotations; another Parquet file is no source without a flag."""
-        try:
-            schema = pq.read_schema(path) if super().takes(path) else pa.schema([])
-            return not {*schema.names}.isdisjoint(_ANNOTATED) and bool(image_column(path, schema))
-        except (pa.ArrowException, OSError, SourceError):
+        """Whether the file has images and annotations, or cannot be read, which is reported then; another
+        Parquet file is no source without a flag.
+        """
+        if not super().takes(path):
             return False
+        try:
+            schema = pq.read_schema(path)
+            return not {*schema.names}.isdisjoint(_ANNOTATED) and bool(image_column(path, schema))
+        except SourceError:
+            return False
+        except (pa.ArrowException, OSError):
+            return True
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         columns = (*_ANNOTATED, *_OF_IMAGE, *TEXT_FIELDS)
@@ -125,6 +139,8 @@ def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
     for value in (*values, row.get("__key__"), name):
         if type(value) is int and value >= 0:
             return value
+        if type(value) is float and value.is_integer() and 0 <= value < 1 << 53:  # as pandas writes them
+            return int(value)
         if isinstance(value, str):
             stem = value.rpartition("/")[2].partition(".")[0]
             named = parse_member_path(f"{stem}.jpg")

@@ -322,30 +322,31 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
                 f"{source}: has {table.schema.names.count(one)} columns {one!r}; rename all but one"
             )
     if name not in table.schema.names:
-        raise ColumnError(f"{source}: no column {name!r}; choose from {', '.join(table.schema.names)}")
+        known = ", ".join(table.schema.names) or "none: the table is empty"
+        raise ColumnError(f"{source}: no column {name!r}; choose from {known}")
     if key is not None and key not in table.schema.names:
         raise ColumnError(
             f"{source}: no column {key!r} to join {name!r} by; choose from {', '.join(table.schema.names)}"
         )
     column = key or next((one for one in KEYS if one in table.schema.names), image_column(table.schema))
     if column is None:
+        what = f"has {', '.join(table.schema.names)}" if len(table) else "the table has no rows"
         raise ColumnError(
-            f"{source}: has {', '.join(table.schema.names)}, and no column to join {name!r} by; add a column "
-            "'mask_id' or 'image_id'"
+            f"{source}: {what}, and no column to join {name!r} by; add a column 'mask_id' or 'image_id'"
         )
     kind = table.schema.field(column).type
     key = "mask_id" if column == "mask_id" else "image_id"
     if key == "image_id" and is_text(kind):
         table, others = with_ids(table, column, how.names)
         if others and not len(table):
-            raise ColumnError(f"{source}: no row names an image in column {column!r}; write such as sa_7.jpg")
+            way = "write such as sa_7.jpg or, of images alone, the path in their source"
+            raise ColumnError(f"{source}: no row of column {column!r} names an image; {way}")
         if others:
-            left = f"{others:,} rows name no image of SA-1B in column {column!r}"
+            left = f"{others:,} rows of column {column!r} name no image"
             warnings.warn(f"{source}: {left}; they are left out", stacklevel=4)
     elif not pa.types.is_integer(kind):
-        raise ColumnError(
-            f"{source}: column {column!r} is {kind}; ids are integers or names such as sa_7.jpg"
-        )
+        what = f"column {column!r} is {kind}" if len(table) else "the table has no rows"
+        raise ColumnError(f"{source}: {what}; ids are integers or names such as sa_7.jpg")
     if table[column].null_count:
         raise ColumnError(
             f"{source}: column {column!r} has no id in {table[column].null_count:,} rows; remove these rows"

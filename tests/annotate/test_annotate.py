@@ -425,6 +425,10 @@ def test_what_an_abandoned_run_has_stored_is_removed_with_its_layer(
 ) -> None:
     before = files_in(shards)
     layer_of(work, shards, "round2", part=ImageShare(0, 2))
+    with pytest.raises(
+        UsageError, match="existing keep, now hide.; run `.* annotate --shards .*, or choose another"
+    ):
+        layer_of(work, shards, "round2", existing="hide")
     folder = shards / "layers/.round2-annotated"
     part = next(path for path in folder.iterdir() if path.is_dir())
     temporary_path(part / "sa_9.json").write_bytes(b"{")

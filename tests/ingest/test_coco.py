@@ -673,3 +673,9 @@ def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path:
     assert export_command(str(root), "coco", tmp_path / "again", json_output=True) == 0
     again = json.loads((tmp_path / "again" / "annotations.json").read_text())
     assert sorted(one["text_input"] for one in again["annotations"]) == ["a cat"] * 3 + ["a red ball"]
+    document["images"][1]["id"] = "pair_0"
+    (tmp_path / "gold.json").write_text(json.dumps(document))
+    with pytest.raises(
+        SourceError, match="several entries of 'images' have the id 'pair_0'.* an id of its own"
+    ):
+        reshard((str(tmp_path / "gold.json"),), out=str(tmp_path / "other"), images=tmp_path / "images")

@@ -266,13 +266,14 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
     }
     reshard(written(tmp_path / "photos", FILES | bad), tmp_path / "root", code=3)
     summary = json.loads(capsys.readouterr().out)
-    assert summary["refused"] == {"duplicate": 2, "image_unreadable": 1, "jpeg_truncated": 1}
+    assert summary["refused"] == {"duplicate": 1, "image_unreadable": 1, "jpeg_truncated": 1}
     assert "notes.md" in json.dumps(summary["not_taken"])
     assert "convert it to JPEG, PNG or WebP" in json.dumps(summary["not_taken"])
     assert "neither an image nor a text beside one" in json.dumps(summary["not_taken"])
     kept = {path.read_bytes() for path in (tmp_path / "root" / "quarantine" / "photos").iterdir()}
     refused = (tmp_path / "root/quarantine/photos/refused.jsonl").read_text()
     assert "x.png: not an image that can be read: its format is unknown" in refused
+    assert "z/sa_5.jpg: an earlier image of this source has this name, or its id, 5" in refused
     assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
 
 
@@ -453,7 +454,7 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "captions.json").write_text(json.dumps(rows))
     ids = {hashed(f"{name}.jpg"): name for name in ("photos/1", "photos/cats/2", "others/3")}
     wanted = {"photos/1": "one", "photos/cats/2": "two", "others/3": "three"}
-    with pytest.warns(UserWarning, match="2 rows name no image") as record:
+    with pytest.warns(UserWarning, match="2 rows of column 'image' name no image") as record:
         stream = sa1b.Stream(
             root, global_batch=1, masks=0, image_size=32, join={"caption": str(tmp_path / "captions.json")}
         )

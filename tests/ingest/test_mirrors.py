@@ -172,6 +172,30 @@ def test_files_without_annotations_or_images_are_no_sources(
         )
 
 
+def test_a_mirror_that_was_cut_or_has_another_ending_is_named(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(objects(root), tmp_path / "a.parquet")
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cut.parquet").write_bytes(data[: len(data) // 2])
+    (tmp_path / "whole.pq").write_bytes(data)
+    for path, message in (
+        ("data", "cut.parquet: cannot be read as Parquet"),
+        ("whole.pq", "no usable pair; a Parquet file; rename it, so that its name ends with .parquet"),
+    ):
+        capsys.readouterr()
+        reshard(tmp_path / path, tmp_path / "mirror", code=1)
+        assert message in "".join(json.loads(capsys.readouterr().out)["failed"].values())
+
+
+def test_ids_that_pandas_wrote_as_numbers_with_a_point_are_ids(root: Path, tmp_path: Path) -> None:
+    rows = [{**row, "image_id": float(row["image"]["path"][3:-4])} for row in objects(root).to_pylist()]
+    nameless = [{**row, "image": {**row["image"], "path": "x.jpg"}} for row in rows]
+    pq.write_table(pa.Table.from_pylist(nameless), tmp_path / "a.parquet")
+    assert values(reshard(tmp_path / "a.parquet", tmp_path / "mirror")) == values(root)
+
+
 def test_the_number_of_a_row_is_no_image_id(root: Path, tmp_path: Path) -> None:
     table = objects(root)
     nameless = pa.table(

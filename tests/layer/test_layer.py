@@ -245,11 +245,16 @@ def test_verify_finds_masks_that_do_not_exist_and_images_that_left(root: Path) -
 
 
 def test_flags_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for words, message in (
         (("add", root, tmp_path), "--name: missing"),
         (("add", root, "--name", "a"), "--name a: no FILE"),
         (("add", root, tmp_path / "none", "--name", "a"), "no such file or folder"),
         (("add", root, tmp_path, "--name", "../a"), "must be at most 64 letters"),
+        (
+            ("add", root, tmp_path / "a.parquet", "--name", "a"),
+            "a.parquet: a Parquet file; write its masks in",
+        ),
         (("add", root, tmp_path, "--name", "a", "--on", "b"), "no such layer"),
         (("drop", root), "drop: no NAME"),
         (("drop", root, "a"), "has no layer of this name"),
@@ -345,6 +350,8 @@ def test_a_view_from_a_query_with_layers_is_read_with_them(root: Path) -> None:
         len(batch.masks) == len(changed.by_id(2).annotations) == len(sa1b.open(root).by_id(2).annotations) + 1
     )
     assert query(root, asked, *flags).returncode == 0
+    before = query(root, "--layers", "round3", asked, "--as-view", "a").stderr
+    assert "SELECT: missing; --layers takes all words up to the next flag: write it after SELECT" in before
     write(root, "other", two(2))
     taken = query(root, asked, "--layers", "other", "--as-view", "third")
     assert taken.returncode == 2

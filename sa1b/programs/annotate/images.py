@@ -347,10 +347,10 @@ def open_folder(
         raise UsageError(f"{path}: damaged ({error!r}); annotate into another folder") from None
     if differing:
         changes = ", ".join(f"{name} {stored.get(name)}, now {expected[name]}" for name in differing)
-        raise UsageError(
-            f"--out {out}: has annotations with other settings ({changes}); repeat the settings of "
-            f"{path}, or name another folder"
-        )
+        way = f"repeat the settings of {path}, or name another folder"
+        if "command" in stored:  # of a layer
+            way = f"run `{stored['command']}`, or choose another --name"
+        raise UsageError(f"--out {out}: has annotations with other settings ({changes}); {way}")
     folder = AnnotationFolder(out, folders, name, str(settings["image_ids"]), with_images)
     folder.scan()
     return folder

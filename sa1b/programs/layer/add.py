@@ -27,6 +27,7 @@ from sa1b.shards.layer_writer import Existing, LayerWriter, make_change, provena
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions, read_results
 from sa1b.sources.coco_pair import CocoPair, coco_pair
 from sa1b.sources.discovery import discover
+from sa1b.sources.mirror import is_parquet
 from sa1b.sources.source import Source, SourceReader
 from sa1b.sources.tar_stream import Damage
 from sa1b.storage.atomic import sha256_of
@@ -197,10 +198,12 @@ def _annotate_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def check_files(paths: tuple[Path, ...]) -> None:
-    """SourceError: a path does not exist."""
+    """SourceError: a path does not exist, or is a Parquet file."""
     for path in paths:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder; name files of masks, or folders of them")
+        if is_parquet(path):
+            raise SourceError(f"{path}: a Parquet file; write its masks in COCO's format as JSON")
 
 
 _BATCH = 64  # images whose stored masks are read together

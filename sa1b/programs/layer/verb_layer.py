@@ -146,8 +146,8 @@ class LayerList:
 
     def table(self) -> str:
         """The list as text."""
-        rows: list[tuple[str, ...]] = []
-        rows.append(("name", "digest", "images", "added", "replaced", "hidden", "on", "made"))
+        head = ("name", "digest", "images", "added", "replaced", "hidden", "on", "made")
+        rows: list[tuple[str, ...]] = [head] if self.layers else []
         for one in self.layers:
             numbers = (f"{n:,}" for n in (one.images, one.added, one.replaced, one.hidden))
             above = "-" if one.parent is None else one.parent.name
@@ -161,7 +161,7 @@ class LayerList:
             f"`{command('layer')} drop {self.root} {name}` removes them"
             for name, one in self.annotated.items()
         ]
-        return "\n".join(lines) if len(lines) > 1 else f"{self.root}: no layers"
+        return "\n".join(lines) or f"{self.root}: no layers"
 
 
 def list_layers(root: str) -> LayerList:
