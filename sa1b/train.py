@@ -39,6 +39,7 @@ from sa1b.engine.step.gradients import Buffers, clear, micro_batch, reduction_of
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
 from sa1b.engine.step.run import PLANNER, Run, fitted, watched
 from sa1b.engine.watch.control import HealthError
+from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import OTHER, Phases
 from sa1b.engine.watch.profiler import StepProfiler
 from sa1b.engine.watch.signals import (
@@ -134,12 +135,12 @@ def train(run: Run) -> None:
     run.health.end(run.step)
 
 
-def run(config: Config) -> int:
+def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    return _run(fitted(config, process_rank()[1]))
+    return _run(fitted(config, process_rank()[1]), callbacks)
 
 
-def _run(config: Config) -> int:
+def _run(config: Config, callbacks: Sequence[Callback]) -> int:
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code = 0
     phases = Phases()
@@ -157,19 +158,19 @@ def _run(config: Config) -> int:
             score(config, partial(scored_model, config), rank_info, phases)
     else:
         with watched(config, rank_info, phases):
-            code = train_and_close(begin(config, rank_info, phases))
+            code = train_and_close(begin(config, rank_info, phases, callbacks))
     stop()  # not after an error, because this rank would wait for the others
     return code
 
 
-def begin(config: Config, rank_info: RankInfo, phases: Phases) -> Run:
+def begin(config: Config, rank_info: RankInfo, phases: Phases, callbacks: Sequence[Callback] = ()) -> Run:
     """A run in the state of its newest checkpoint; if it cannot start, its URL is free at once."""
     if not config.is_remote:
-        return Run(config, rank_info, phases)
+        return Run(config, rank_info, phases, callbacks=callbacks)
     store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first
     remote = RemoteRun(store, config.folder, limit)
     try:
-        return Run(config, rank_info, phases, remote)
+        return Run(config, rank_info, phases, remote, callbacks)
     except BaseException:
         remote.release()
         raise
@@ -214,6 +215,7 @@ def how_it_ended(run: Run) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
     config, out, name = run.config, run.config.out.rstrip("/"), PurePath(run.config.out).name
     lines = [f"checkpoint: {out}/checkpoints/{folder_name(run.step)}", f"result: {run.metrics.result}"]
+    lines += run.best.lines(out)
     if seen := run.feed.seen():
         parts = [
             f"{source} {counted(images, 'image')} ({epochs:.3g} epochs)"
@@ -235,6 +237,7 @@ def main(
     *,
     arguments: Sequence[str] | None = None,
     prog: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Run the training command and return its exit code.
 
@@ -242,6 +245,7 @@ def main(
         presets: name for `--preset` -> settings; settings of another model train that model.
         arguments: command-line arguments; by default those of this process.
         prog: name of the command in the help; by default the command that started this process.
+        callbacks: objects with methods of `sa1b.engine.watch.loggers.Callback`, called on rank 0.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[AboveBar()])
     try:
@@ -255,7 +259,7 @@ def main(
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
         config = fitted(settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size)
-        return _run(config)
+        return _run(config, callbacks)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:

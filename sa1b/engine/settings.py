@@ -314,6 +314,10 @@ class EvaluationConfig:
         images: With coco: the folder of its images.
         detections: With coco: a file of COCO results whose boxes are the prompts; the result is the average
             precision.
+        best: Name of a score in an evaluation, such as miou_1_click, of which a larger value is better. The
+            checkpoint with the largest one is written and kept, and named when the run ends.
+        patience: With best and every: stop after so many evaluations in a row without a better score; 0:
+            never.
         show: Number of images, from the start of the view, whose predicted masks are written to
             OUT/predictions.jsonl. `sa1b gallery ROOT --predictions` draws them beside the annotated masks.
     """
@@ -326,6 +330,8 @@ class EvaluationConfig:
     coco: Path | None = None
     images: Path | None = None
     detections: Path | None = None
+    best: Annotated[str | None, tyro.conf.arg(metavar="SCORE")] = None
+    patience: Annotated[int, Range(0)] = 0
     show: Annotated[int, Range(0)] = 24
 
     def __post_init__(self) -> None:
@@ -338,6 +344,13 @@ class EvaluationConfig:
         if self.detections is not None and self.coco is None:
             raise UsageError(
                 "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
+            )
+        if self.best is not None and self.view is None:
+            raise UsageError(f"--evaluation.best {self.best}: needs --evaluation.view; pass a held-out view")
+        if self.patience and (self.best is None or not self.every):
+            raise UsageError(
+                f"--evaluation.patience {self.patience}: counts evaluations without a better score; pass "
+                "--evaluation.best and --evaluation.every too"
             )
         if self.coco is not None and self.view is not None:
             raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")

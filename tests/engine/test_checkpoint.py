@@ -139,6 +139,19 @@ def test_the_last_n_and_every_mth_are_kept(tmp_path: Path) -> None:
     assert kept(tmp_path) == [4, 8, 9, 10, 11]
 
 
+def test_the_best_one_is_kept_until_another_one_is_better(tmp_path: Path) -> None:
+    small = SmallRun()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
+    found = []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 4), (5, 4), (6, 4), (7, 4)):
+        checkpoints.save(step, small.model, small.optimizer, {})
+        checkpoints.steps()  # waits for the write
+        checkpoints.best = best
+        found.append(kept(tmp_path))
+    assert found[2:] == [[1, 2, 3], [1, 3, 4], [4, 5], [4, 5, 6], [4, 6, 7]]
+    checkpoints.close()
+
+
 def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

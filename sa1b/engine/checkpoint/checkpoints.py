@@ -78,6 +78,7 @@ class Checkpoints:
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
         self.config = config
         self.seconds = 0.0
+        self.best: int | None = None  # step of a checkpoint that is kept
         self._began = 0.0  # when the newest save began
         self._location: Location
         if isinstance(run, Path):
@@ -247,6 +248,8 @@ class Checkpoints:
         self._good.add(step)
         keep_last, keep_every = self.config.keep_last, self.config.keep_every
         for old in checkpoint_files.outdated(self._location.steps(), self._good, keep_last, keep_every):
+            if old == self.best:
+                continue
             self._good.discard(old)
             try:
                 self._location.remove(old)

@@ -31,8 +31,10 @@ from sa1b.engine.step.images import by_source, worst_image
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
+from sa1b.engine.watch.best_score import BestScore
 from sa1b.engine.watch.control import Control, Health, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
+from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import Phases, RankTime
 from sa1b.engine.watch.signals import deadline_of
 from sa1b.errors import UsageError
@@ -105,10 +107,15 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, rank_info: RankInfo, phases: Phases, remote: RemoteRun | None = None
+        self,
+        config: Config,
+        rank_info: RankInfo,
+        phases: Phases,
+        remote: RemoteRun | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.rank_info, self.phases = config, rank_info, phases
-        self.step = 0
+        self.step, self.best = 0, BestScore(config.evaluation)
         self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of this step, see `worst_image`
         self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
         data, size = config.data, config.image_size
@@ -155,7 +162,11 @@ class Run:
             | {"config": config.document(), "data": self.feed.receipt()},
             last=last,
             shown=self.model.shown,
+            callbacks=callbacks,
+            settings=config.document(),
         )
+        self.best.share(self.metrics.evaluations, rank_info)
+        self.checkpoints.best = self.best.step
         machines, self.window = hosts(rank_info), None
         if rank_info.rank == 0 and (make := STRAGGLERS.find()) is not None:
             self.window = make(
@@ -243,17 +254,19 @@ class Run:
                 )
             if scores is not None:
                 self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
+                self.best.add(self.step, scores)
+                self.checkpoints.best = self.best.step
 
     @property
     def ended(self) -> bool:
         """Whether the run ends after this step; the same on all ranks."""
-        return self.control.stopping or self.step >= self.config.optim.steps
+        return self.control.stopping or self.step >= self.config.optim.steps or self.best.exhausted
 
     @property
     def finished(self) -> bool:
         """Whether another start would do nothing: all steps are done, and the evaluation after them."""
         due = self.config.evaluation.view is not None and self.metrics.lacks_evaluation(self.step)
-        return self.step >= self.config.optim.steps and not due
+        return (self.step >= self.config.optim.steps or self.best.exhausted) and not due
 
     def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
         """Add the gradient of the micro-batch with this number; return the model's sums, without gradient."""
@@ -321,7 +334,8 @@ class Run:
         if self.control.stopping or not due:
             return
         self.evaluate()
-        if self.control.stopping and not saved:
+        needed = self.control.stopping or self.best.exhausted or 0 < self.step == self.best.step
+        if needed and not saved:
             with self.phases.part("checkpoint"):
                 self.save(None)
 

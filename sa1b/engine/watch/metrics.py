@@ -1,20 +1,17 @@
-"""Records of a run: JSON lines, curves and a progress line."""
+"""Records of a run: JSON lines, a progress line, and what its callbacks get."""
 
-import io
 import json
 import math
-import os
 import resource
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from tqdm import tqdm
 
 from sa1b.arguments import Range, check_fields
@@ -22,42 +19,12 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.images import HALF
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
+from sa1b.engine.watch.loggers import SERVERS, Callback, Curves, open_server
 from sa1b.engine.watch.phase import PARTS, WORK, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
-from sa1b.storage.atomic import append, append_line, write_whole
+from sa1b.storage.atomic import append_line, write_whole
 from sa1b.version import __version__, code_digest
-
-
-class Curves:
-    """A TensorBoard event file. From step `first` on, TensorBoard drops the points of earlier files of the
-    folder. torch's SummaryWriter writes in a background thread, which ends with a traceback if the disk is
-    full.
-    """
-
-    def __init__(self, folder: Path, first: int) -> None:
-        self._proto: Any = import_module("tensorboard.compat.proto.event_pb2")
-        self._records: Any = import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        folder.mkdir(parents=True, exist_ok=True)
-        number = time.time_ns()
-        self.path = folder / f"events.out.tfevents.{number // 10**9}.{number % 10**9:09d}.{os.getpid()}"
-        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._append({"file_version": "brain.Event:2"}, {"step": first, "session_log": start})
-
-    def add(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write a point for each value that is a number."""
-        values = [
-            {"tag": name, "simple_value": float(value)}
-            for name, value in figures.items()
-            if isinstance(value, int | float)
-        ]
-        self._append({"step": step, "summary": {"value": values}})
-
-    def _append(self, *events: dict[str, Any]) -> None:
-        data = io.BytesIO()
-        for event in events:
-            self._records(data).write(self._proto.Event(wall_time=time.time(), **event).SerializeToString())
-        append(self.path, data.getvalue())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +35,9 @@ class LoggingConfig:
         every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
         window: Steps over which the times of the ranks and the limits of their loaders are summarised.
         tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
+        wandb: Project of Weights & Biases that gets the figures of these lines and the settings, through the
+            package wandb. A run that is resumed goes on there.
+        mlflow: Experiment of MLflow that gets them, through the package mlflow.
         profile: First and last step, counted from 0, that torch's profiler records after a step of warm-up:
             a Chrome trace, RUN/trace-<rank>.json, for Perfetto, and the ten costliest operations,
             RUN/operations-<rank>.txt.
@@ -76,6 +46,8 @@ class LoggingConfig:
     every: Annotated[int, Range(1)] = 1
     window: Annotated[int, Range(1)] = 50
     tensorboard: bool | None = None
+    wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT")] = None
+    mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT")] = None
     profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +57,9 @@ class LoggingConfig:
             raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
+        for name in SERVERS:
+            if getattr(self, name) is not None and find_spec(name) is None:
+                raise UsageError(f"--logging.{name}: the package {name} is missing; pip install {name}")
 
 
 class Metrics:
@@ -101,6 +76,12 @@ class Metrics:
         about: description of this start of the run: world size, precision, versions.
         last: the line of step `done` from its checkpoint; it is written if the file lacks it.
         shown: figures of the progress line besides the loss: label -> figure.
+        callbacks: are called before the loggers of `config`.
+        settings: of the run, for loggers of servers.
+
+    Attributes:
+        evaluations: The scores of each evaluation in metrics.jsonl by its step; empty on other ranks.
+        result: Score or loss of the last step.
     """
 
     def __init__(
@@ -115,24 +96,36 @@ class Metrics:
         about: Mapping[str, Any] | None = None,
         last: Mapping[str, Any] | None = None,
         shown: Mapping[str, str] | None = None,
+        callbacks: Sequence[Callback] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
         self._first = rank_info.rank == 0
         self._control = control
         self._shown = dict(shown or {})
         self._bar: tqdm[Any] | None = None
-        self._curves: Curves | None = None
-        self._evaluated: set[int] = set()
-        self.result = ""  # score or loss of the last step
+        self._callbacks = list(callbacks)
+        self._keys: dict[str, str] = {}  # of the run, on servers
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.result = ""
         self.path = run / "metrics.jsonl"
         if not self._first:
             return
         steps_there = control.within(self.path, lambda: self._drop_after(done))
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
-            self._control.write(run / "tensorboard", lambda: self._start_curves(run, done + 1))
+            self._callbacks.append(Curves(config.every, run / "tensorboard", done + 1, control.write))
+        for name in SERVERS if done < steps else ():
+            if (project := getattr(config, name)) is not None:
+                server = open_server(name, project, config.every, run, settings or {}, self._keys.get(name))
+                self._callbacks.append(server)
+                self._keys[name] = server.key
         if done and last is not None and done not in steps_there and done % config.every == 0:
-            self._write(last)
-        self._write({"run": {"step": done, **(about or {})}})
+            self._append(last)
+            for callback in self._callbacks:
+                callback.step(done, last)
+        self._append(
+            {"run": {"step": done, **(about or {}), **({"servers": self._keys} if self._keys else {})}}
+        )
         if done >= steps:
             return
         self._bar = tqdm(
@@ -150,7 +143,9 @@ class Metrics:
             return
         self.result = f"loss {figures['loss']:.4f} in the last step"
         if step % self._config.every == 0:
-            self._write({"step": step, **figures})
+            self._append({"step": step, **figures})
+        for callback in self._callbacks:
+            callback.step(step, figures)
         if self._bar is not None:
             shown = {"loss": f"{figures['loss']:.4f}"}
             shown |= {label: f"{figures[name]:.3f}" for label, name in self._shown.items()}
@@ -162,19 +157,23 @@ class Metrics:
         """Record and print an evaluation after `step` steps."""
         if not self._first:
             return
-        self._write({"step": step, "evaluation": dict(scores), "seconds": seconds})
-        self._evaluated.add(step)
+        self._append({"step": step, "evaluation": dict(scores), "seconds": seconds})
+        for callback in self._callbacks:
+            callback.evaluation(step, scores, seconds)
+        self.evaluations[step] = dict(scores)
         self.result = score_line(scores)
         self.say(f"step {step}: {self.result}")
 
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
         """Record a summary of the last steps."""
         if self._first:
-            self._append(json.dumps({"step": step, kind: summary}, allow_nan=False))
+            self._append({"step": step, kind: summary})
+            for callback in self._callbacks:
+                callback.window(step, kind, summary)
 
     def lacks_evaluation(self, step: int) -> bool:
         """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
-        return self._first and step not in self._evaluated
+        return self._first and step not in self.evaluations
 
     def say(self, line: str) -> None:
         """Print a line on stdout above the progress line; rank 0 only."""
@@ -182,22 +181,15 @@ class Metrics:
             tqdm.write(line)
 
     def close(self) -> None:
-        """End the progress line."""
+        """End the progress line and the callbacks."""
         if self._bar is not None:
             self._bar.close()
+        for callback in self._callbacks if self._first else ():
+            callback.end()
 
-    def _write(self, figures: Mapping[str, Any]) -> None:
-        self._append(json.dumps(json_figures(figures)))
-        curves = self._curves
-        if curves is not None and "step" in figures:
-            flat = {**figures, **figures.get("evaluation", {})}
-            self._control.write(curves.path, lambda: curves.add(int(figures["step"]), flat))
-
-    def _append(self, line: str) -> None:
-        self._control.write(self.path, lambda: append_line(self.path, line))
-
-    def _start_curves(self, run: Path, first: int) -> None:
-        self._curves = Curves(run / "tensorboard", first)
+    def _append(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(json_figures(line), allow_nan=False)
+        self._control.write(self.path, lambda: append_line(self.path, text))
 
     def _drop_after(self, done: int) -> set[int]:
         """Remove the lines of steps after `done`; return the steps whose lines remain."""
@@ -214,8 +206,9 @@ class Metrics:
                 keep = False  # truncated when the process was killed
             if keep:
                 kept.append(line)
+                self._keys |= document.get("run", {}).get("servers", {})
                 if "evaluation" in document:
-                    self._evaluated.add(step)
+                    self.evaluations[step] = document["evaluation"]
                 elif not {"run", "ranks", "loader"} & document.keys():
                     found.add(step)
         write_whole(self.path, "".join(kept).encode())
