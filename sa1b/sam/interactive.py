@@ -269,8 +269,10 @@ class Interactive(nn.Module):
             ious.append((targets.weights * outcome.iou).detach())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
         of_image = torch.stack((of_masks, ious[-1], targets.weights))
-        trace = {"points": points, "labels": labels, "ious": torch.stack(ious, dim=1), "losses": of_masks}
-        return (trace if self.traced else {}) | {
+        trace = {}
+        if self.traced:
+            trace = {"points": points, "labels": labels, "ious": torch.stack(ious, 1), "losses": of_masks}
+        return trace | {
             "loss": torch.stack(losses).sum(),
             "focal": focal,
             "dice": dice,

@@ -24,6 +24,7 @@ from sa1b.engine.checkpoint.folder import RetrievalError
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
+from sa1b.engine.weights import nearest_checkpoint
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.recipes.weights import find_weights
@@ -108,6 +109,12 @@ def test_the_objects_are_those_of_a_run_in_a_folder(tmp_path: Path) -> None:
     where, weights = find_weights(copy)
     assert where == str(copy / "checkpoints" / "step-00000002")
     assert set(weights["weight"].flatten().tolist()) == {2.0}
+    for source in (str(copy), f"local://{tmp_path}/bucket/run"):
+        for step, nearest in ((0, 1), (1, 1), (9, 2)):
+            found = nearest_checkpoint(source, step)
+            assert found == (f"{source}/checkpoints/step-{nearest:08}", nearest)
+        assert nearest_checkpoint(found[0], 0) == found
+    assert nearest_checkpoint("weights.pth", 3) == ("weights.pth", None)
 
 
 def test_an_incomplete_checkpoint_is_never_used_and_is_removed_at_the_start(tmp_path: Path) -> None:

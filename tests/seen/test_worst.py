@@ -121,6 +121,9 @@ def test_what_cannot_be_done_is_refused(roots: tuple[Path, Path], tmp_path: Path
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace("worst_image", "other"))
-    assert "has no worst images" in replay(run, "--worst", 1, "--out-view", tmp_path / "v.json").stderr
+    for flag in ("--out-view", "--out"):
+        words = ("--worst", 1, flag, tmp_path / "v.json")
+        assert f"{flag}: metrics.jsonl has no worst images" in replay(run, *words).stderr
+    assert not (tmp_path / "v.json").exists()
     (run / "metrics.jsonl").write_text(text.splitlines()[0])
     assert "has no step" in replay(run, "--worst", 1).stderr

@@ -45,7 +45,9 @@ class Prompts:
         self._known = "box_probability" in config.get("recipe", {}) and "distill" not in config
         if not self._known:
             if weights is not None:
-                kind = f"a run of --preset {config['preset']}" if config else "a run of an earlier version"
+                kind = (
+                    f"a run of --preset {config.get('preset')}" if config else "a run of an earlier version"
+                )
                 raise UsageError(f"--weights {weights}: {kind} has no prompts of SAM; drop --weights")
             self.note = ""
             return
@@ -59,7 +61,11 @@ class Prompts:
         sizes: dict[str, Any] = {**config["model"], **_PLAIN}
         sizes["global_blocks"] = tuple(sizes["global_blocks"])
         self._module = Interactive(Sam(ModelConfig(**sizes)), self._recipe)
-        self._module.load_weights(found)
+        own = self._module.model.state_dict()
+        if {name: one.shape for name, one in own.items()} == {name: one.shape for name, one in found.items()}:
+            self._module.model.load_state_dict(found)  # as they are, also low-rank changes
+        else:
+            self._module.load_weights(found)
         self._module.traced = True
         self._module.to(self._device).train()
         self.note = f"{self.weights}: {_distance(known, step)}"

@@ -71,7 +71,7 @@ def main(
         raise UsageError(f"--out {out}: exists; pass a new folder")
     with loading():
         from sa1b.programs.seen.history import read_metrics, spans
-        from sa1b.programs.seen.worst import check_path, worst_steps, write_views
+        from sa1b.programs.seen.worst import check_path, positions_of, worst_steps, write_views
     if out_view is not None:
         check_path(out_view)
     data = read_metrics(run)
@@ -80,7 +80,7 @@ def main(
         if out_view is not None:
             listed = replace(listed, views=write_views(spans(run, data, None)[-1], listed.steps, out_view))
         if out is not None or weights is not None:
-            positions = {one.step: one.position for one in listed.steps if one.position is not None}
+            positions = positions_of(listed.steps, "--weights" if out is None else "--out")
             found = spans(run, data, None)
             images = [
                 _replayed(run, found, number, weights, {position}, draw=out is not None)

@@ -114,17 +114,23 @@ def check_path(out: Path) -> None:
         raise UsageError(f"--out-view {out}: must end with .json; pass a new file such as without.json")
 
 
+def positions_of(steps: Sequence[WorstStep], flag: str) -> dict[int, int]:
+    """Step -> position of its worst image; UsageError with `flag`: no step has one."""
+    found = {one.step: one.position for one in steps if one.position is not None}
+    if not found:
+        raise UsageError(
+            f"{flag}: metrics.jsonl has no worst images, as of earlier versions and models without sums of "
+            "images; find them with --step N --out PAGE and pass the others to `sa1b view --ids`"
+        )
+    return found
+
+
 def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[str, Any]]:
     """Write a view of each dataset of the run without the worst images of these steps: OUT, or of a mixture
     OUT with the name of the source before its ending. UsageError: there is nothing to leave out, or a file is
     there.
     """
-    positions = [one.position for one in steps if one.position is not None]
-    if not positions:
-        raise UsageError(
-            "--out-view: metrics.jsonl has no worst images, as of earlier versions and models without sums "
-            "of images; find them with --step N --out PAGE and pass the others to `sa1b view --ids`"
-        )
+    positions = list(positions_of(steps, "--out-view").values())
     sources, mixture = sources_of(span)
     which = np.zeros(len(positions), np.int64)
     if mixture is not None:
