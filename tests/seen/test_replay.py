@@ -61,13 +61,16 @@ def trained(folder: Path, **options: Any) -> dict[int, dict[int, str]]:
         {"view": "train", "strategy": "coverage", "flip": 0.5},
         {"block_size": 2, "strategy": "area", "min_pixels": 2, "global_batch": 6},
         {"mix": True, "flip": 0.5},
+        {"text": "phrases.parquet"},
     ],
-    ids=["view", "blocks", "mixture"],
+    ids=["view", "blocks", "mixture", "text"],
 )
 def test_each_step_is_rebuilt_to_the_bit(
     roots: tuple[Path, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     own = {"root": str(roots[0]), "global_batch": 5, "masks": 3, **options}
+    if "text" in own:
+        own["text"] = str(roots[0].parent / own["text"])
     if own.pop("mix", False):
         path = tmp_path / "mix.yaml"
         path.write_text(
@@ -81,7 +84,9 @@ def test_each_step_is_rebuilt_to_the_bit(
     assert [(one.first, one.stop) for one in found] == [(0, 4), (4, 9), (9, 12)]
     for span in found:
         for step in range(span.first + 1, span.stop + 1):
-            samples = rebuilt(str(run), span, step, Prompts(span, step, None)).samples
+            replayed = rebuilt(str(run), span, step, Prompts(span, step, None))
+            samples = replayed.samples
+            assert replayed.changes == []
             assert {one["position"]: one["sha256"] for one in samples} == expected[step]
     assert any(one["mirrored"] for one in samples) == (own.get("flip", 0) > 0)
 

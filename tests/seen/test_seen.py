@@ -111,6 +111,9 @@ def test_a_mixture_is_counted_by_source(roots: tuple[Path, Path], tmp_path: Path
     used = run_of(tmp_path / "run", config, PLAN)
     assert counted(tmp_path / "run") == used
     one_by_one(tmp_path / "run", used)
+    only_in_a = next(image for (name, image), _ in used.items() if name == "a" and not used["b", image])
+    done = seen(tmp_path / "run", "--image", only_in_a)
+    assert (done.returncode, "in a\n" in done.stdout) == (0, True)
 
 
 def one_by_one(run: Path, used: Counter[tuple[str, int]]) -> None:

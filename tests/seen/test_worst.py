@@ -1,6 +1,7 @@
 """`sa1b replay --worst`: the worst steps of a run with their images, and views without these images."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_of_a_mixture_each_source_has_a_view_of_its_own(roots: tuple[Path, Path]
         left_out |= {(one["root"], image) for image in set(before) - set(after)}
     assert {image for _, image in left_out} == {line["worst_image"]["id"] for line in lines}
     assert sorted(path.name for path in tmp_path.glob("w*.json")) == ["w-1.json", "w-a.json"]
+    printed = replay(tmp_path / "run", "--worst", 8, "--out-view", tmp_path / "again.json").stdout
+    settings = "\n".join(re.findall(r"in the file of --data.mix: (.*)$", printed, re.MULTILINE)).splitlines()
+    views = {line.partition(": ")[0]: line.partition(": {view: ")[2].rstrip("}") for line in settings}
+    (tmp_path / "new.yaml").write_text(
+        f"sources:\n  a: {{root: {roots[0]}, weight: 3, view: {views['a']}}}\n"
+        f"  b/c: {{root: {roots[1]}, weight: 1, view: {views['b/c']}}}\n"
+    )
+    feed = Feed(
+        DataConfig(mix=str(tmp_path / "new.yaml"), global_batch=5, masks=2),
+        48,
+        RankInfo(0, 1, 0, CPU),
+        tmp_path,
+        5,
+    )
+    counts = {name: source["images"] for name, source in feed.receipt()["sources"].items()}
+    assert counts == {one["source"]: one["images"] for one in json.loads(done.stdout)["views"]}
 
 
 def test_what_cannot_be_done_is_refused(roots: tuple[Path, Path], tmp_path: Path) -> None:

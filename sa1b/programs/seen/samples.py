@@ -123,7 +123,7 @@ def _opened(source: dict[str, Any], state: dict[str, Any], path: Path) -> Stream
             f"{source['root']}: the run had a transform of its own code; replay it from Python, with "
             "Stream(transform=...) and load_state_dict"
         )
-    options.pop("text", None)
+    options.pop("text", None)  # texts are not rebuilt
     decoder = str(options.pop("decoder")).rpartition("-")[0]
     layers = [layer for layer, _ in state.get("layers", [])]
     which = source["view"]
@@ -148,7 +148,8 @@ def _opened(source: dict[str, Any], state: dict[str, Any], path: Path) -> Stream
         **options,
     )
     try:
-        stream.check_state(state)
+        known = {name: value for name, value in state["options"].items() if name != "text"}
+        stream.check_state({**state, "options": known})
     except ResumeError as error:
         raise UsageError(f"{source['root']}: {error}") from None
     return stream

@@ -20,7 +20,7 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.arguments import Range
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import takes_endpoint
@@ -90,12 +90,14 @@ def main(
             if out is not None:
                 _write(out, listed.title(), images)
         present(listed, json_output)
+        _say(out, json_output)
         return max((one.exit_code() for one in listed.images), default=0)
     assert step is not None
     replayed = _replayed(run, spans(run, data, None), step, weights, None, draw=out is not None)
     if out is not None:
         _write(out, f"{run}, step {step:,}", [replayed])
     present(replayed, json_output)
+    _say(out, json_output)
     return replayed.exit_code()
 
 
@@ -112,6 +114,11 @@ def _replayed(
         warnings.simplefilter("ignore")  # those of torch about a single process
         prompts = Prompts(span, step, weights)
     return rebuilt(run, span, step, prompts, positions=positions, draw=draw)
+
+
+def _say(out: Path | None, json_output: bool) -> None:
+    if out is not None and not json_output:
+        show(f"page: {out}/index.html")
 
 
 def _write(out: Path, title: str, replayed: "list[Replayed]") -> None:

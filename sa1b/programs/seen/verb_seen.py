@@ -56,7 +56,8 @@ class Seen:
         return "\n".join(lines)
 
     def exit_code(self) -> int:
-        return int(any(not one["times"] for one in self.images))
+        seen = {one["image_id"] for one in self.images if one["times"]}  # in any source
+        return int(not seen.issuperset(one["image_id"] for one in self.images))
 
 
 @takes_endpoint

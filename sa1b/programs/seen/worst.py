@@ -76,9 +76,10 @@ class WorstSteps:
             lines.append(
                 f"{view['path']}: view of {view['root']} without {left_out}: {view['images']:,} images"
             )
-            lines.append(
-                f"  a new run: {command('train')} --data.root {view['root']} --data.view {view['opens']} ..."
-            )
+            new = f"a new run: {command('train')} --data.root {view['root']} --data.view {view['opens']} ..."
+            if view["source"] is not None:
+                new = f"in the file of --data.mix: {view['source']}: {{view: {view['opens']}}}"
+            lines.append(f"  {new}")
         return "\n".join(
             [*lines, f"Next: {command('replay')} {self.run} --step {self.steps[0].step} --out PAGE"]
         )
@@ -163,6 +164,7 @@ def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[
         written.append(
             {
                 "path": str(path),
+                "source": None if mixture is None else source.name,
                 "root": source.root,
                 "images": len(kept),
                 "of_images": len(rows),
