@@ -49,9 +49,8 @@ class Interactive(nn.Module):
     - In an iteration without a new prompt, an empty token replaces the click.
     - Predictions outside the image count in focal and dice loss, but not in IoU, clicks or scores.
 
-    With `traced`, a training pass without gradient also returns its prompts, as `Sam.decode` gets them in
-    the last iteration, "points" float32 [M, P, 2] and "labels" int64 [M, P]; and of each mask "losses",
-    float32 [M], and its IoU after each iteration, "ious" float32 [M, I].
+    With `traced`, a training pass also returns its prompts, "points" float32 [M, P, 2] and "labels" int64
+    [M, P], and of each mask "losses", float32 [M], and "ious", float32 [M, I], after each iteration.
     """
 
     traced = False
@@ -268,7 +267,6 @@ class Interactive(nn.Module):
             of_masks = of_masks + share * self._weighted(weighted.detach())
             ious.append((targets.weights * outcome.iou).detach())
         focal, dice, quality = torch.stack(parts).sum(dim=0).unbind()
-        of_image = torch.stack((of_masks, ious[-1], targets.weights))
         trace = {}
         if self.traced:
             trace = {"points": points, "labels": labels, "ious": torch.stack(ious, 1), "losses": of_masks}
@@ -280,7 +278,7 @@ class Interactive(nn.Module):
             "iou_first": ious[0].sum(),
             "iou_last": ious[-1].sum(),
             "count": targets.weights.sum(),
-            "of_images": by_image(of_image, targets),
+            "of_images": by_image(torch.stack((of_masks, ious[-1], targets.weights)), targets),
         }
 
     def _weighted(self, parts: Tensor) -> Tensor:
