@@ -157,8 +157,9 @@ def test_settings_are_flat_by_their_flags() -> None:
 def test_the_best_score_and_the_evaluations_since() -> None:
     best = BestScore(EvaluationConfig(view="held", every=1, best="mean", patience=2))
     found = []
-    for step, score in enumerate([0.5, 0.25, 0.75, None, 0.75, 0.1]):
-        best.add(step, {"mean": score})  # type: ignore[dict-item]
+    scores: list[Any] = [0.5, 0.25, 0.75, None, 0.75, 0.1]
+    for step, score in enumerate(scores):
+        best.add(step, {"mean": score})
         found.append((best.step, best.since, best.exhausted))
     assert found == [(0, 0, False), (0, 1, False), (2, 0, False), (2, 1, False), (2, 2, True), (2, 3, True)]
     with pytest.raises(UsageError, match="--evaluation.best mean: not a score; choose from boxes, miou"):
@@ -171,6 +172,7 @@ def test_the_best_score_and_the_evaluations_since() -> None:
 def test_patience_needs_a_score_and_a_view() -> None:
     with pytest.raises(UsageError, match="--evaluation.best mean: needs --evaluation.view"):
         EvaluationConfig(best="mean")
-    for given in ({"view": "held", "every": 2}, {"view": "held", "best": "mean"}):
+    givens: list[dict[str, Any]] = [{"view": "held", "every": 2}, {"view": "held", "best": "mean"}]
+    for given in givens:
         with pytest.raises(UsageError, match="--evaluation.patience 3: counts evaluations"):
-            EvaluationConfig(patience=3, **given)  # type: ignore[arg-type]
+            EvaluationConfig(patience=3, **given)

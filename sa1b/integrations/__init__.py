@@ -1,0 +1,1 @@
+"""Datasets for the training code of other projects, fed from shards."""
