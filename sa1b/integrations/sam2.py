@@ -22,10 +22,9 @@ import torch
 
 from sa1b.arguments import check_arguments
 from sa1b.errors import UsageError
+from sa1b.integrations.view_samples import ViewSamples
 from sa1b.masks.raster import rasterize
-from sa1b.shards.dataset import check_images, open_dataset
 from sa1b.shards.sample import Sample
-from sa1b.views.view import open_view
 
 _PREFIX = "sa1b-shard://"
 _KEPT = 4  # images that this process has read last, by their paths
@@ -57,40 +56,25 @@ class ShardRawDataset:
         cache: str | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        given: Any = {"storage_options": storage_options, "cache": cache, "cache_bytes": cache_bytes}
-        self.dataset = open_dataset(root, layers=tuple(layers), **given)
-        check_images(self.dataset, "training of SAM 2")
-        self.view = open_view(self.dataset.reader, self.dataset.table, view)
+        self.samples = ViewSamples(root, view, layers, storage_options, cache, cache_bytes)
         self.num_frames = num_frames
         self.mask_area_frac_thresh = mask_area_frac_thresh
 
     def __len__(self) -> int:
-        return self.view.count
+        return len(self.samples)
 
     def get_video(self, idx: int) -> tuple[Any, "Segments"]:
-        """The image at a position of the view as SAM 2's `VOSVideo`, and the loader of its masks.
-
-        UsageError: the stored image is smaller than the frame of its masks.
-        """
-        rows = self.view.rows
-        sample = self.dataset[idx if rows is None else int(rows[idx])]
-        path = f"{_PREFIX}{self.dataset.root}#{sample.image_id}"
+        """The image at a position of the view as SAM 2's `VOSVideo`, and the loader of its masks."""
+        sample = self.samples.sample(idx)
+        path = f"{_PREFIX}{self.samples.dataset.root}#{sample.image_id}"
         _read[path] = sample.jpeg
         while len(_read) > _KEPT:
             _read.popitem(last=False)
         _register()
         project = import_module("training.dataset.vos_raw_dataset")
         frames = [project.VOSFrame(index, image_path=path) for index in range(self.num_frames)]
-        return project.VOSVideo(str(sample.image_id), sample.image_id, frames), self._segments(sample)
-
-    def _segments(self, sample: Sample) -> "Segments":
-        found = sample.annotations
-        kept = found.area > 0
-        if self.mask_area_frac_thresh <= 1.0:
-            kept &= found.area / (found.width * found.height) < self.mask_area_frac_thresh
-        if self.view.masks_where is not None:
-            kept &= self.view.masks_where.masks(found)
-        return Segments(sample, kept.nonzero()[0].tolist())
+        video = project.VOSVideo(str(sample.image_id), sample.image_id, frames)
+        return video, Segments(sample, self.samples.kept(sample, self.mask_area_frac_thresh).tolist())
 
 
 class Segments:

@@ -1,0 +1,128 @@
+"""Shards for `SamModel` of Hugging Face's transformers and its `Trainer`.
+
+    processor = SamProcessor.from_pretrained("facebook/sam-vit-base")
+    trainer = Trainer(
+        SamModel.from_pretrained("facebook/sam-vit-base"),
+        TrainingArguments("out", remove_unused_columns=False, max_steps=1000),
+        train_dataset=SamShards("shards", processor, view="train"),
+        compute_loss_func=mask_loss,
+    )
+
+A sample has the arguments that the processor makes of the image and its prompts, and the masks as "labels":
+those that it makes of `segmentation_maps`, bit for bit, but without decoding masks at the size of the image.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sa1b.arguments import BadValue, check_arguments
+from sa1b.integrations.view_samples import ViewSamples
+from sa1b.masks import geometry
+from sa1b.masks.raster import rasterize
+from sa1b.shards.sample import Sample
+
+
+class SamShards:
+    """The images of a view for `SamModel`, by position, as `torch.utils.data.Dataset`s are.
+
+    Args:
+        root: folder that `sa1b reshard` made, or its URL.
+        processor: a `SamProcessor`.
+        view: name of a view; None: all images. Its condition on masks applies. Images must have a mask.
+        masks: number of masks of a sample. They are chosen by torch's generator, with repetition if an image
+            has fewer.
+        prompt: the exact box of each mask, or a uniform random pixel of it as a point.
+        layers, storage_options, cache, cache_bytes: see `sa1b.open`.
+    """
+
+    @check_arguments
+    def __init__(
+        self,
+        root: str,
+        processor: Any,
+        *,
+        view: str | None = None,
+        masks: int = 8,
+        prompt: Literal["box", "point"] = "box",
+        layers: Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        cache: str | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
+        self.samples = ViewSamples(root, view, layers, storage_options, cache, cache_bytes)
+        self.processor, self.masks, self.prompt = processor, masks, prompt
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        """The arguments of `SamModel` for one image, without the dimension of the batch, and "labels", int64
+        [masks, M, M] of 0 and 1, M pixels as the predicted masks. ValueError: the image has no mask.
+        """
+        sample = self.samples.sample(int(position))
+        kept = self.samples.kept(sample)
+        if not len(kept):
+            raise BadValue(
+                f"image {sample.image_id}: has no mask; pass a view made with --images-where 'masks >= 1'"
+            )
+        order = torch.randperm(len(kept)).numpy()
+        chosen = kept[np.resize(order, self.masks)]
+        words = torch.randint(-(1 << 63), (1 << 63) - 1, (self.masks,)).numpy().view(np.uint64)
+        return self.arguments(sample, chosen, words)
+
+    def arguments(
+        self, sample: Sample, chosen: npt.NDArray[np.int64], words: npt.NDArray[np.uint64]
+    ) -> dict[str, Tensor]:
+        """The arguments for these masks of a sample; `words`: random, for the points of the masks."""
+        runs, image = sample.annotations.runs(chosen), sample.image
+        scale = np.array(image.shape[1::-1]) / (runs.width, runs.height)  # of a smaller stored image
+        if self.prompt == "box":
+            boxes = geometry.bbox(runs).astype(np.float64)
+            boxes[:, 2:] += boxes[:, :2] - 1
+            given: dict[str, Any] = {"input_boxes": [(boxes * np.tile(scale, 2)).tolist()]}
+        else:
+            points = geometry.uniform_point(runs, words) * scale
+            given = {
+                "input_points": [[[point] for point in points.tolist()]],
+                "input_labels": [[[1]] * len(points)],
+            }
+        found = self.processor(images=image, **given, return_tensors="pt")
+        arguments: dict[str, Tensor] = {name: value[0] for name, value in found.items()}
+        settings = self.processor.image_processor
+        low, longer = settings.mask_size["longest_edge"], max(image.shape[:2])
+        rows, columns = (int(side * low / longer + 0.5) for side in image.shape[:2])  # as the processor
+        masks = torch.from_numpy(rasterize(runs, rows, columns).astype(np.int64))
+        return arguments | {"labels": F.pad(masks, (0, low - columns, 0, low - rows))}
+
+
+def mask_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The loss of SAM's paper for `Trainer(compute_loss_func=mask_loss)`: focal and dice loss of the best
+    mask of each prompt, 20 to 1, and the squared error of its predicted IoU; a mean over masks.
+
+    Args:
+        outputs: of `SamModel`: pred_masks [B, masks, K, M, M] and iou_scores [B, masks, K].
+        labels: [B, masks, M, M], see `SamShards`.
+        num_items_in_batch: pixels of the labels of all accumulated batches, as `Trainer` counts them.
+    """
+    logits, target = outputs.pred_masks.float(), labels[:, :, None].float()
+    probability = logits.sigmoid()
+    right = probability * target + (1 - probability) * (1 - target)
+    weight = 0.25 * target + 0.75 * (1 - target)
+    entropy = F.binary_cross_entropy_with_logits(logits, target.expand_as(logits), reduction="none")
+    focal = (weight * (1 - right) ** 2 * entropy).mean(dim=(-2, -1))
+    both = (probability * target).sum(dim=(-2, -1))
+    dice = 1 - (2 * both + 1) / (probability.sum(dim=(-2, -1)) + target.sum(dim=(-2, -1)) + 1)
+    found = logits > 0
+    hits = (found & (target > 0)).sum(dim=(-2, -1))
+    iou = hits / (found | (target > 0)).sum(dim=(-2, -1)).clamp(min=1)
+    of_masks, best = (20 * focal + dice).min(dim=-1)
+    error = (outputs.iou_scores.float() - iou).square().gather(-1, best[..., None])[..., 0]
+    count = of_masks.numel() if num_items_in_batch is None else num_items_in_batch / labels[0, 0].numel()
+    loss: Tensor = (of_masks + error).sum() / count
+    return loss
