@@ -49,7 +49,8 @@ def run_of(folder: Path, config: DataConfig) -> list[dict[str, Any]]:
 def test_steps_that_are_not_finite_come_first(by: Any, expected: list[int]) -> None:
     lines = zip(range(1, 9), LOSSES, NORMS, strict=True)
     text = "".join(
-        f'{{"step": {s}, "loss": {json.dumps(loss)}, "grad_norm": {json.dumps(n)}}}\n' for s, loss, n in lines
+        f'{{"step": {s}, "other": 1, "loss": {json.dumps(loss)}, "grad_norm": {json.dumps(n)}}}\n'
+        for s, loss, n in lines
     )
     found = worst_steps("run", (text + '{"step": 9, "lo').encode(), 3, by)
     assert [one.step for one in found.steps] == expected

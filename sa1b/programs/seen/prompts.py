@@ -52,7 +52,9 @@ class Prompts:
             self.note = ""
             return
         self._config, self._recipe = config, Recipe(**config["recipe"])
-        self._device = torch.device("cuda" if weights is not None and torch.cuda.is_available() else "cpu")
+        of_run = span.start.get("device", "cpu")
+        gpu = weights is not None and of_run != "cpu" and torch.cuda.is_available()
+        self._device = torch.device("cuda" if gpu else "cpu")
         if weights is None:
             self.note = "those of the first iteration, as in the run; --weights RUN shows all"
             return
@@ -68,7 +70,10 @@ class Prompts:
             self._module.load_weights(found)
         self._module.traced = True
         self._module.to(self._device).train()
-        self.note = f"{self.weights}: {_distance(known, step)}"
+        here = torch.cuda.get_device_name() if gpu else "cpu"
+        reasons = [f"the run was on {of_run} and this is {here}"] if here != of_run else []
+        reasons += ["the run compiled its model"] if _compiled(config["model"]) else []
+        self.note = f"{self.weights}: {_distance(known, step, ' and '.join(reasons))}"
 
     def of(self, batch: Batch) -> list[dict[str, Any]]:
         """The prompts of each mask of a batch with dense masks, in its order; with weights also "ious", one
@@ -94,16 +99,20 @@ class Prompts:
         return masks
 
 
-def _distance(known: int | None, step: int) -> str:
-    """What the prompts are with the weights after `known` steps; None: the number is unknown."""
+def _compiled(model: dict[str, Any]) -> bool:
+    return bool(model["compile_blocks"] or model["compile_decoder"])
+
+
+def _distance(known: int | None, step: int, other: str) -> str:
+    """What the prompts are with the weights after `known` steps; None: the number is unknown. `other`: why
+    sums are rounded differently than in the run.
+    """
     only = "only the prompts of the first iteration are certainly those of the run"
     if known is None:
         return f"weights of an unknown step; {only}"
     if known == step - 1:
-        return (
-            "the weights that the step began with: all prompts are those of the run, unless another device "
-            "or compiled code rounds differently"
-        )
+        rest = f", up to rounding: {other}" if other else ""
+        return f"the weights that the step began with: all prompts are those of the run{rest}"
     distance = f"{counted(abs(step - 1 - known), 'step')} {'before' if known < step - 1 else 'after'}"
     return f"{distance} those that the step began with; {only}"
 

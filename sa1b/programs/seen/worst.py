@@ -87,7 +87,7 @@ class WorstSteps:
 
 def worst_steps(run: str, data: bytes, count: int, by: By) -> WorstSteps:
     """The steps of a metrics.jsonl with the highest figure, those that are not finite first."""
-    lines = [json.loads(line) for line in re.findall(rb'^{"step": \d+, "loss": .*}$', data, re.MULTILINE)]
+    lines = [json.loads(line) for line in re.findall(rb'^{"step": .*"grad_norm": .*}$', data, re.MULTILINE)]
     if not lines:
         raise UsageError(f"{run}/metrics.jsonl: has no step; pass a run that has trained")
     losses = np.array([np.nan if line["loss"] is None else line["loss"] for line in lines])
