@@ -303,6 +303,28 @@ def test_readers_continue_while_a_layer_is_written_and_notice_its_replacement(ro
         reader.check_shard(reader.shards[0])
 
 
+def test_sources_are_added_and_replaced_while_a_layer_is_written(made: Path, tmp_path: Path) -> None:
+    root = tmp_path / "shards"
+    subprocess.run(["cp", "-r", made, root], check=True)
+
+    def written_beside(name: str, image_id: int, source: str, members: list[tuple[str, bytes]]) -> None:
+        dataset = sa1b.open(root)
+        with layer_writer.writing(open_store(root), name) as writer:
+            writer.add(two(image_id), int(dataset.table.masks_crc32c[dataset.row(image_id)]))
+            tiny.write_tar(tmp_path / source, members, gzip=True)
+            tiny.ingest_tar(tmp_path / source, root)
+            write_dataset(root, read_tasks(root))
+            writer.commit(dataset.table, None, {})
+
+    written_beside("grown", 3, "sa_000021.tar", tiny.pairs([50, 51]))
+    assert len(sa1b.open(root, layers=["grown"]).by_id(3).annotations) == 3
+    others = tiny.pair_members(2, text=tiny.pair(2, seed=1)[1])
+    written_beside("replaced", 2, "sa_000020.tar", [*tiny.pairs([1, 3, 4, 5, 6]), *others])
+    with pytest.raises(ManifestError, match=r"layers/replaced: made for other masks of 1 images \(2\)"):
+        sa1b.open(root, layers=["replaced"])
+    assert len(sa1b.open(root, layers=["grown"])) == 8
+
+
 def test_one_process_writes_a_layer(root: Path) -> None:
     store = open_store(root)
     claim = Claim.take(store, "layers/.round2.claim")
