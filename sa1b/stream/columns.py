@@ -226,7 +226,7 @@ def _remove(path: str, process: int) -> None:
 
 
 def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
-    from sa1b.shards.image_ids import ENDINGS
+    from sa1b.shards.tables import ENDINGS
 
     if not source.endswith(ENDINGS):
         raise ColumnError(
@@ -301,7 +301,7 @@ def _read(path: str, name: str, source: str) -> "pa.Table":
     """The keys and the column of a local file."""
     import pyarrow as pa
 
-    from sa1b.shards.image_ids import IMAGE_COLUMNS, read_table
+    from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
     try:
         return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name)
@@ -313,7 +313,8 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
     """Ids, int64, ascending, and values of a table."""
     import pyarrow as pa
 
-    from sa1b.shards.image_ids import answers_of, collected, image_column, is_text, with_ids
+    from sa1b.shards.image_ids import collected, image_column, is_text, with_ids
+    from sa1b.shards.tables import answers_of
 
     key = how.key
     for one in (*KEYS, name):

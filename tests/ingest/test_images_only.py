@@ -477,6 +477,25 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "names.txt").write_text("1.jpg\n\n" + f"{hashed('others/3.jpg')}\n")
     assert view_main(str(root), ids=str(tmp_path / "names.txt"), name="two", json_output=True) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 2
+    for text in (
+        ["1.jpg", "others/3.jpg"],
+        {"1.jpg": "one", "photos/cats/2.jpg": ["two", "zwei"]},
+        [hashed("photos/1.jpg"), "3.jpg"],
+    ):
+        (tmp_path / "list.json").write_text(json.dumps(text))
+        assert (
+            view_main(
+                str(root), ids=str(tmp_path / "list.json"), name="listed", overwrite=True, json_output=True
+            )
+            == 0
+        )
+        assert json.loads(capsys.readouterr().out)["images"] == 2
+    (tmp_path / "list.json").write_text(json.dumps({row["image"]: row["caption"] for row in rows}))
+    with pytest.warns(UserWarning, match="2 rows of column 'image_id' name no image"):
+        stream = sa1b.Stream(
+            root, global_batch=1, masks=0, image_size=32, join={"caption": str(tmp_path / "list.json")}
+        )
+    assert {int(batch.ids[0]): batch.extra["caption"][0] for batch in stream} == found
     (tmp_path / "names.txt").write_text("cats/7.jpg\n../1.jpg\n")
     with pytest.raises(UsageError, match=r"line 1: 'cats/7.jpg' is not an image id; .* file in its source"):
         view_main(str(root), ids=str(tmp_path / "names.txt"), name="none")
