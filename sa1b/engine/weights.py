@@ -1,13 +1,15 @@
 """Weights from checkpoints and files, as a start for training and for export."""
 
 import contextlib
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sa1b.engine.checkpoint import bucket_checkpoints, tensors
 from sa1b.engine.checkpoint import folder as checkpoint_files
@@ -119,6 +121,15 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
         return source, None
     nearest = min(there, key=lambda one: (abs(one - step), one))
     return f"{source}/checkpoints/{folder_name(nearest)}", nearest
+
+
+def state_digest(module: nn.Module) -> str:
+    """SHA-256 of the names and values of a module's state; 16 characters of it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
 
 
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:

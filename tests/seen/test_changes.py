@@ -36,7 +36,7 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 def replayed(run: Path) -> Replayed:
     found = spans(str(run), read_metrics(str(run)), None)
-    return rebuilt(str(run), found[-1], STEP, Prompts(found[-1], STEP, None))
+    return rebuilt(str(run), found[-1], STEP, Prompts(str(run), found[-1], STEP, None))
 
 
 def digests(found: Replayed) -> Expected:

@@ -13,7 +13,7 @@ from sa1b.programs.seen.history import read_metrics, seen_images, spans
 from sa1b.programs.seen.prompts import Prompts
 from sa1b.programs.seen.replayed import rebuilt
 from tests.cli.verb import runner
-from tests.train.command import STEPS, lines, make_root, starts, train_to_end
+from tests.train.command import STEPS, lines, make_root, newest, starts, train_to_end
 
 KEEP = (
     *("--optim.warmup", "1", "--checkpoint.every", "1", "--checkpoint.keep-every", "1"),
@@ -57,7 +57,7 @@ def check(run: Path, step: int, expected: dict[int, Any], *, exact: bool) -> dic
     """
     found = spans(str(run), read_metrics(str(run)), None)
     (span,) = (one for one in found if one.first < step <= one.stop)
-    prompts = Prompts(span, step, str(run) if exact else None)
+    prompts = Prompts(str(run), span, step, str(run) if exact else None)
     samples = rebuilt(str(run), span, step, prompts).samples
     assert {one["position"]: one["sha256"] for one in samples} == {at: one[0] for at, one in expected.items()}
     for sample in samples:
@@ -111,6 +111,11 @@ def test_a_run_is_continued_without_its_worst_images_by_the_printed_command(
     shown = (page / "index.html").read_text()
     assert shown.count("<section>") == 2
     assert shown.count("<figure>") == shown.count(" loss ") - 2 + shown.count("no pixel in the targets")
+    # The weights of another run: its number of steps says nothing, but those of --init are recognised.
+    note = runner("replay")(tmp_path / "next", "--step", 3, "--weights", run).stdout.splitlines()[0]
+    assert "weights of an unknown step; only the prompts of the first iteration" in note
+    note = runner("replay")(tmp_path / "next", "--step", 1, "--weights", newest(run)).stdout.splitlines()[0]
+    assert note.endswith("the weights that the step began with: all prompts are those of the run")
     refused = runner("replay")(run, "--step", 1, "--weights", tmp_path)
     assert (refused.returncode, "without weights" in refused.stderr) == (2, True)
 

@@ -84,7 +84,7 @@ def test_each_step_is_rebuilt_to_the_bit(
     assert [(one.first, one.stop) for one in found] == [(0, 4), (4, 9), (9, 12)]
     for span in found:
         for step in range(span.first + 1, span.stop + 1):
-            replayed = rebuilt(str(run), span, step, Prompts(span, step, None))
+            replayed = rebuilt(str(run), span, step, Prompts(str(run), span, step, None))
             samples = replayed.samples
             assert replayed.changes == []
             assert {one["position"]: one["sha256"] for one in samples} == expected[step]

@@ -19,7 +19,7 @@ from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.model import Wrapper, declared, inputs_of
+from sa1b.engine.model import Wrapper, declared, inputs_of, stored
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
@@ -37,6 +37,7 @@ from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import Phases, RankTime
 from sa1b.engine.watch.signals import deadline_of
+from sa1b.engine.weights import state_digest
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.bottleneck import BUSY, LoaderSettings
@@ -127,7 +128,9 @@ class Run:
             config.evaluation, data, size, rank_info, config.folder, self.feed.stream
         )
         phases.reading = self.reading
-        module = build(config, initial_weights(config))
+        weights = initial_weights(config)
+        module = build(config, weights)
+        digest = state_digest(stored(module)) if weights is not None and rank_info.rank == 0 else None
         if (check := STEP_MEMORY.find()) is not None:
             check(config, module, rank_info)
         self.train_step = step = TrainStep(module, config, rank_info)
@@ -159,6 +162,7 @@ class Run:
             self.step,
             config.optim.steps,
             about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
+            | ({} if digest is None else {"weights": digest})
             | {"config": config.document(), "data": self.feed.receipt()},
             last=last,
             shown=self.model.shown,

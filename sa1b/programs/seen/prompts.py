@@ -5,6 +5,7 @@ are those of the run only with the weights that the step began with.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from sa1b.console import counted
 from sa1b.engine.settings import autocast, set_float32
-from sa1b.engine.weights import find_weights, nearest_checkpoint
+from sa1b.engine.weights import find_weights, nearest_checkpoint, state_digest
 from sa1b.errors import UsageError
 from sa1b.programs.seen.history import Span
 from sa1b.sam.clicks import FOREGROUND, NOTHING, TOP_LEFT
@@ -22,6 +23,7 @@ from sa1b.sam.iteration import first_prompts
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
 from sa1b.sam.targets import inputs_of
+from sa1b.storage.protocols import protocol_of
 from sa1b.stream.batch import Batch
 
 _PLAIN = {
@@ -38,7 +40,7 @@ class Prompts:
     UsageError: there are no such weights, or the run trained no SAM.
     """
 
-    def __init__(self, span: Span, step: int, weights: str | None) -> None:
+    def __init__(self, run: str, span: Span, step: int, weights: str | None) -> None:
         config = span.start.get("config") or {}
         self._module: Interactive | None = None
         self.weights: str | None = None
@@ -59,6 +61,7 @@ class Prompts:
             self.note = "those of the first iteration, as in the run; --weights RUN shows all"
             return
         where, known = nearest_checkpoint(weights, step - 1)
+        known = known if _is_of(run, where) else None
         self.weights, found = find_weights(where, read_initial_weights, mean=False)
         sizes: dict[str, Any] = {**config["model"], **_PLAIN}
         sizes["global_blocks"] = tuple(sizes["global_blocks"])
@@ -68,6 +71,8 @@ class Prompts:
             self._module.model.load_state_dict(found)  # as they are, also low-rank changes
         else:
             self._module.load_weights(found)
+        if known is None and span.start.get("weights") == state_digest(self._module.model):
+            known = 0  # those of --init
         self._module.traced = True
         self._module.to(self._device).train()
         here = torch.cuda.get_device_name() if gpu else "cpu"
@@ -97,6 +102,14 @@ class Prompts:
             loss = {"loss": losses[i] if math.isfinite(losses[i]) else None} if weights[i] else {}
             masks.append({"prompts": prompts, "ious": ious[i], **loss})
         return masks
+
+
+def _is_of(run: str, checkpoint: str) -> bool:
+    """Whether a checkpoint is one of this run, and not of another, whose steps are other ones."""
+    parent = checkpoint.rpartition("/checkpoints/")[0]
+    if protocol_of(run) or protocol_of(checkpoint):
+        return parent == run.rstrip("/")
+    return bool(parent) and Path(parent).resolve() == Path(run).resolve()
 
 
 def _compiled(model: dict[str, Any]) -> bool:

@@ -112,7 +112,7 @@ def _replayed(
         raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of torch about a single process
-        prompts = Prompts(span, step, weights)
+        prompts = Prompts(run, span, step, weights)
     return rebuilt(run, span, step, prompts, positions=positions, draw=draw)
 
 
