@@ -54,3 +54,13 @@ def improved(scores: dict[int, float]) -> list[int]:
         step for step in scores if step and all(scores[one] < scores[step] for one in scores if one < step)
     ]
     return sorted({*better, 4})[-2:]
+
+
+def test_a_score_that_the_model_does_not_have_is_refused_before_the_first_step(
+    parted: Path, tmp_path: Path
+) -> None:
+    ended = start(parted, tmp_path / "run", *BEST[:-1], "miou")
+    assert ended.codes == [2]
+    assert "error: --evaluation.best miou: not a score; choose from masks, miou_1_click," in ended.outputs[0]
+    assert losses(tmp_path / "run") == []
+    assert checkpoint_steps(tmp_path / "run") == []

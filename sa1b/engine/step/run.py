@@ -334,7 +334,9 @@ class Run:
 
     def _evaluate_if_due(self, saved: bool) -> None:
         own, last = self.config.evaluation, self.step == self.config.optim.steps
-        due = own.view is not None and (last or (own.every > 0 and self.step % own.every == 0))
+        first = own.best is not None and self.step == 0  # which refuses an unknown score early
+        every = own.every > 0 and self.step % own.every == 0
+        due = own.view is not None and (first or last or every)
         if self.control.stopping or not due:
             return
         self.evaluate()
