@@ -28,9 +28,9 @@ from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors, padded_index
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.text import Texts
+from sa1b.stream.worker_memory import SMALL, sent
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
-_SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
 
 
@@ -366,10 +366,11 @@ class _Pickler(ForkingPickler):
     """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= _SMALL and value.is_contiguous():
+        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= SMALL and value.is_contiguous():
             row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
             return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
-        return NotImplemented
+        shared = sent(value) if isinstance(value, Tensor) else None
+        return NotImplemented if shared is None else shared
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

@@ -35,6 +35,7 @@ from sa1b.errors import UsageError
 from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch, send_errors
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
+from sa1b.stream.worker_memory import share_images
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
@@ -206,6 +207,7 @@ class StreamIterator(Iterator[Batch]):
         self._ended = False
         if info:
             send_errors()
+            share_images()
             iterations.ignore_signals()
 
     def __next__(self) -> Batch:

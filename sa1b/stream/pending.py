@@ -29,11 +29,12 @@ from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
-from sa1b.stream.ragged import PinnedBuffer, fresh
+from sa1b.stream.ragged import PinnedBuffer
 from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import TextColumn, Texts, merged
 from sa1b.stream.transform import Frame
+from sa1b.stream.worker_memory import image_memory
 from sa1b.views.predicate import ORIGIN_FIELDS
 from sa1b.views.view import View
 
@@ -156,7 +157,7 @@ class PendingBatch:
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
         size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
-        self.images = fresh((count, size, size, 3), decoder.device)
+        self.images = image_memory((count, size, size, 3), decoder.device)
         # All picks first: between two decodings, their code and data would leave the processor's caches.
         for i in range(count):
             self.pick(i)
