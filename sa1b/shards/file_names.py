@@ -95,7 +95,8 @@ def hashed_ids(name: str, sources: frozenset[str]) -> dict[int, str]:
     found = {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
     if len(sources) <= _MOST_SOURCES:
         found |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
-    return {hashed_id(*one): one[0] for one in found}
+    ids = {hashed_id(*one): one[0] for one in found}
+    return ids | hashed_ids(name.replace("\\", "/"), sources) if "\\" in name else ids
 
 
 def names_of(dataset: "Dataset") -> FileNames | None:

@@ -1,7 +1,8 @@
 """Files of image ids: text with an id on each line, CSV, TSV, Parquet, JSON, or a view's `.ids` file.
 
-An id is `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. Names may have folders; then
-only sa_<id> is an image, and names of other datasets are left out with a note. Parquet is detected by
+An id is `223750`, `sa_223750` or `sa_223750.jpg`, in text and in columns. Names may have folders, also with
+backslashes; then only sa_<id> and, of images alone, a name of their own files is an image, and names of other
+datasets are left out with a note. Parquet is detected by
 content, .csv, .tsv, .json, .jsonl and .ids files by their ending. Any other file is CSV or TSV if its first
 line has a column name or several columns, and otherwise has an id on each line.
 """
@@ -32,7 +33,7 @@ def ids_of_names(values: pa.ChunkedArray, *, numbers: bool) -> pa.ChunkedArray:
     """Image ids of texts such as sa_7, sa_7.jpg and any/folder/sa_7.jpg, null where a text names no image.
     `numbers`: take 7 and 7.jpg too, unless a text has a folder: coco/9.jpg is no image of SA-1B.
     """
-    text = pc.utf8_trim_whitespace(values.cast(pa.large_string()))
+    text = pc.replace_substring(pc.utf8_trim_whitespace(values.cast(pa.large_string())), "\\", "/")
     ids = pc.struct_field(pc.extract_regex(text, _NAMED), "id")
     if numbers and not pc.any(pc.match_substring(text, "/")).as_py():
         ids = pc.coalesce(ids, pc.struct_field(pc.extract_regex(text, _NUMBER), "id"))
@@ -258,7 +259,7 @@ def _parse(
     own = None if names is None or pc.all(pc.ascii_is_decimal(given)).as_py() else names.ids(given)
     if own is None and (alike := _parse_alike(given)) is not None:
         return alike
-    if own is not None or pc.any(pc.match_substring(given, "/")).as_py():
+    if own is not None or pc.any(pc.match_substring_regex(given, r"[/\\]")).as_py():
         named = ids_of_names(given, numbers=own is not None)
         named = named if own is None else pc.coalesce(own, named)
         if 0 < named.null_count < len(named):

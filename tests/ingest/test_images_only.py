@@ -478,7 +478,7 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     assert view_main(str(root), ids=str(tmp_path / "names.txt"), name="two", json_output=True) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 2
     for text in (
-        ["1.jpg", "others/3.jpg"],
+        ["1.jpg", "data\\others\\3.jpg"],
         {"1.jpg": "one", "photos/cats/2.jpg": ["two", "zwei"]},
         [hashed("photos/1.jpg"), "3.jpg"],
     ):

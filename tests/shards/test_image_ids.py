@@ -54,7 +54,7 @@ def test_a_parquet_column(tmp_path, column):
 
 @pytest.mark.parametrize("name", ["list.json", "lines.jsonl", "table.csv"])
 def test_lists_that_also_name_images_of_other_datasets(tmp_path, capsys, name):
-    names = [f"sam/images/sa_{IDS[1]}.jpg", "coco/train2017/000000000009.jpg", f"sa_{IDS[0]}.jpg"]
+    names = [f"sam\\images\\sa_{IDS[1]}.jpg", "coco/train2017/000000000009.jpg", f"sa_{IDS[0]}.jpg"]
     rows = [json.dumps({"id": "000000000009", "image": one, "conversations": []}) for one in names]
     forms = {"list.json": f"[{','.join(rows)}]", "lines.jsonl": "\n".join(rows)}
     path = tmp_path / name
