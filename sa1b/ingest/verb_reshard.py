@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
@@ -39,9 +39,6 @@ from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
 
 TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
-
-if TYPE_CHECKING:
-    pass
 
 TIMEOUTS = Range(above=0, most=LONGEST, unit=" seconds")
 

@@ -22,7 +22,7 @@ import torch
 
 from sa1b.arguments import check_arguments
 from sa1b.errors import UsageError
-from sa1b.integrations.view_samples import ViewSamples
+from sa1b.integrations import ViewSamples
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 

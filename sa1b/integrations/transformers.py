@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sa1b.arguments import BadValue, check_arguments
-from sa1b.integrations.view_samples import ViewSamples
+from sa1b.integrations import ViewSamples
 from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample

@@ -1,5 +1,7 @@
 """Conversion of weights: to one file, or to a folder in the form of another program."""
 
+import contextlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,14 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
+from sa1b.engine.checkpoint.folder import step_of
 from sa1b.errors import UsageError
 from sa1b.grounding.model import is_grounding
-from sa1b.recipes.model_card import MARK, card
 from sa1b.recipes.weights import find_weights
-from sa1b.sam import onnx_files, transformers_folder
+from sa1b.sam import other_forms
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import FORMATS, config_of, preset_of, weights_digest, write_weights
 from sa1b.storage.atomic import commit, flush, temporary_path
+from sa1b.storage.errors import MissingError
+from sa1b.storage.open import open_store
+from sa1b.storage.protocols import protocol_of
+from sa1b.version import __version__
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 _README = "README.md"
@@ -60,8 +66,8 @@ class Converted:
         if self.to == "onnx":
             return (
                 "Load it with onnxruntime:\n\n    import onnxruntime\n\n"
-                f"    encoder = onnxruntime.InferenceSession({f'{path}/{onnx_files.ENCODER}'!r})\n"
-                f"    decoder = onnxruntime.InferenceSession({f'{path}/{onnx_files.DECODER}'!r})\n"
+                f"    encoder = onnxruntime.InferenceSession({f'{path}/{other_forms.ENCODER}'!r})\n"
+                f"    decoder = onnxruntime.InferenceSession({f'{path}/{other_forms.DECODER}'!r})\n"
             )
         if self.to is not None:
             path, pth = f"{path}/{_FILE[self.to]}", self.to == "segment-anything"
@@ -128,7 +134,7 @@ def convert(
     folder.mkdir()
     try:
         done = replace(done, compared=_write(folder, to, found, config))
-        (folder / _README).write_text(card(where, _facts(done, found), done.snippet(".")))
+        (folder / _README).write_text(card(where, _facts(done, found), done.snippet(".")), "utf-8")
         paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
         done = replace(done, bytes=sum(path.stat().st_size for path in paths))
         for path in paths:
@@ -176,7 +182,7 @@ def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelCo
         write_weights(folder / _FILE[to], weights)
         return None
     if to == "transformers":
-        transformers_folder.write_folder(folder, weights, config)
+        other_forms.write_transformers(folder, weights, config)
         return None
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise UsageError(
@@ -184,11 +190,11 @@ def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelCo
         )
     model = Sam(config).eval()
     model.load_state_dict(dict(weights))
-    onnx_files.write_onnx(folder, model)
-    form = f"opset {onnx_files.OPSET}, any number of points"
+    other_forms.write_onnx(folder, model)
+    form = f"opset {other_forms.OPSET}, any number of points"
     if find_spec("onnxruntime") is None:
         return f"{form}; not compared with torch, because onnxruntime is not installed"
-    largest, differing = onnx_files.largest_difference(folder, model, _PROMPTS)
+    largest, differing = other_forms.largest_difference(folder, model, _PROMPTS)
     return (
         f"{form}; on {_PROMPTS} random prompts, logits of onnxruntime and torch differ by at most "
         f"{largest:.2g}, masks in {differing:.2g} of their pixels"
@@ -204,3 +210,86 @@ def _facts(done: Converted, weights: Mapping[str, Tensor]) -> dict[str, str]:
         "sha256 of names and values": weights_digest(weights),
     }
     return facts | ({"ONNX": done.compared} if done.compared else {})
+
+
+MARK = "Written by `sa1b convert`."  # which a folder must have for --overwrite
+_SETTINGS = ("preset", "seed", "model", "recipe", "optim", "distill")
+_DATA = (
+    "view", "layers", "global_batch", "masks", "strategy", "flip", "min_pixels", "block_size", "target_size",
+)  # fmt: skip
+_LICENCE = """
+The weights have the licence under which they are published, within those of the training data and of the
+weights that training started from. SA-1B is released under the SA-1B Dataset Research License: for research
+only, without redistribution of its images and without identification of the people in them, see
+<https://ai.meta.com/datasets/segment-anything/>. If SA-1B is among the training data, read that licence
+before you publish or use these weights. No image of the training data is in this folder.
+"""
+
+
+def card(where: str, facts: Mapping[str, str], snippet: str) -> str:
+    """The text of README.md.
+
+    Args:
+        where: checkpoint or file that was converted; the files of its run are read if they are there.
+        facts: name -> value, for the table at the top.
+        snippet: code that loads the weights.
+    """
+    absolute = where if protocol_of(where) else str(Path(where).absolute())
+    run, _, checkpoint = absolute.rpartition("/checkpoints/")
+    step, config = step_of(checkpoint) or 0, json.loads(_text(run, "config.json") or "null")
+    lines = [json.loads(line) for line in _text(run, "metrics.jsonl").split("\n")[:-1]]  # the complete ones
+    parts = [
+        "---\ntags: [image-segmentation, segment-anything]\n---",
+        f"# Segment Anything ({facts['model']})\n\n{MARK} sa1b {__version__}.\n",
+        *_rows(facts),
+        f"\n## Use\n\n{snippet.strip()}\n\n## Training\n",
+    ]
+    if config is None:
+        parts.append(f"Unknown: converted from the file `{where.rpartition('/')[2]}`.")
+    else:
+        shown = {name: config[name] for name in _SETTINGS if name in config}
+        shown["data"] = {name: config["data"][name] for name in _DATA if name in config["data"]}
+        text = json.dumps(shown, indent=1)
+        parts.append(f"{step:,} steps. Settings, as in the run's config.json:\n\n```json\n{text}\n```")
+        starts = [line["run"] for line in lines if "run" in line and line["run"]["step"] < step]
+        if starts:
+            parts += ["\nData, as recorded at the last start before this step:\n", *_data(starts[-1]["data"])]
+    scores = [line for line in lines if "evaluation" in line and line["step"] <= step]
+    parts.append("\n## Scores\n")
+    if scores:
+        view, found = config["evaluation"]["view"] if config else None, scores[-1]["evaluation"]
+        parts.append(f"After step {scores[-1]['step']:,}, on the held-out view `{view}`:\n")
+        parts += _rows({name: f"{value:.4g}" for name, value in found.items()})
+    else:
+        parts.append("No evaluation is recorded.")
+    return "\n".join([*parts, "\n## Licence", _LICENCE])
+
+
+def _rows(values: Mapping[str, str]) -> list[str]:
+    """A table in Markdown."""
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())]
+
+
+def _data(receipt: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, source in receipt["sources"].items():
+        folder = str(source["root"]).rstrip("/").rpartition("/")[2]
+        lines += [
+            f"- `{name if name != source['root'] else folder}`: directory `{folder}`, view `{source['view']}`"
+        ]
+    return lines + [f"- {name}: `{digest}`" for name, digest in _digests(receipt["stream"])]
+
+
+def _digests(state: Any, path: str = "") -> list[tuple[str, str]]:
+    """The digests in the state of a stream or of a mixture, with their places."""
+    if not isinstance(state, dict):
+        return []
+    found = [(f"{path}{name}", value) for name, value in state.items() if name.endswith("_sha256") and value]
+    return found + [pair for name, value in state.items() for pair in _digests(value, f"{path}{name}.")]
+
+
+def _text(run: str, name: str) -> str:
+    """A file of a run; "" without it, or without a run."""
+    with contextlib.suppress(MissingError, FileNotFoundError):
+        return open_store(run).read(name).decode() if run else ""
+    return ""

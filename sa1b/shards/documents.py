@@ -266,6 +266,12 @@ class LayerInfo(Struct):
     provenance: dict[str, Any]
     document_sha256: Digest
 
+    def figures(self) -> dict[str, Any]:
+        """Name, digest and counts."""
+        return {
+            key: getattr(self, key) for key in ("name", "digest", "images", "added", "replaced", "hidden")
+        }
+
 
 def converted(document: Any, kind: type[_Document]) -> _Document:
     try:

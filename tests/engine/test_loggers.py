@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sa1b.engine.evaluation import BestScore
 from sa1b.engine.settings import EvaluationConfig
-from sa1b.engine.watch.best_score import BestScore
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.loggers import Callback, flat
 from sa1b.engine.watch.metrics import LoggingConfig, Metrics

@@ -16,7 +16,7 @@ from pycocotools import mask as coco
 
 from sa1b.integrations.transformers import SamShards, mask_loss
 from sa1b.sam.model import ModelConfig
-from sa1b.sam.transformers_folder import settings
+from sa1b.sam.other_forms import settings
 from sa1b.views.selection import Selection, select
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.sam.model import ModelConfig
-from sa1b.sam.transformers_folder import settings, their_name
+from sa1b.sam.other_forms import settings, their_name
 
 
 def build(config: ModelConfig, weights: dict[str, Tensor]) -> nn.Module:

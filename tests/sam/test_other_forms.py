@@ -12,8 +12,16 @@ from torch import Tensor
 import sa1b
 from sa1b.sam.mask_decoder import SINGLE
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.onnx_files import DECODER, ENCODER, OPSET, Decoder, Encoder, largest_difference, write_onnx
-from sa1b.sam.transformers_folder import write_folder
+from sa1b.sam.other_forms import (
+    DECODER,
+    ENCODER,
+    OPSET,
+    Decoder,
+    Encoder,
+    largest_difference,
+    write_onnx,
+    write_transformers,
+)
 
 SMALL = ModelConfig(image_size=64, width=16, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
 PIXELS = ModelConfig(
@@ -37,7 +45,7 @@ def random_model(config: ModelConfig) -> Sam:
 def test_transformers_opens_the_folder_and_has_the_same_masks(tmp_path: Path) -> None:
     package: Any = pytest.importorskip("transformers", reason="the package transformers is not installed")
     model = random_model(SMALL)
-    write_folder(tmp_path, model.state_dict(), SMALL)
+    write_transformers(tmp_path, model.state_dict(), SMALL)
     theirs, report = package.SamModel.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     processor: Any = importlib.import_module(

@@ -17,7 +17,7 @@ from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.programs.seen.history import read_metrics, seen_images, spans, visits
-from sa1b.programs.seen.masks import seen_masks
+from sa1b.programs.seen.samples import seen_masks
 from sa1b.stream.order import Order
 from tests import processes
 from tests.processes import REPOSITORY

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from sa1b.arguments import Range, check_fields
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.images import HALF
-from sa1b.engine.watch.control import Control, StepFigures
+from sa1b.engine.watch.control import HALF, Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.loggers import SERVERS, Callback, Curves, open_server
 from sa1b.engine.watch.phase import PARTS, WORK, Phases

@@ -230,23 +230,12 @@ class AddSummary:
 
     def document(self) -> dict[str, Any]:
         """The summary as a JSON document."""
-        info = self.info
-        assert info is not None
+        assert self.info is not None
+        names = ("unchanged", "renumbered", "missing", "twice", "not_taken", "refused", "messages")
         return {
             "exit_code": self.exit_code(),
-            "name": info.name,
-            "digest": info.digest,
-            "images": info.images,
-            "added": info.added,
-            "replaced": info.replaced,
-            "hidden": info.hidden,
-            "unchanged": self.unchanged,
-            "renumbered": self.renumbered,
-            "missing": self.missing,
-            "twice": self.twice,
-            "not_taken": self.not_taken,
-            "refused": self.refused,
-            "messages": self.messages,
+            **self.info.figures(),
+            **{name: getattr(self, name) for name in names},
         }
 
     def table(self) -> str:

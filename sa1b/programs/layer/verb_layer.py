@@ -129,12 +129,7 @@ class LayerList:
         """The list as a JSON document."""
         layers = [
             {
-                "name": one.name,
-                "digest": one.digest,
-                "images": one.images,
-                "added": one.added,
-                "replaced": one.replaced,
-                "hidden": one.hidden,
+                **one.figures(),
                 "bytes": one.masks.bytes + one.index.bytes,
                 "parent": None if one.parent is None else one.parent.name,
                 "provenance": one.provenance,

@@ -1,6 +1,7 @@
 """The figures of orders of training, as a table, as JSON and as a page with charts."""
 
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,7 @@ class OrderPlan:
             "VERDICT": "",
             "FACTS": "<p>Simulated from the formula of the order; no image was read.</p>",
             "CHARTS": f'<div class="curves">{"".join(shown)}</div>',
-            "TABLE": self.table(),
+            "TABLE": escape(self.table()),
         }
         return frame("What an order reads", self.heading(), parts)
 

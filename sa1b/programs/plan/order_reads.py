@@ -5,13 +5,17 @@ request, as in `sa1b.shards.sample.submit`. Which of them a cache holds follows 
 and from what the node has read before, as in `sa1b.storage.range_cache`. The node is the first one.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.engine.data_config import DataConfig, with_flags
+from sa1b.engine.mix_file import read_mix
 from sa1b.names import parse_shard_name
 from sa1b.programs.plan.order_plan import (
     BatchFigures,
@@ -27,6 +31,8 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import NEAR
 from sa1b.storage.range_cache import choose
 from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.dataset import Stream
+from sa1b.stream.mix import Mix
 from sa1b.stream.order import Order, rank_slice
 from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import Plan
@@ -238,3 +244,39 @@ def _tars(dataset: Dataset) -> Int64:
     stems = [parse_shard_name(name) for name in dataset.shards]
     names = [name if stem is None else stem.stem for name, stem in zip(dataset.shards, stems, strict=True)]
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
+
+
+def streams(
+    root: str, view: str | None, blocks: tuple[int, ...], settings: dict[str, Any]
+) -> dict[str, BatchStream]:
+    """A stream for each block size, by the name of its case. UsageError names the flag that is wrong."""
+    return {f"blocks of {size}": _stream(root, view, size, settings) for size in blocks}
+
+
+def mixture(file: str, settings: dict[str, Any]) -> BatchStream:
+    """The mixture of a file of `--data.mix`. UsageError names file and source."""
+    sources, schedule = read_mix(DataConfig(mix=file, global_batch=settings["global_batch"]), "--mix")
+    found = {}
+    for source in sources:
+        data = source.data
+        own = settings if source.seed is None else {**settings, "seed": source.seed}
+        found[source.name] = _stream(data.root, data.view, data.block_size, own), source.weight
+    try:
+        return Mix(found, schedule=schedule)
+    except ValueError as error:
+        raise with_flags(error, "--") from None
+
+
+def _stream(root: str, view: str | None, block_size: int, settings: dict[str, Any]) -> Stream:
+    try:
+        return Stream(
+            root,
+            view=view,
+            block_size=block_size,
+            epochs=None,
+            rank=0,
+            damage_log=os.devnull,
+            **settings,
+        )
+    except ValueError as error:
+        raise with_flags(error, "--") from None

@@ -87,8 +87,7 @@ def main(
     check_report(report)
     with loading():
         from sa1b.programs.plan.order_plan import Limits, OrderCase, OrderPlan
-        from sa1b.programs.plan.order_reads import batch_figures, simulate
-        from sa1b.programs.plan.order_streams import mixture, streams
+        from sa1b.programs.plan.order_reads import batch_figures, mixture, simulate, streams
     node = min(gpus, ranks)
     cores = CPUS_PER_GPU * node if cpus is None else cpus
     limits = Limits(

@@ -43,6 +43,19 @@ class Span:
         return data
 
     @property
+    def states(self) -> dict[str, Any]:
+        """The state of the stream of each dataset."""
+        stream, sources = self.receipt["stream"], self.receipt["sources"]
+        states: dict[str, Any] = stream.get("sources", dict.fromkeys(sources, stream))
+        return states
+
+    @property
+    def phases(self) -> tuple[Phase, ...] | None:
+        """The phases of a mixture."""
+        phases = self.receipt["stream"].get("phases")
+        return phases and tuple(Phase(start, tuple(weights.values())) for start, weights in phases)
+
+    @property
     def end(self) -> int:
         """The position after the last step."""
         return self.position + (self.stop - self.first) * int(self.receipt["global_batch"])
@@ -70,22 +83,21 @@ class SeenImages:
 
 
 def read_metrics(run: str) -> bytes:
-    """The metrics.jsonl of the run in a folder or at a URL. UsageError: there is none."""
+    """The complete lines of the run's metrics.jsonl, in a folder or at a URL. UsageError: there is none."""
     try:
-        return open_store(run).read("metrics.jsonl")
+        data = open_store(run).read("metrics.jsonl")
+        return data[: data.rfind(b"\n") + 1]
     except (MissingError, FileNotFoundError):
         raise UsageError(f"{run}: has no metrics.jsonl; pass --out of `sa1b train`") from None
 
 
 def _documents(data: bytes, kind: bytes, *, last: bool = False) -> Iterator[Any]:
-    """The complete lines of a kind, in their order or, with `last`, from the end on."""
+    """The lines of a kind, in their order or, with `last`, from the end on."""
     # Others are not parsed: a long run has many lines.
     begin, at, find = b'{"%s": ' % kind, len(data) + 1 if last else 0, data.rfind if last else data.find
     while (at := find(begin, *((0, at - 1) if last else (at,)))) >= 0:
-        end = data.find(b"\n", at)
-        line = data[at : end if end >= 0 else len(data)]
-        if (at == 0 or data[at - 1] == _NEWLINE) and line.endswith(b"}"):
-            yield json.loads(line)
+        if at == 0 or data[at - 1] == _NEWLINE:
+            yield json.loads(data[at : data.index(b"\n", at)])
         at += 0 if last else 1
 
 
@@ -114,16 +126,13 @@ def sources_of(span: Span) -> tuple[list[Source], Mixture | None]:
     """The datasets of a start of a run, and the order of a mixture. UsageError: a dataset directory or view
     is no longer that of the run.
     """
-    state, sources = span.receipt["stream"], span.receipt["sources"]
-    states = state.get("sources", dict.fromkeys(sources, state))
     opened = [
-        _opened(name, json.dumps(one), json.dumps({**states[name], "position": 0}))
-        for name, one in sources.items()
+        _opened(name, json.dumps(one), json.dumps({**span.states[name], "position": 0}))
+        for name, one in span.receipt["sources"].items()
     ]
-    if "phases" not in state:
+    if span.phases is None:
         return opened, None
-    phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
-    return opened, Mixture(tuple(len(one.view) for one in opened), phases)
+    return opened, Mixture(tuple(len(one.view) for one in opened), span.phases)
 
 
 @lru_cache(maxsize=64)  # all starts of a run have the same datasets

@@ -77,7 +77,8 @@ class Prompts:
         self._module.to(self._device).train()
         here = torch.cuda.get_device_name() if gpu else "cpu"
         reasons = [f"the run was on {of_run} and this is {here}"] if here != of_run else []
-        reasons += ["the run compiled its model"] if _compiled(config["model"]) else []
+        if config["model"]["compile_blocks"] or config["model"]["compile_decoder"]:
+            reasons.append("the run compiled its model")
         self.note = f"{self.weights}: {_distance(known, step, ' and '.join(reasons))}"
 
     def of(self, batch: Batch) -> list[dict[str, Any]]:
@@ -110,10 +111,6 @@ def _is_of(run: str, checkpoint: str) -> bool:
     if protocol_of(run) or protocol_of(checkpoint):
         return parent == run.rstrip("/")
     return bool(parent) and Path(parent).resolve() == Path(run).resolve()
-
-
-def _compiled(model: dict[str, Any]) -> bool:
-    return bool(model["compile_blocks"] or model["compile_decoder"])
 
 
 def _distance(known: int | None, step: int, other: str) -> str:

@@ -1,14 +1,19 @@
-"""The samples of a run, read again from its dataset directories, and what has changed in them since."""
+"""The samples of a run, read again from its dataset directories, and what has changed in them since; and the
+masks that the run has used, chosen again from the stored masks of each sample.
+"""
 
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from sa1b.errors import ManifestError, Sa1bError, UsageError
@@ -17,7 +22,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import versions
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
-from sa1b.stream.mixture import Mixture, Phase
+from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.pending import PendingBatch, submit
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, largest_share
@@ -25,6 +30,8 @@ from sa1b.version import __version__, code_digest
 from sa1b.views.view import write_view
 
 _TOGETHER = 16  # images that are rebuilt at a time
+_READ = 64  # samples whose masks are read at a time
+_KEYS = ["source", "image_id", "mask_id", "mask_index"]
 
 
 def micro_batches(span: Span, order: Order | Sequential | Mixture, step: int) -> list[MicroBatch]:
@@ -57,8 +64,7 @@ class Samples:
     """
 
     def __init__(self, span: Span) -> None:
-        state, sources = span.receipt["stream"], span.receipt["sources"]
-        states = state.get("sources", dict.fromkeys(sources, state))
+        sources = span.receipt["sources"]
         self.missing: dict[int, str] = {}
         log = _DamageNotes(Path(os.devnull), 0)
         self.damaged = log.found
@@ -66,7 +72,7 @@ class Samples:
         opened: dict[str, Stream | None] = {}
         for number, (name, source) in enumerate(sources.items()):
             try:
-                opened[name] = _opened(source, states[name], Path(self._folder.name, f"{number}.json"))
+                opened[name] = _opened(source, span.states[name], Path(self._folder.name, f"{number}.json"))
             except Sa1bError as error:
                 if len(sources) == 1 or not isinstance(error, UsageError | ManifestError):
                     raise
@@ -76,16 +82,14 @@ class Samples:
             raise UsageError(next(iter(self.missing.values())))
         self.options = self._streams[0].options
         self.order = self._streams[0].plan.order
-        names = [None] if "phases" not in state else list(sources)
+        names = [None] if span.phases is None else list(sources)
         self._sources = [
             replace(one, name=name, damage_log=log)
             for name, stream in zip(names, opened.values(), strict=True)
             for one in (self._streams[0] if stream is None else stream).sources()
         ]
-        if "phases" in state:
-            counts = tuple(len(one.view) for one in self._sources)
-            phases = tuple(Phase(start, tuple(weights.values())) for start, weights in state["phases"])
-            self.order = Mixture(counts, phases)
+        if span.phases is not None:
+            self.order = Mixture(tuple(len(one.view) for one in self._sources), span.phases)
 
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch, none of a missing source."""
@@ -173,3 +177,34 @@ def changes_of(start: dict[str, Any]) -> list[str]:
             "first iteration, may differ in their last bits"
         )
     return found
+
+
+def seen_masks(pieces: Sequence[tuple[Span, Sequence[int]]]) -> pa.Table:
+    """How often each mask was chosen at these positions of a run's order: the columns image_id, mask_id,
+    mask_index, times and source. No image is decoded. A sample whose masks are damaged has a substitute, as
+    in the run.
+    """
+    types = dict.fromkeys((*_KEYS[1:], "times"), pa.int64())
+    total = pa.schema({"source": pa.string(), **types}).empty_table()
+    for span, positions in pieces:
+        names = list(span.receipt["sources"])
+        with closing(Samples(span)) as stream:
+            for start in range(0, len(positions), _READ):
+                some = positions[start : start + _READ]
+                pending = [stream.submit(MicroBatch(at, at + 1, at + 1)) for at in some]
+                parts = pa.concat_tables([total, *(_picked(one, names) for one in pending)])
+                summed = parts.group_by(_KEYS, use_threads=False).aggregate([("times", "sum")])
+                total = summed.rename_columns([*_KEYS, "times"])
+    ordered = total.sort_by([(name, "ascending") for name in _KEYS])
+    return ordered.select(["image_id", "mask_id", "mask_index", "times", "source"])
+
+
+def _picked(pending: PendingBatch, names: Sequence[str]) -> pa.Table:
+    """The chosen masks of a pending batch of one sample."""
+    pending.pick(0)
+    sample = pending.picked[0]
+    assert sample is not None
+    masks, count = sample.masks, len(sample.masks.mask_ids)
+    numbers = np.full(count, masks.image_id), masks.mask_ids, masks.mask_index, np.ones(count, np.int64)
+    columns = dict(zip((*_KEYS[1:], "times"), (one.astype(np.int64) for one in numbers), strict=True))
+    return pa.table({"source": pa.repeat(names[pending.which[0]], count), **columns})

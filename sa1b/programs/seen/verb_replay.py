@@ -28,6 +28,7 @@ from sa1b.sources.path_arguments import takes_endpoint
 if TYPE_CHECKING:
     from sa1b.programs.seen.history import Span
     from sa1b.programs.seen.replayed import Replayed
+    from sa1b.programs.seen.worst import WorstSteps
 
 TOUR = (146, "Train", "the images of a step", "sa1b replay run --step 1200")
 
@@ -71,14 +72,21 @@ def main(
         raise UsageError(f"--out {out}: exists; pass a new folder")
     with loading():
         from sa1b.programs.seen.history import read_metrics, spans
+        from sa1b.programs.seen.replayed import write_page
         from sa1b.programs.seen.worst import check_path, positions_of, worst_steps, write_views
     if out_view is not None:
         check_path(out_view)
     data = read_metrics(run)
-    if worst is not None:
+    answer: Replayed | WorstSteps
+    if worst is None:
+        assert step is not None
+        images = [_replayed(run, spans(run, data, None), step, weights, None, draw=out is not None)]
+        title, answer = f"{run}, step {step:,}", images[0]
+    else:
         listed = worst_steps(run, data, worst, by)
         if out_view is not None:
             listed = replace(listed, views=write_views(spans(run, data, None)[-1], listed.steps, out_view))
+        images = []
         if out is not None or weights is not None:
             positions = positions_of(listed.steps, "--weights" if out is None else "--out")
             found = spans(run, data, None)
@@ -86,19 +94,13 @@ def main(
                 _replayed(run, found, number, weights, {position}, draw=out is not None)
                 for number, position in positions.items()
             ]
-            listed = replace(listed, images=images)
-            if out is not None:
-                _write(out, listed.title(), images)
-        present(listed, json_output)
-        _say(out, json_output)
-        return max((one.exit_code() for one in listed.images), default=0)
-    assert step is not None
-    replayed = _replayed(run, spans(run, data, None), step, weights, None, draw=out is not None)
+        title, answer = listed.title(), replace(listed, images=images)
     if out is not None:
-        _write(out, f"{run}, step {step:,}", [replayed])
-    present(replayed, json_output)
-    _say(out, json_output)
-    return replayed.exit_code()
+        write_page(out, title, images)
+    present(answer, json_output)
+    if out is not None and not json_output:
+        show(f"page: {out}/index.html")
+    return max((one.exit_code() for one in images), default=0)
 
 
 def _replayed(
@@ -114,14 +116,3 @@ def _replayed(
         warnings.simplefilter("ignore")  # those of torch about a single process
         prompts = Prompts(run, span, step, weights)
     return rebuilt(run, span, step, prompts, positions=positions, draw=draw)
-
-
-def _say(out: Path | None, json_output: bool) -> None:
-    if out is not None and not json_output:
-        show(f"page: {out}/index.html")
-
-
-def _write(out: Path, title: str, replayed: "list[Replayed]") -> None:
-    from sa1b.programs.seen.page import write_page
-
-    write_page(out, title, replayed)

@@ -91,11 +91,8 @@ def main(
         from sa1b.programs.seen.history import read_metrics, spans
     found = spans(run, read_metrics(run), before_step)
     steps = sum(span.stop - span.first for span in found)
-    answer = (
-        Seen(run, steps, [], _answers(found, image, masks))
-        if image
-        else Seen(run, steps, _sources(found), [])
-    )
+    sources, answers = ([], _answers(found, image, masks)) if image else (_sources(found), [])
+    answer = Seen(run, steps, sources, answers)
     if out is not None:
         _write(out, found, image, masks)
     present(answer, json_output)
@@ -139,7 +136,7 @@ def _answers(found: "list[Span]", images: tuple[int, ...], masks: bool) -> list[
                 answer.setdefault("visits", []).append((span, positions))
         for answer in known.values():
             if masks:
-                from sa1b.programs.seen.masks import seen_masks
+                from sa1b.programs.seen.samples import seen_masks
 
                 rows = seen_masks(answer.pop("visits")).to_pylist()
                 answer["masks"] = [
@@ -159,7 +156,7 @@ def _write(out: Path, found: "list[Span]", images: tuple[int, ...], masks: bool)
     from sa1b.storage.atomic import write_whole
 
     if masks:
-        from sa1b.programs.seen.masks import seen_masks
+        from sa1b.programs.seen.samples import seen_masks
 
         pieces = [(span, positions) for wanted in images for span, _, positions in visits(found, wanted)]
         whole = [(span, range(span.position, span.end)) for span in found]
