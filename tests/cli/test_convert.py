@@ -164,6 +164,8 @@ def test_the_card_has_settings_data_and_scores_of_the_checkpoint(trained, tmp_pa
         {"step": 20, "evaluation": {"miou_1_click": 0.875}},
     ]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "evaluation": {"miou_1_click": 0.5}')  # the process was killed
     for source, score, other in (
         (copy, "0.875", "0.75"),
         (copy / "checkpoints/step-00000010", "0.75", "0.875"),

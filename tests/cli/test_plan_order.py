@@ -170,22 +170,33 @@ def test_blocks_lower_the_shards_of_a_step_and_the_spread(tmp_path: Path) -> Non
 
 
 def test_cases_side_by_side_on_the_command_line(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "mix.yaml").write_text(
+    (tmp_path / "mix<b>.yaml").write_text(
         f"sources:\n  a: {{root: {root}, weight: 2}}\n  b: {{root: {root.parent / 'mine'}, weight: 1}}\n"
     )
-    words = ["order", root, "--mix", tmp_path / "mix.yaml", "--ranks", 4, "--gpus", 2, "--global-batch", 12]
+    words = [
+        "order",
+        root,
+        "--mix",
+        tmp_path / "mix<b>.yaml",
+        "--ranks",
+        4,
+        "--gpus",
+        2,
+        "--global-batch",
+        12,
+    ]
     words += ["--block-size", "3,1", "--cache-gb", "0,0.5", "--epochs", 2, "--node-rate", 0.001]
     done = order(*words, "--report", tmp_path / "order.html")
     assert (done.returncode, done.stderr) == (0, "")
     heading, _, heads, *lines = done.stdout.splitlines()
     assert heading == f"{root}: 4 ranks on 2 nodes, 12 images a step"
     assert heads.split()[:2] == ["one", "step"]
-    orders = ["blocks of 1", "blocks of 3", "mix.yaml"]
+    orders = ["blocks of 1", "blocks of 3", "mix<b>.yaml"]
     assert [line.split("  ")[0] for line in lines[:3]] == orders
     cases = [f"{name}{cache}" for name in orders for cache in ("", ", cache 0.5 GB")]
     assert [line.split("  ")[0] for line in lines[5:17:2]] == cases
     page = (tmp_path / "order.html").read_text()
-    assert (page.count("<svg"), "<!--" in page) == (3, False)
+    assert (page.count("<svg"), "<!--" in page, "<b>" in page) == (3, False, False)
     document = json.loads(order(*words, "--json").stdout)
     assert [case["name"] for case in document["cases"]] == cases
     epochs = [case["epochs"] for case in document["cases"]]

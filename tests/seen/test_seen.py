@@ -166,6 +166,14 @@ def test_the_command_answers_for_all_images_and_for_one(roots: tuple[Path, Path]
     assert (refused.returncode, "exists" in refused.stderr) == (2, True)
 
 
+def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
+    start = {"run": {"step": 0, "data": {"stream": {"position": 0}, "global_batch": 2}}}
+    lines = [json.dumps(start), '{"step": 1, "loss": 1.0}', '{"step": 2, "worst_image": {"id": 7}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    [span] = spans("run", read_metrics(str(tmp_path)), None)
+    assert (span.first, span.stop) == (0, 1)
+
+
 def test_what_cannot_be_answered_is_refused(roots: tuple[Path, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_of(run, DataConfig(root=str(roots[0]), global_batch=2, masks=2), [(0, 2, 0)])
