@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sa1b.engine.model import worst_image
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.control import Control, worst_image
+from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.metrics import figures_of
 from sa1b.engine.watch.phase import Phases
 from tests.engine.launch import group, launch

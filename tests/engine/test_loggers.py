@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from sa1b.engine.evaluation import BestScore
 from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.loggers import Callback, flat
-from sa1b.engine.watch.metrics import LoggingConfig, Metrics
+from sa1b.engine.watch.metrics import BestScore, LoggingConfig, Metrics
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 

@@ -18,8 +18,8 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights, with_steps
-from sa1b.engine.evaluation import BestScore, evaluate, held_out_feed
-from sa1b.engine.model import Wrapper, declared, inputs_of, stored
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.model import Wrapper, by_source, declared, inputs_of, stored, worst_image
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.ranks.network import NetworkChoice
 from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
@@ -30,9 +30,10 @@ from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, r
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
-from sa1b.engine.watch.control import Control, Health, StepFigures, by_source, worst_image
+from sa1b.engine.watch.control import Control, Health, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
+from sa1b.engine.watch.metrics import BestScore
 from sa1b.engine.watch.phase import Phases, RankTime
 from sa1b.engine.watch.signals import deadline_of
 from sa1b.engine.weights import state_digest
