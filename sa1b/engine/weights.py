@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.engine.checkpoint import bucket_checkpoints, tensors
-from sa1b.engine.checkpoint import folder as checkpoint_files
-from sa1b.engine.checkpoint.folder import Found, folder_name, none_good, read, step_of, steps
+from sa1b.engine.checkpoint.folder import Found, RetrievalError, folder_name, none_good, read, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
 from sa1b.shards.staging import clean_scratch
@@ -58,13 +57,13 @@ def find_weights(
                 f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
                 "other weights"
             )
-    elif source.name == "checkpoints" and checkpoint_files.steps(source):
+    elif source.name == "checkpoints" and steps(source):
         raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
     elif not is_checkpoint(source):
         tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
         raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
-        found = checkpoint_files.read(source)
+        found = read(source)
     return str(found.folder), tensors.read_weights(found.folder, found.metadata, mean=mean)
 
 
@@ -77,30 +76,30 @@ def _fetched_weights(
             if not path.exists():
                 raise CheckpointError(f"{url}: no such object; pass {KINDS}")
             return url, read_file(path)
-    step = checkpoint_files.step_of(last)
+    step = step_of(last)
     store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
-    steps = bucket_checkpoints.committed(store) if step is None else [step]
-    if not steps:
+    there = bucket_checkpoints.committed(store) if step is None else [step]
+    if not there:
         raise CheckpointError(f"{url}: has no checkpoint; pass {KINDS}")
     store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = temporary_path(store.scratch / "weights")
     refused: list[str] = []
     with clean_scratch(store), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        for number in reversed(steps):
+        for number in reversed(there):
             try:
                 found = bucket_checkpoints.download(store, number, folder)
-            except checkpoint_files.RetrievalError:
+            except RetrievalError:
                 raise
             except CheckpointError as error:
                 if step is not None:
                     raise
                 refused.append(str(error))
-                _LOG.warning("skipping checkpoint %s: %s", checkpoint_files.folder_name(number), error)
+                _LOG.warning("skipping checkpoint %s: %s", folder_name(number), error)
                 continue
-            where = store.url(f"checkpoints/{checkpoint_files.folder_name(number)}")
+            where = store.url(f"checkpoints/{folder_name(number)}")
             return where, tensors.read_weights(found.folder, found.metadata, mean=mean)
-    raise checkpoint_files.none_good(url, refused)
+    raise none_good(url, refused)
 
 
 def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:

@@ -14,6 +14,7 @@ from sa1b.engine.step.feed import Feed
 from sa1b.programs.seen.history import read_metrics, spans
 from sa1b.programs.seen.prompts import Prompts
 from sa1b.programs.seen.replayed import digest, rebuilt
+from sa1b.programs.seen.samples import Samples
 from tests.cli.verb import runner
 from tests.train.command import add_views, make_root
 
@@ -122,3 +123,17 @@ def test_the_command_prints_and_draws_a_step_and_names_what_has_changed(
     assert "warning: " in replay(run, "--step", 8).stdout
     metrics.write_text(text.replace('"transform": null', '"transform": "mine:crop"'))
     assert "the run had a transform of its own code" in replay(run, "--step", 8).stderr
+
+
+def test_an_error_leaves_no_stream_open(
+    roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, closed = tmp_path / "run", list[Samples]()
+    trained(run, root=str(roots[0]), global_batch=5, masks=3)
+    [span, *_] = spans(str(run), read_metrics(str(run)), None)
+    close = Samples.close
+    monkeypatch.setattr(Samples, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr(Prompts, "of", lambda self, batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rebuilt(str(run), span, 1, Prompts(str(run), span, 1, None))
+    assert len(closed) == 1
