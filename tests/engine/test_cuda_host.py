@@ -12,6 +12,7 @@ from sa1b.engine.config import build
 from sa1b.engine.planner import check_memory
 from sa1b.engine.planner.fake_step import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.optim import freeze
 from sa1b.engine.step.run import TrainStep
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
@@ -29,14 +30,17 @@ def batch_of(image_size: int, masks: int) -> Batch:
 
 
 @pytest.mark.parametrize("preset", ["tiny", "vit_b"])
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_steps_after_the_second_neither_wait_nor_allocate(preset: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "low_rank"), [("fp32", 0), ("tf32", 0), ("bf16", 0), ("fp16", 0), ("fp32", 4), ("bf16", 4)]
+)
+def test_steps_after_the_second_neither_wait_nor_allocate(preset: str, precision: str, low_rank: int) -> None:
     config = PRESETS[preset]
-    model = replace(config.model, image_size=256, depth=2, global_blocks=(1,))
+    model = replace(config.model, image_size=256, depth=2, global_blocks=(1,), lora_rank=low_rank)
     recipe = replace(config.recipe, clicks=2, unprompted=1)
     parallel = replace(config.parallel, precision=precision, device="cuda")
     config = replace(config, model=model, recipe=recipe, parallel=parallel)
     module = build(config, None).cuda().train()
+    freeze(module, config.optim)
     step = TrainStep(module, config, RankInfo(0, 1, 0, torch.device("cuda", 0)))
     batches = [batch_of(256, masks) for masks in (8, 7)]
     allocated = []
