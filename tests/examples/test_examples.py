@@ -74,7 +74,7 @@ def finished(
 ) -> Any:
     command = [sys.executable, *launcher, str(EXAMPLES / name), *map(str, arguments)]
     env = environment() if launcher or starts_others else None
-    return processes.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    return processes.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
 
 
 def ids_of(printed: str) -> list[int]:
@@ -181,7 +181,7 @@ def trained(material: Path) -> dict[int, float]:
     """The losses of four steps of `sa1b train`."""
     flags = ["--data.root", "shards", "--out", "trained", "--optim.steps", "4", *SETTINGS.split()]
     command = [sys.executable, "-m", "sa1b.train", *flags]
-    processes.run(command, cwd=material, capture_output=True, text=True, timeout=300, check=True)
+    processes.run(command, cwd=material, capture_output=True, text=True, timeout=1200, check=True)
     return losses_of(material / "trained")
 
 
@@ -342,7 +342,7 @@ def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[A
         monkeypatch.setenv(variable, value)
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 

@@ -355,7 +355,7 @@ def test_processes_share_the_position_and_copies_do_not(method: str) -> None:
     copy = pickle.loads(pickle.dumps(iterations))
     process = context.Process(target=begin_in_a_process, args=(iterations, out))
     process.start()
-    assert out.get(timeout=120) == 5
+    assert out.get(timeout=600) == 5
     process.join()
     assert iterations.position == 15
     assert copy.position == 5
