@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,12 @@ from tests.stream.reading import KINDS, PIECES, STEP, batches, first_lines, star
 from tests.stream.recorded import digest, make_root, sequence
 
 IMAGES = 23
+# Python's tracker of semaphores, which only spawned workers have, does not ignore SIGUSR1; another one then
+# misses what the first one knew.
+TRACKER = re.compile(
+    r"\S+resource_tracker\.py:\d+: UserWarning: resource_tracker: process died unexpectedly.*\n.*\n"
+    r"|Traceback \(most recent call last\):\n  File \"\S+resource_tracker\.py\", .*\n.*\nKeyError: .*\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,7 @@ def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_pro
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, errors.decode()) == (0, "")
+    assert (process.returncode, TRACKER.sub("", errors.decode())) == (0, "")
     assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
     wait_for_end(process.pid, 300)
 
