@@ -62,13 +62,13 @@ def line_chart(
 
     across = "".join(
         f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{_short(tick)}</text>'
-        for tick in _round(0.0, top)
+        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{short_number(tick)}</text>'
+        for tick in _inside(0.0, top)
     )
     along = "".join(
         f'<path class="tick" d="M{x(tick)} {bottom}v4"/>'
         f'<text x="{x(tick)}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
-        for tick in ticks or _round(first, last)
+        for tick in ticks or _inside(first, last)
     )
     straight = f'<path class="ideal" d="M{x(xs[0])} {y(xs[0])}L{x(xs[-1])} {y(xs[-1])}"/>' if ideal else ""
     plots = "".join(
@@ -101,12 +101,24 @@ def _circles(line: Line, x: Callable[[float], str], y: Callable[[float], str]) -
     )
 
 
-def _round(low: float, high: float) -> list[float]:
+def round_numbers(low: float, high: float, most: int, *, whole: bool) -> list[float]:
+    """About `most` round numbers that cover low..high; the first is at or below low."""
+    wide = max((high - low) / most, 1e-9)
+    power = 10.0 ** math.floor(math.log10(wide))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wide * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first = math.floor(low / step + 1e-9)
+    return [round(n * step, 10) for n in range(first, math.ceil(high / step - 1e-9) + 1)]
+
+
+def short_number(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g} {letter}"
+    return f"{value:g}"
+
+
+def _inside(low: float, high: float) -> list[float]:
     """At most seven round numbers in [low, high]."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 6))
-    step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
-    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _short(value: float) -> str:
-    return f"{value / 1e3:g} k" if value >= 1e4 else f"{value:g}"
+    return [tick for tick in round_numbers(low, high, 6, whole=False) if low <= tick <= high]

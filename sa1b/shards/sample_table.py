@@ -76,6 +76,11 @@ class SampleTable:
         end = int(self.offset[i]) + int(self.jpg_bytes[i])
         return -(-end // 512) * 512 + 512
 
+    def stops(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Ends in bytes of the mask records of rows, int64 [n]; see `masks_offset`."""
+        ends = self.offset[rows].astype(np.int64) + self.jpg_bytes[rows]
+        return -(-ends // 512) * 512 + 512 + self.masks_bytes[rows]
+
 
 @dataclass(frozen=True, slots=True)
 class TableFacts:

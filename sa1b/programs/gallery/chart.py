@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.charts import round_numbers, short_number
+
 MAX_BARS = 40
 _JOINS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # fine bins in a bar
 _MOST_MASKS = 20_000  # per image; larger numbers are counted as outside
@@ -145,7 +147,7 @@ def _chart(distribution: Distribution) -> str:
     if not len(counts):
         return f'<figure class="chart">{caption}</figure>'
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    y_ticks = _ticks(0, int(counts.max()), 4, whole=True)
+    y_ticks = round_numbers(0, int(counts.max()), 4, whole=True)
     top = max(int(counts.max()), y_ticks[-1])
     # The bin of an integer n ranges from n - 0.5 to n + 0.5.
     x_low, x_high = float(edges[0]), float(edges[-1])
@@ -164,7 +166,7 @@ def _chart(distribution: Distribution) -> str:
     )
     across = "".join(
         f'<path class="grid" d="M{_LEFT} {y(tick)}H{right}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{_short(tick)}</text>'
+        f'<text x="{_LEFT - 6}" y="{y(tick)}" dy=".35em" text-anchor="end">{short_number(tick)}</text>'
         for tick in y_ticks
     )
     along = "".join(
@@ -214,7 +216,7 @@ def _x_ticks(distribution: Distribution, low: float, high: float) -> list[tuple[
     if not distribution.log:
         whole = distribution.step == 1
         for most in range(6, 0, -1):
-            values = [tick for tick in _ticks(low, high, most, whole=whole) if low <= tick <= high]
+            values = [tick for tick in round_numbers(low, high, most, whole=whole) if low <= tick <= high]
             ticks = [(tick, f"{tick:,.10g}") for tick in values]
             if _fit(ticks, low, high):
                 break
@@ -237,24 +239,6 @@ def _fit(ticks: list[tuple[float, str]], low: float, high: float) -> bool:
         for value, label in ticks
     )
     return all(left[1] + _LETTER <= right[0] for left, right in pairwise(spans))
-
-
-def _ticks(low: float, high: float, most: int, *, whole: bool) -> list[float]:
-    """About `most` round numbers that cover low..high; the first is at or below low."""
-    wide = max((high - low) / most, 1e-9)
-    power = 10.0 ** math.floor(math.log10(wide))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= wide * 0.999)
-    if whole:
-        step = max(1.0, step)
-    first = math.floor(low / step + 1e-9)
-    return [round(n * step, 10) for n in range(first, math.ceil(high / step - 1e-9) + 1)]
-
-
-def _short(value: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g} {letter}"
-    return f"{value:g}"
 
 
 def _percent(fraction: float) -> str:

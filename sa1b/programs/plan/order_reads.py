@@ -85,8 +85,7 @@ def ranges_of(stream: BatchStream, positions: Int64, pieces: Int64) -> list[_Ran
             continue
         rows, table, piece = _rows(source, local[here]), source.dataset.table, pieces[here]
         start, shard = table.offset[rows].astype(np.int64), table.shard[rows]
-        image_end = start + table.jpg_bytes[rows].astype(np.int64)
-        stop = -(-image_end // 512) * 512 + 512 + table.masks_bytes[rows].astype(np.int64)
+        stop = table.stops(rows)
         gap = start[1:] - stop[:-1]
         apart = (piece[1:] != piece[:-1]) | (shard[1:] != shard[:-1]) | (gap < 0) | (gap > NEAR)
         starts = np.flatnonzero(np.append(True, apart))
