@@ -40,7 +40,9 @@ class ShardRawDataset:
         layers: of masks, see `sa1b.open`.
         num_frames: copies of the image in a video.
         mask_area_frac_thresh: masks of at least this fraction of the image are left out; above 1: none.
-        storage_options, cache, cache_bytes: see `sa1b.open`.
+        storage_options: see `sa1b.open`.
+        cache: see `sa1b.open`.
+        cache_bytes: see `sa1b.open`.
     """
 
     @check_arguments

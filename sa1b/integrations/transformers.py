@@ -38,7 +38,10 @@ class SamShards:
         masks: number of masks of a sample. They are chosen by torch's generator, with repetition if an image
             has fewer.
         prompt: the exact box of each mask, or a uniform random pixel of it as a point.
-        layers, storage_options, cache, cache_bytes: see `sa1b.open`.
+        layers: of masks, see `sa1b.open`.
+        storage_options: see `sa1b.open`.
+        cache: see `sa1b.open`.
+        cache_bytes: see `sa1b.open`.
     """
 
     @check_arguments
