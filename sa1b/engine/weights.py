@@ -47,6 +47,8 @@ def find_weights(
         return _fetched_weights(str(source).rstrip("/"), read_file, scratch, mean=mean)
     source = Path(source)
     if not source.exists():
+        with contextlib.suppress(FileNotFoundError):
+            read_file(source)  # raises another error if it knows who publishes a file of this name
         raise CheckpointError(f"{source}: no such file or folder; pass {KINDS}")
     if not source.is_dir():
         return str(source), read_file(source)

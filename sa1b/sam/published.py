@@ -29,6 +29,12 @@ _SIZES = (
     "pixel_features",
 )  # fmt: skip
 _DIGEST = "sa1b_sha256"
+PUBLISHED = {
+    "sam_vit_b_01ec64.pth": "vit_b",
+    "sam_vit_l_0b3195.pth": "vit_l",
+    "sam_vit_h_4b8939.pth": "vit_h",
+}  # name of a file -> preset; the last six characters of a name are the first of the file's MD5
+_PUBLISHER = "https://github.com/facebookresearch/segment-anything"
 _PASS = "pass a file with the published names"
 _AGAIN = "download or write it again"
 
@@ -45,7 +51,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The unchanged tensors in a file or in its entry "model"; WeightsError: damaged, or no such table."""
+    """The unchanged tensors in a file or in its entry "model".
+
+    WeightsError: damaged, or no such table; or a published file that is not there. FileNotFoundError: another
+    file that is not there.
+    """
+    if path.name in PUBLISHED and not path.exists():
+        raise WeightsError(
+            f"{path}: no such file; download {path.name} from the model checkpoints of {_PUBLISHER} and pass "
+            f"its path, with --preset {PUBLISHED[path.name]} to train or evaluate; the page Evaluation has the "
+            "scores to expect"
+        )
     with path.open("rb") as file:
         start = file.read(16)
     return _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)

@@ -30,6 +30,7 @@ from tests.train.command import FLAGS, REPOSITORY, start
 MODEL = ModelConfig(
     image_size=64, width=32, depth=2, heads=2, global_blocks=(1,), window=2, channels=32, pixel_features=8
 )
+WEIGHTS = "sam_vit_b_01ec64.pth"  # the published name, small random weights
 SIZES = [(90, 120), (200, 150), (64, 64)]
 
 
@@ -89,7 +90,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "detections.json").write_text(json.dumps(detections))
     torch.manual_seed(0)
     model = Sam(MODEL).eval()
-    write_weights(folder / "sam.pth", model.state_dict())
+    write_weights(folder / WEIGHTS, model.state_dict())
     return {
         "folder": folder, "truth": truth, "model": model, "detections": detections, "document": document
     }  # fmt: skip
@@ -97,7 +98,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def flags(folder: Path, *more: str) -> list[str]:
     coco = ["--evaluation.coco", f"{folder}/annotations.json", "--evaluation.images", f"{folder}/images"]
-    return ["--init", f"{folder}/sam.pth", "--evaluate-only", "--json", *coco, *more]
+    return ["--init", f"{folder}/{WEIGHTS}", "--evaluate-only", "--json", *coco, *more]
 
 
 def scores_of(folder: Path, out: Path, *more: str, ranks: int = 1, mode: str = "none") -> dict[str, float]:

@@ -250,6 +250,11 @@ ABSENT = [
         "--model.width 32, --model.depth 1000000000, --model.channels 32, --model.image-size 64: the we",
     ),
     (("--init", "gone.pth"), "--init: gone.pth: no such file or folder"),
+    (
+        ("--init", "sam_vit_l_0b3195.pth"),
+        "--init: sam_vit_l_0b3195.pth: no such file; download sam_vit_l_0b3195.pth from the model checkpoints "
+        "of https://github.com/facebookresearch/segment-anything and pass its path, with --preset vit_l",
+    ),
 ]
 
 
