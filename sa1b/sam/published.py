@@ -59,8 +59,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.name in PUBLISHED and not path.exists():
         raise WeightsError(
             f"{path}: no such file; download {path.name} from the model checkpoints of {_PUBLISHER} and pass "
-            f"its path, with --preset {PUBLISHED[path.name]} to train or evaluate; the page Evaluation has the "
-            "scores to expect"
+            f"its path, with --preset {PUBLISHED[path.name]} to train or evaluate; the page Evaluation has "
+            "the scores to expect"
         )
     with path.open("rb") as file:
         start = file.read(16)
