@@ -48,6 +48,8 @@ def pytest_addoption(parser):
         help="write the figures into benchmarks/results/<machine>-parts.json, from where "
         "`python -m benchmarks.readme` takes them into the documentation",
     )
+    budget = parser.getgroup("time to score", "benchmarks/test_time_to_score.py: two loaders, three seeds")
+    budget.addoption("--seconds", type=float, default=600.0, help="of training of each of six runs (600)")
     scale = parser.getgroup("scale", "benchmarks/test_scale.py: steps on a simulated dataset directory")
     scale.addoption("--scale", type=float, default=1.0, help="part of all of SA-1B to simulate (1.0)")
 
@@ -66,6 +68,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--rounds {options.rounds}: at least 1")
     if not 0 < options.scale <= 1:
         raise pytest.UsageError(f"--scale {options.scale}: above 0, at most 1")
+    if not options.seconds > 0:
+        raise pytest.UsageError(f"--seconds {options.seconds}: above 0")
     if options.data is not None:
         try:
             images = len(sa1b.open(options.data))

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import material
@@ -74,6 +75,12 @@ def _command(name: str) -> str:
     return "make demo" if name == "test_demo" else f"pytest benchmarks/{name}.py"
 
 
+SCORES = {  # of benchmarks/test_time_to_score.py, and their prompts
+    "miou_1_click": "1 click",
+    "miou_3_clicks": "3 clicks",
+    "miou_5_clicks": "5 clicks",
+    "miou_box": "box",
+}
 Row = tuple[str, str, str]  # columns: quantity, measured value, compared with
 
 
@@ -185,6 +192,23 @@ def _convergence(found: dict[str, Any]) -> Iterator[Row]:
     )
 
 
+def _time_to_score(found: dict[str, Any]) -> Iterator[Row]:
+    def last(kind: str) -> list[dict[str, Any]]:
+        return [run[-1] for run in found["runs"][kind]]
+
+    def images(kind: str) -> float:
+        return fmean(each["images"] for each in last(kind))
+
+    for score, prompt in SCORES.items():
+        own, files = ([each["scores"][score] for each in last(kind)] for kind in ("shards", "files"))
+        yield (
+            f"mean IoU, {prompt}, {found['seconds']:,.0f} s of training, {images('shards'):,.0f} images",
+            f"{fmean(own):.3f} ({min(own):.3f} to {max(own):.3f}, {len(own)} seeds)",
+            f"extracted files: {fmean(files):.3f} ({min(files):.3f} to {max(files):.3f}), "
+            f"{images('files'):,.0f} images",
+        )
+
+
 def _recompute(found: dict[str, dict[str, float]]) -> Iterator[Row]:
     def text(one: dict[str, float]) -> str:
         return f"{one['seconds']:.1f} s, {one['activations'] / 1e9:.2f} GB"
@@ -262,6 +286,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("local cache", _local_cache, "test_local_cache"),
     ("scaling", _scaling, "test_scaling"),
     ("convergence", _convergence, "test_convergence"),
+    ("time to score", _time_to_score, "test_time_to_score"),
     ("recompute", _recompute, "test_recompute"),
     ("pipeline", _pipeline, "test_pipeline"),
     ("demo", _demo, "test_demo"),

@@ -104,7 +104,8 @@ def convert(
 ) -> Converted:
     """Write weights to one file, or to a folder with README.md in the form `to`; else see `find_weights`.
 
-    UsageError: the target exists, or a file has an unknown ending; or the form has no model of these sizes,
+    UsageError: the target exists, or a file has an unknown ending; or --overwrite would leave files of
+    another form beside the new ones; or the form has no model of these sizes,
     or needs a package that is missing.
     """
     _check_target(target, to, overwrite)
@@ -137,6 +138,11 @@ def convert(
         (folder / _README).write_text(card(where, _facts(done, found), done.snippet(".")), "utf-8")
         paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
         done = replace(done, bytes=sum(path.stat().st_size for path in paths))
+        own = {path.name for path in paths}
+        if target.exists() and (others := sorted({path.name for path in target.iterdir()} - own)):
+            raise UsageError(
+                f"--out {target}: has {others[0]}, which --to {to} does not write; name a new folder"
+            )
         for path in paths:
             flush(path)
             commit(path, target / path.name)

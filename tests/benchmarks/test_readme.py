@@ -116,8 +116,8 @@ def test_the_curves_of_the_documentation_are_those_of_the_results() -> None:
         for path in sorted(parts.RESULTS.glob("*-parts.json"))
         if "convergence" in (found := json.loads(path.read_text()))["parts"]
     )
-    drawn = curves.svg(figures)
-    assert curves.OUT.read_text() == drawn
+    drawn = curves.convergence(figures)
+    assert (curves.OUT / "convergence.svg").read_text() == drawn
     image = ElementTree.fromstring(drawn)
     lines = [path for path in image.iter() if path.get("class", "").startswith("line")]
     assert len(lines) == 2 * len(figures["losses"])  # and the key

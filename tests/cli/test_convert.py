@@ -122,6 +122,13 @@ def test_a_folder_has_a_model_card_and_is_replaced_only_if_the_command_wrote_it(
         convert(folder, tmp_path / "new", to="safetensors")
     convert(folder / "checkpoints" / "step-00000010", tmp_path / "new", to="safetensors", overwrite=True)
     assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[10])
+    before = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    with pytest.raises(
+        UsageError, match=r"new: has model.safetensors, which --to onnx does not write; name a"
+    ):
+        convert(folder, tmp_path / "new", to="onnx", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "README.md").write_text("of a user")
     for overwrite in (False, True):

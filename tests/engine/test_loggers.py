@@ -12,6 +12,7 @@ from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.loggers import Callback, flat
 from sa1b.engine.watch.metrics import BestScore, LoggingConfig, Metrics
+from sa1b.engine.watch.signals import WriteError
 from sa1b.errors import UsageError
 from tests.engine.stream_root import place_of
 
@@ -49,6 +50,7 @@ class Server(ModuleType):
         self.finish = self.end_run = lambda: self.calls.append(("end",))
 
     def init(self, *, project: str, name: str, id: str, resume: str, dir: str, config: dict[str, Any]) -> Any:
+        self.check()
         self.calls.append(("begin", project, id, config))
         return SimpleNamespace(log=lambda figures, step: self.add(step, figures), finish=self.finish)
 
@@ -67,9 +69,12 @@ class Server(ModuleType):
         self.add(step, figures)
 
     def add(self, step: int, figures: dict[str, float]) -> None:
+        self.check()
+        self.calls.append((step, figures))
+
+    def check(self) -> None:
         if self.fails:
             raise RuntimeError("the server is gone\nfor good")
-        self.calls.append((step, figures))
 
 
 def metrics_of(run: Path, done: int = 0, rank: int = 0, callbacks: Any = (), **config: Any) -> Metrics:
@@ -133,6 +138,23 @@ def test_an_error_of_a_server_ends_the_logging_and_not_the_run(
     metrics.close()
     assert caplog.messages == ["the logging to a server ends: RuntimeError: the server is gone"]
     assert len(server.calls) == 1
+
+
+def test_a_server_that_cannot_be_opened_stops_all_ranks_after_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server("wandb")
+    server.fails = True
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    place = place_of(0, 1)
+    control = Control(place)
+    metrics = Metrics(LoggingConfig(tensorboard=False, wandb="project"), tmp_path, place, control, 0, 9)
+    metrics.step(1, FIGURES)
+    assert control.poll()
+    text = "--logging.wandb project: RuntimeError: the server is gone; set wandb up on the machine of rank 0, or drop the flag"
+    with pytest.raises(WriteError, match=text):
+        control.check()
+    metrics.close()
 
 
 def test_a_package_that_is_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

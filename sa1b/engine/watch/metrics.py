@@ -25,6 +25,7 @@ from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import CPU, GPU
 from sa1b.engine.watch.loggers import SERVERS, Callback, Curves, open_server
 from sa1b.engine.watch.phase import PARTS, WORK, Phases
+from sa1b.engine.watch.signals import WriteError
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
@@ -120,7 +121,19 @@ class Metrics:
             self._callbacks.append(Curves(config.every, run / "tensorboard", done + 1, control.write))
         for name in SERVERS if done < steps else ():
             if (project := getattr(config, name)) is not None:
-                server = open_server(name, project, config.every, run, settings or {}, self._keys.get(name))
+                try:
+                    server = open_server(
+                        name, project, config.every, run, settings or {}, self._keys.get(name)
+                    )
+                except Exception as error:  # of the package; the other ranks must not wait for this one
+                    text = (str(error).splitlines() or [""])[0]
+                    control.fail(
+                        WriteError(
+                            f"--logging.{name} {project}: {type(error).__name__}: {text}; set {name} up on "
+                            "the machine of rank 0, or drop the flag, and start the command again"
+                        )
+                    )
+                    break
                 self._callbacks.append(server)
                 self._keys[name] = server.key
         if done and last is not None and done not in steps_there and done % config.every == 0:

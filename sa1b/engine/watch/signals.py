@@ -138,12 +138,18 @@ class Requests:
         try:
             self.within(path, work)
         except OSError as error:
-            if self.failure is None:
-                self.failure = WriteError(
+            self.fail(
+                WriteError(
                     f"{error.filename or path}: cannot be written ({error.strerror or error}); "
                     f"free space or repair the disk, {_AGAIN}"
                 )
-                _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
+            )
+
+    def fail(self, error: WriteError) -> None:
+        """Log an error and stop all ranks after their step, unless this rank has failed before."""
+        if self.failure is None:
+            self.failure = error
+            _LOG.error("rank %d: %s", self._rank_info.rank, error)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
         """The result of work on a file; WriteError if it has not ended within the limit: the disk hangs."""
@@ -163,7 +169,10 @@ class Requests:
         if self.failure is not None:
             raise self.failure
         if self.failed:
-            raise WriteError("--out: another rank cannot write its files; see that rank's message")
+            raise WriteError(
+                "--out: another rank cannot write its files or open its server of figures; see that rank's "
+                "message"
+            )
 
     def _needed(self) -> float:
         """Seconds of a step and a checkpoint."""
