@@ -1,49 +1,107 @@
 """Datasets for the training code of other projects, fed from shards."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from importlib import import_module
+from io import BytesIO
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue
+from sa1b.errors import UsageError
 from sa1b.shards.dataset import check_images, open_dataset
 from sa1b.shards.sample import Sample
 from sa1b.views.view import open_view
 
+PREFIX = "sa1b-shard://"  # of the paths of images that iopath opens
+_KEPT = 4  # images that this process has read last, by their paths
+_read: OrderedDict[str, bytes] = OrderedDict()
+
+
+class ViewOptions(TypedDict, total=False):
+    """Further arguments of the datasets: the name of a view, and those of `sa1b.open`."""
+
+    view: str | None
+    layers: Sequence[str]
+    storage_options: Mapping[str, Any] | None
+    cache: str | None
+    cache_bytes: int | None
+
 
 class ViewSamples:
-    """A view of a dataset directory; arguments as of `sa1b.open`, and the name of a view. Picklable."""
+    """A view of a dataset directory, by default all images; arguments as of `sa1b.open`. Picklable."""
 
-    def __init__(
-        self,
-        root: str,
-        view: str | None,
-        layers: Sequence[str],
-        storage_options: Mapping[str, Any] | None,
-        cache: str | None,
-        cache_bytes: int | None,
-    ) -> None:
-        given: Any = {"storage_options": storage_options, "cache": cache, "cache_bytes": cache_bytes}
-        self.dataset = open_dataset(root, layers=tuple(layers), **given)
+    def __init__(self, root: str, view: str | None = None, **options: Any) -> None:
+        self.dataset = open_dataset(root, **options)
         check_images(self.dataset, "training of another project")
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
 
     def __len__(self) -> int:
         return self.view.count
 
+    @property
+    def image_ids(self) -> npt.NDArray[np.uint64]:
+        """The ids of the images by position, uint64 [N]."""
+        ids = self.dataset.table.image_id
+        return ids if self.view.rows is None else ids[self.view.rows]
+
     def sample(self, position: int) -> Sample:
         """The sample at a position of the view."""
         rows = self.view.rows
         return self.dataset[position if rows is None else int(rows[position])]
 
-    def kept(self, sample: Sample, largest: float = 1.1) -> npt.NDArray[np.int64]:
-        """The masks that are not empty, meet the condition of the view, and are smaller than the part
-        `largest` of the image; above 1: of any size.
+    def kept(self, sample: Sample, smallest: int = 1, largest: float = 1.1) -> npt.NDArray[np.int64]:
+        """The masks that meet the condition of the view, have at least `smallest` pixels, and are smaller
+        than the part `largest` of the image; above 1: of any size.
         """
         found = sample.annotations
-        kept = found.area > 0
+        kept = found.area >= smallest
         if largest <= 1.0:
             kept &= found.area / (found.width * found.height) < largest
         if self.view.masks_where is not None:
             kept &= self.view.masks_where.masks(found)
         return np.flatnonzero(kept)
+
+    def with_masks(self, position: int, smallest: int = 1) -> tuple[Sample, npt.NDArray[np.int64]]:
+        """The sample at a position, and the masks as for `kept`; BadValue: there are none."""
+        sample = self.sample(position)
+        kept = self.kept(sample, smallest)
+        if not len(kept):
+            raise BadValue(
+                f"image {sample.image_id}: has no mask; pass a view made with --images-where 'masks >= 1'"
+            )
+        return sample, kept
+
+    def path(self, sample: Sample) -> str:
+        """A path by which iopath opens the image in this process, until others have been read."""
+        path = f"{PREFIX}{self.dataset.root}#{sample.image_id}"
+        _read[path] = sample.jpeg
+        while len(_read) > _KEPT:
+            _read.popitem(last=False)
+        register()
+        return path
+
+
+@cache
+def register() -> None:
+    """Let iopath, with which other projects open files, open the images that `path` has named."""
+    files: Any = import_module("iopath.common.file_io")
+
+    def open_image(self: Any, path: str, mode: str = "r", buffering: int = -1, **_: Any) -> BytesIO:
+        try:
+            return BytesIO(_read[path])
+        except KeyError:
+            raise UsageError(f"{path}: not read in this process; load its masks before the image") from None
+
+    methods = {
+        "_get_supported_prefixes": lambda self: [PREFIX],
+        "_open": open_image,
+        "_isfile": lambda self, path, **_: True,
+        "_get_local_path": lambda self, path, force=False, **_: path,
+    }
+    files.g_pathmgr.register_handler(
+        type("ShardImages", (files.PathHandler,), methods)(), allow_override=True
+    )

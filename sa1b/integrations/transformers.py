@@ -1,4 +1,4 @@
-"""Shards for `SamModel` of Hugging Face's transformers and its `Trainer`.
+"""Shards for `SamModel` and `Sam2Model` of Hugging Face's transformers and its `Trainer`.
 
     processor = SamProcessor.from_pretrained("facebook/sam-vit-base")
     trainer = Trainer(
@@ -10,10 +10,11 @@
 
 A sample has the arguments that the processor makes of the image and its prompts, and the masks as "labels":
 those that it makes of `segmentation_maps`, bit for bit, but without decoding masks at the size of the image.
+For SAM 2, pass a `Sam2Processor` and a `Sam2Model`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,59 +22,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import BadValue, check_arguments
-from sa1b.integrations import ViewSamples
+from sa1b.arguments import check_arguments
+from sa1b.integrations import ViewOptions, ViewSamples
 from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
 
 class SamShards:
-    """The images of a view for `SamModel`, by position, as `torch.utils.data.Dataset`s are.
+    """The images of a view for `SamModel` or `Sam2Model`, by position, as `torch.utils.data.Dataset`s are.
 
     Args:
-        root: folder that `sa1b reshard` made, or its URL.
-        processor: a `SamProcessor`.
-        view: name of a view; None: all images. Its condition on masks applies. Images must have a mask.
+        root: folder that `sa1b reshard` made, or its URL. Images must have a mask.
+        processor: a `SamProcessor` or a `Sam2Processor`.
         masks: number of masks of a sample. They are chosen by torch's generator, with repetition if an image
             has fewer.
         prompt: the exact box of each mask, or a uniform random pixel of it as a point.
-        layers: of masks, see `sa1b.open`.
-        storage_options: see `sa1b.open`.
-        cache: see `sa1b.open`.
-        cache_bytes: see `sa1b.open`.
+        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
+            `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @check_arguments
+    @partial(check_arguments, options=ViewOptions)
     def __init__(
         self,
         root: str,
         processor: Any,
         *,
-        view: str | None = None,
         masks: int = 8,
         prompt: Literal["box", "point"] = "box",
-        layers: Sequence[str] = (),
-        storage_options: Mapping[str, Any] | None = None,
-        cache: str | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[ViewOptions],
     ) -> None:
-        self.samples = ViewSamples(root, view, layers, storage_options, cache, cache_bytes)
+        self.samples = ViewSamples(root, **options)
         self.processor, self.masks, self.prompt = processor, masks, prompt
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
-        """The arguments of `SamModel` for one image, without the dimension of the batch, and "labels", int64
+        """The arguments of the model for one image, without the dimension of the batch, and "labels", int64
         [masks, M, M] of 0 and 1, M pixels as the predicted masks. ValueError: the image has no mask.
         """
-        sample = self.samples.sample(int(position))
-        kept = self.samples.kept(sample)
-        if not len(kept):
-            raise BadValue(
-                f"image {sample.image_id}: has no mask; pass a view made with --images-where 'masks >= 1'"
-            )
+        sample, kept = self.samples.with_masks(int(position))
         order = torch.randperm(len(kept)).numpy()
         chosen = kept[np.resize(order, self.masks)]
         words = torch.randint(-(1 << 63), (1 << 63) - 1, (self.masks,)).numpy().view(np.uint64)
@@ -98,10 +87,17 @@ class SamShards:
         found = self.processor(images=image, **given, return_tensors="pt")
         arguments: dict[str, Tensor] = {name: value[0] for name, value in found.items()}
         settings = self.processor.image_processor
-        low, longer = settings.mask_size["longest_edge"], max(image.shape[:2])
-        rows, columns = (int(side * low / longer + 0.5) for side in image.shape[:2])  # as the processor
+        if low := settings.mask_size.get("longest_edge"):
+            longer = max(image.shape[:2])
+            rows, columns = (int(side * low / longer + 0.5) for side in image.shape[:2])  # as the processor
+            padding = (0, low - columns, 0, low - rows)
+        else:  # of SAM 2: the image is stretched
+            (rows, columns), padding = (
+                (settings.mask_size[side] for side in ("height", "width")),
+                (0, 0, 0, 0),
+            )
         masks = torch.from_numpy(rasterize(runs, rows, columns).astype(np.int64))
-        return arguments | {"labels": F.pad(masks, (0, low - columns, 0, low - rows))}
+        return arguments | {"labels": F.pad(masks, padding)}
 
 
 def mask_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -109,7 +105,7 @@ def mask_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
     mask of each prompt, 20 to 1, and the squared error of its predicted IoU; a mean over masks.
 
     Args:
-        outputs: of `SamModel`: pred_masks [B, masks, K, M, M] and iou_scores [B, masks, K].
+        outputs: of the model: pred_masks [B, masks, K, M, M] and iou_scores [B, masks, K].
         labels: [B, masks, M, M], see `SamShards`.
         num_items_in_batch: pixels of the labels of all accumulated batches, as `Trainer` counts them.
     """

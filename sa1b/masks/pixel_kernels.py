@@ -274,3 +274,26 @@ def farthest(region: Bools, clicked: Int64s) -> tuple[int, int, int]:
                 if not left_out:
                     best_x, best_y, best = x, y, near
     return best_x, best_y, int(best)
+
+
+@kernel
+def paint(runs: Uint32s, offsets: Int64s, most: float, out: Int32s, kept: Bools) -> None:
+    """Paint masks over one another into out, [pixels], column-major: number of the mask, from 1. A mask of
+    which more than the part `most` is painted already is left out; `kept` [N]: the others.
+    """
+    for mask in range(len(kept)):
+        pixels, covered, position = np.int64(0), np.int64(0), np.int64(0)
+        for index in range(offsets[mask], offsets[mask + 1]):
+            end = position + np.int64(runs[index])
+            if (index - offsets[mask]) & 1:
+                pixels += end - position
+                for place in range(position, end):
+                    covered += out[place] > 0
+            position = end
+        kept[mask] = pixels == 0 or covered / pixels <= most
+        position = np.int64(0)
+        for index in range(offsets[mask], offsets[mask + 1]):
+            end = position + np.int64(runs[index])
+            if kept[mask] and (index - offsets[mask]) & 1:
+                out[position:end] = mask + 1
+            position = end

@@ -126,6 +126,37 @@ def fill_axes(
     return out
 
 
+def rasterize_read(
+    runs: Runs, rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Masks whose pixels read the given source rows and columns, each ascending: uint8 [N, rows, columns]."""
+    out = np.empty((len(runs), len(rows), len(columns)), np.uint8)
+    boxes = np.tile([0, len(rows), 0, len(columns)], (len(runs), 1))
+    each = np.arange(len(runs), dtype=np.int64)
+    down, across = (
+        np.searchsorted(read, np.arange(source + 1)).astype(np.int64)
+        for read, source in ((rows, runs.height), (columns, runs.width))
+    )
+    pixel_kernels.rasterize(runs.runs, runs.offsets, each, down, across, out, boxes)
+    return out
+
+
+def painted(runs: Runs, most: float = np.inf) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Masks painted over one another, in their order.
+
+    Args:
+        runs: N masks of one image.
+        most: a mask of which more than this part is painted already is left out.
+
+    Returns:
+        The number of the mask at each pixel, from 1, int32 [height, width], 0 for none; and which masks were
+        not left out, bool [N].
+    """
+    out, kept = np.zeros((runs.width, runs.height), np.int32), np.empty(len(runs), np.bool_)
+    pixel_kernels.paint(runs.runs, runs.offsets, float(most), out.reshape(-1), kept)
+    return out.T, kept
+
+
 Logits = npt.NDArray[np.float32]
 
 

@@ -3,8 +3,6 @@
 import importlib
 import io
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +15,41 @@ from pycocotools import mask as coco
 from sa1b.integrations.transformers import SamShards, mask_loss
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.other_forms import settings
-from sa1b.views.selection import Selection, select
-from tests.shards.tiny_source import ROOTS, make_root, two_sources
+from tests.integrations import project
 
 package: Any = pytest.importorskip("transformers", reason="the package transformers is not installed")
 SMALL = ModelConfig(image_size=64, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("shards")
-    made = make_root(folder / "root", two_sources(folder), ROOTS["plain"])
-    select(made, Selection(images_where="masks >= 1"), name="masks", quiet=True)
-    return str(made)
+def processor_of(name: str) -> Any:
+    """A small processor of SAM or SAM 2. That of SAM 2 needs torchvision; without it, its image processor is
+    that of SAM with the sizes of SAM 2's, to which images are stretched.
+    """
+    module = importlib.import_module("transformers.models.sam.image_processing_pil_sam")
+    square, low = {"height": 64, "width": 64}, {"height": 16, "width": 16}
+    if name == "sam":
+        sizes = {"size": {"longest_edge": 64}, "mask_size": {"longest_edge": 16}}
+        images = module.SamImageProcessorPil(pad_size=square, mask_pad_size=low, **sizes)
+        return package.SamProcessor(images)
+    try:
+        kind = importlib.import_module("transformers.models.sam2.image_processing_sam2").Sam2ImageProcessor
+    except (ImportError, RuntimeError):
+        pil = importlib.import_module("transformers.image_processing_backends").PilBackend
+        body = {"resize": pil.resize, "do_pad": False, "size": square, "mask_size": low}
+        kind = type("Sam2Images", (module.SamImageProcessorPil,), body)
+    return package.Sam2Processor(kind(size=square, mask_size=low))
 
 
-@pytest.fixture(scope="module")
-def processor() -> Any:
-    images = importlib.import_module("transformers.models.sam.image_processing_pil_sam").SamImageProcessorPil(
-        size={"longest_edge": 64},
-        pad_size={"height": 64, "width": 64},
-        mask_size={"longest_edge": 16},
-        mask_pad_size={"height": 16, "width": 16},
-    )
-    return package.SamProcessor(images)
+@pytest.fixture(scope="module", params=["sam", "sam2"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    return processor_of(request.param)
 
 
 @pytest.mark.parametrize("prompt", ["box", "point"])
 def test_the_arguments_are_those_of_the_processor_for_the_stored_file_and_decoded_masks(
-    root: str, processor: Any, prompt: str
+    root: Path, processor: Any, prompt: str
 ) -> None:
-    dataset = SamShards(root, processor, view="masks", prompt=prompt, masks=3)
+    dataset = SamShards(str(root), processor, view="masks", prompt=prompt, masks=3)
     for position in range(len(dataset)):
         sample = dataset.samples.sample(position)
         chosen = np.resize(dataset.samples.kept(sample), 3)
@@ -75,12 +77,12 @@ def test_the_arguments_are_those_of_the_processor_for_the_stored_file_and_decode
         for name, value in expected.items():
             assert torch.equal(found[name], value[0]), name
         for mask, label in zip(masks, found["labels"], strict=True):
-            theirs = processor.image_processor(file, segmentation_maps=mask)["labels"][0]
+            theirs = processor.image_processor(file, segmentation_maps=mask, return_tensors="pt")["labels"][0]
             assert np.array_equal(label.numpy(), np.asarray(theirs))
 
 
-def test_samples_differ_by_torchs_generator_and_are_reproducible(root: str, processor: Any) -> None:
-    dataset, found = SamShards(root, processor, view="masks", prompt="point", masks=4), []
+def test_samples_differ_by_torchs_generator_and_are_reproducible(root: Path, processor: Any) -> None:
+    dataset, found = SamShards(str(root), processor, view="masks", prompt="point", masks=4), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         found.append(dataset[0]["input_points"])
@@ -88,8 +90,8 @@ def test_samples_differ_by_torchs_generator_and_are_reproducible(root: str, proc
     assert not torch.equal(found[0], found[2])
 
 
-def test_an_image_without_masks_is_refused_with_the_view_to_make(root: str, processor: Any) -> None:
-    dataset = SamShards(root, processor)
+def test_an_image_without_masks_is_refused_with_the_view_to_make(root: Path, processor: Any) -> None:
+    dataset = SamShards(str(root), processor)
     empty = next(i for i in range(len(dataset)) if not len(dataset.samples.sample(i).annotations))
     with pytest.raises(ValueError, match="has no mask; pass a view made with --images-where 'masks >= 1'"):
         dataset[empty]
@@ -114,50 +116,72 @@ def test_the_loss_is_the_mean_over_the_masks_of_all_accumulated_batches() -> Non
     torch.testing.assert_close(sum(parts), whole)
 
 
+def model_of(name: str) -> Any:
+    if name == "sam":
+        document = settings(SMALL)
+        return package.SamModel(
+            package.SamConfig(**{n: document[n] for n in document if n.endswith("_config")})
+        )
+    sizes = {"hidden_size": 16, "blocks_per_stage": [1, 1, 2, 1], "embed_dim_per_stage": [16, 32, 64, 128]}
+    backbone = package.Sam2HieraDetConfig(
+        image_size=[64, 64], num_attention_heads=1, num_attention_heads_per_stage=[1, 1, 2, 2],
+        window_positional_embedding_background_size=[2, 2], global_attention_blocks=[3], **sizes,
+    )  # fmt: skip
+    vision = package.Sam2VisionConfig(
+        backbone_config=backbone, backbone_channel_list=[128, 64, 32, 16], fpn_hidden_size=32,
+        backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+    )  # fmt: skip
+    prompts = package.Sam2PromptEncoderConfig(hidden_size=32, image_size=64)
+    decoder = package.Sam2MaskDecoderConfig(
+        hidden_size=32, mlp_dim=64, num_attention_heads=2, iou_head_hidden_dim=32
+    )
+    config = package.Sam2Config(
+        vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder
+    )
+    return package.Sam2Model(config)
+
+
 @pytest.mark.slow  # Trainer imports for seconds
-def test_the_trainer_learns_from_shards(root: str, processor: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sam", "sam2"])
+def test_the_trainer_learns_from_shards(root: Path, name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    document = settings(SMALL)
-    parts = {name: document[name] for name in document if name.endswith("_config")}
-    model = package.SamModel(package.SamConfig(**parts))
     arguments = package.TrainingArguments(
         str(tmp_path), remove_unused_columns=False, max_steps=30, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1, report_to=[], use_cpu=True, save_steps=15,
     )  # fmt: skip
-    dataset = SamShards(root, processor, view="masks", masks=4)
-    trainer = package.Trainer(model, arguments, train_dataset=dataset, compute_loss_func=mask_loss)
+    dataset = SamShards(str(root), processor_of(name), view="masks", masks=4)
+    trainer = package.Trainer(model_of(name), arguments, train_dataset=dataset, compute_loss_func=mask_loss)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 30
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-def main(root: str, exported: str, masks: int = 8) -> None:
-    """Print images/s of shards and of the processor on files of `sa1b export --to sam2`, two passes."""
-    images = importlib.import_module(
-        "transformers.models.sam.image_processing_pil_sam"
-    ).SamImageProcessorPil()
-    processor = package.SamProcessor(images)
-    dataset = SamShards(root, processor, masks=masks)
+def large() -> Any:
+    module = importlib.import_module("transformers.models.sam.image_processing_pil_sam")
+    return package.SamProcessor(module.SamImageProcessorPil())
+
+
+def files(root: str, exported: str, masks: int = 8) -> tuple[int, project.Read]:
+    processor, names = large(), sorted(Path(exported, "gt_folder").glob("*.json"))
+    images = processor.image_processor
     low = importlib.import_module("transformers.image_utils").SizeDict(longest_edge=256)
 
-    def of_files(position: int) -> None:
-        name = f"sa_{dataset.samples.dataset.table.image_id[position]}"
-        image = Image.open(f"{exported}/img_folder/{name}.jpg").convert("RGB")
-        document = json.loads(Path(exported, "gt_folder", f"{name}.json").read_bytes())["annotations"]
-        for one in document[:masks]:
+    def read(position: int) -> None:
+        name = names[position]
+        image = Image.open(Path(exported, "img_folder", f"{name.stem}.jpg")).convert("RGB")
+        for one in json.loads(name.read_bytes())["annotations"][:masks]:
             x, y, width, height = one["bbox"]
-            segmentation = coco.decode(one["segmentation"])
-            images.resize(segmentation[None], size=low, resample=0)
+            images.resize(coco.decode(one["segmentation"])[None], size=low, resample=0)
         processor(image, input_boxes=[[[x, y, x + width, y + height]] * masks], return_tensors="pt")
 
-    for _ in range(2):
-        for kind, read in (("files", of_files), ("shards", dataset.__getitem__)):
-            began = time.process_time()
-            for position in range(len(dataset)):
-                read(position)
-            print(f"{kind}: {len(dataset) / (time.process_time() - began):.2f} images per CPU second")
+    return len(names), read
+
+
+def shards(root: str, exported: str, masks: int = 8) -> tuple[int, project.Read]:
+    dataset = SamShards(root, large(), masks=masks)
+    return len(dataset), dataset.__getitem__
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    project.compare(files, shards)

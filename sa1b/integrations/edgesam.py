@@ -1,0 +1,148 @@
+"""Shards for the training of EdgeSAM, in place of its `SA1BDataset` and the extracted files.
+
+Before the lines of EdgeSAM's `training/train.py` and `training/save_embedding.py`:
+
+    import data.build
+    from sa1b.integrations.edgesam import SplitShards
+
+    data.build.SA1BDataset = SplitShards
+
+Then `DATA.DATA_PATH` names the dataset directory or its URL; its views `train` and `val` are the splits. With
+the same random state, samples equal those of `SA1BDataset` on the exported files, bit for bit. Only masks
+that are returned are rasterised, directly at the size of training.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sa1b.arguments import check_arguments
+from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.masks.raster import painted, rasterize_read
+from sa1b.names import image_name
+from sa1b.shards.annotation_columns import BBOX_IS_INT
+
+
+class SplitShards:
+    """The images of a view by position: the contract of EdgeSAM's `SA1BDataset`.
+
+    Args:
+        data_root: folder that `sa1b reshard` made, or its URL. Images must have a mask.
+        img_size: pixels of the longer side of the resized image, and of the sides of the padded one.
+        split: the view, if `view` is not given.
+        num_samples: the first images only; below 1: all.
+        sort_by_area: order prompts by the area of their boxes, descending.
+        filter_by_area: least and largest area of boxes in the resized image; None: any.
+        pixel_mean: subtracted from the channels of the image.
+        pixel_std: divides the channels of the image.
+        load_gt_mask: also return the masks.
+        max_allowed_prompts: prompts, chosen by torch's generator, of images with more; below 1: all.
+        fix_seed: seed the generator with the position before.
+        mask_nms_thresh: above 0 and with masks: order them by area, leave out those covered in a larger part.
+        box_jitter: move the sides of boxes by normal random values of a tenth of their length.
+        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
+            `cache` and `cache_bytes` of `sa1b.open`.
+    """
+
+    @partial(check_arguments, options=ViewOptions)
+    def __init__(
+        self,
+        data_root: str,
+        img_size: int = 1024,
+        split: str = "train",
+        num_samples: int = -1,
+        sort_by_area: bool = False,
+        filter_by_area: Sequence[float | None] | None = None,
+        pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
+        pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+        load_gt_mask: bool = False,
+        max_allowed_prompts: int = -1,
+        fix_seed: bool = False,
+        mask_nms_thresh: float = -1.0,
+        box_jitter: bool = False,
+        **options: Unpack[ViewOptions],
+    ) -> None:
+        options.setdefault("view", split)
+        self.samples = ViewSamples(data_root, **options)
+        self.count = min(len(self.samples), num_samples if num_samples > 0 else len(self.samples))
+        self.img_size, self.sort_by_area, self.box_jitter = img_size, sort_by_area, box_jitter
+        self.pixel_mean = torch.tensor(pixel_mean).view(-1, 1, 1)
+        self.pixel_std = torch.tensor(pixel_std).view(-1, 1, 1)
+        least, most = filter_by_area or (None, None)
+        self.areas = -inf if least is None else least, inf if most is None else most
+        self.load_gt_mask, self.mask_nms_thresh = load_gt_mask, mask_nms_thresh
+        self.max_allowed_prompts, self.fix_seed = max_allowed_prompts, fix_seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def get_keys(self) -> list[str]:
+        """The names of the images, such as "sa_223750", by position."""
+        return list(map(image_name, self.samples.image_ids[: self.count].tolist()))
+
+    def __getitem__(self, idx: int) -> tuple[Tensor, dict[str, Any]]:
+        """The image, float32 [3, S, S], and with P prompts: prompt_box [P, 4], x0, y0, x1, y1, and
+        prompt_point [P, 1, 2] float32, in pixels of the resized image; info, the entry of the image in its
+        annotation file; img_size_before_pad int64 [3]; gt_mask uint8 [P, S, S].
+        """
+        sample, masks = self.samples.with_masks(idx, smallest=0)
+        found = sample.annotations
+        if self.load_gt_mask and self.mask_nms_thresh > 0:
+            masks = masks[np.argsort(-found.area[masks])]
+            masks = masks[painted(found.runs(masks), self.mask_nms_thresh)[1]]
+        whole = (found.number_types[masks] & BBOX_IS_INT).all()  # numbers of the file
+        boxes = torch.from_numpy(found.bbox[masks].astype(np.int64 if whole else np.float64))
+        points = torch.from_numpy(found.point_coords[masks])[:, None]
+        if self.box_jitter:
+            boxes = _jittered(boxes, found.width, found.height)
+        if self.sort_by_area:
+            order = torch.argsort(boxes[:, 2] * boxes[:, 3], descending=True)
+            boxes, points, masks = boxes[order], points[order], masks[order.numpy()]
+        scale = self.img_size / max(found.height, found.width)
+        size = int(found.height * scale + 0.5), int(found.width * scale + 0.5)
+        by = torch.tensor([size[1] / found.width, size[0] / found.height])
+        boxes = (boxes.float().reshape(-1, 2, 2) * by).reshape(-1, 4)
+        points = points.float() * by
+        pixels = torch.from_numpy(sample.image).permute(2, 0, 1)[None].float()
+        image = F.interpolate(pixels, size, mode="bilinear", align_corners=False, antialias=True)[0]
+
+        area = boxes[:, 2] * boxes[:, 3]
+        inside = (area >= self.areas[0]) & (area <= self.areas[1])
+        chosen = torch.nonzero(inside if inside.any() else inside | True)[:, 0]
+        if len(chosen) > self.max_allowed_prompts > 0:
+            if self.fix_seed:
+                torch.manual_seed(idx)
+            chosen = chosen[torch.randint(0, len(chosen), (self.max_allowed_prompts,))]
+        boxes, masks = boxes[chosen], masks[chosen.numpy()]
+        annotation = {
+            "prompt_box": torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1),
+            "prompt_point": points[chosen],
+            "info": found.keep(np.zeros(len(found), np.bool_)).to_json()["image"],
+            "img_size_before_pad": torch.tensor(image.shape),
+        }
+        if self.load_gt_mask:
+            sources = (torch.arange(side).float()[None, None] for side in (found.height, found.width))
+            read = [
+                F.interpolate(one, side)[0, 0].long().numpy() for one, side in zip(sources, size, strict=True)
+            ]
+            annotation["gt_mask"] = self._padded(torch.from_numpy(rasterize_read(found.runs(masks), *read)))
+        return self._padded((image - self.pixel_mean) / self.pixel_std), annotation
+
+    def _padded(self, pixels: Tensor) -> Tensor:
+        return F.pad(pixels, (0, self.img_size - pixels.shape[-1], 0, self.img_size - pixels.shape[-2]))
+
+
+def _jittered(boxes: Tensor, width: int, height: int) -> Tensor:
+    """Boxes x, y, width, height with moved sides, from two random values for each pair of sides."""
+    corners = torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1)
+    sizes = corners[:, 2:] - corners[:, :2]
+    for axis, limit in enumerate((width, height)):
+        by = (sizes[:, axis, None] * 0.1 * torch.randn(len(boxes), 2)).clip(min=-20, max=20)
+        corners[:, axis::2] = (corners[:, axis::2] + by).clip(min=0, max=limit)
+    return torch.cat((corners[:, :2], corners[:, 2:] - corners[:, :2]), dim=1)
