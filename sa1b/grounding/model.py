@@ -28,9 +28,9 @@ from sa1b.grounding.alignment import (
 )
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.clicks import kept_branches
-from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
+from sa1b.sam.image_encoder import ChannelNorm, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
-from sa1b.sam.model import ModelConfig
+from sa1b.sam.model import ModelConfig, image_encoder_of
 from sa1b.sam.published import read_tensors
 from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
@@ -71,11 +71,7 @@ class Grounding(nn.Module):
         self.config, self.text, self.recipe = config, text, recipe
         self.vectors, self.capacity = vectors, capacity
         channels, features = config.channels, recipe.features
-        self.image_encoder = ImageEncoder(
-            image_size=config.image_size, patch_size=config.patch_size, width=config.width,
-            depth=config.depth, heads=config.heads, global_blocks=config.global_blocks, window=config.window,
-            channels=channels, drop_rates=config.drop_rates, recomputed=config.recomputed_blocks,
-        )  # fmt: skip
+        self.image_encoder = image_encoder_of(config)
         self.text_encoder = None if vectors else TextEncoder(text, vocabulary, length)
         width = vectors or text.width
         hidden = max(channels // 4, PIXEL_FEATURES)

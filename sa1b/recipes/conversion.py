@@ -175,6 +175,8 @@ def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
 def _check_form(to: str, config: ModelConfig, done: Converted) -> None:
     if to == "segment-anything" and done.model not in PUBLISHED:
         why = f"has no model of these sizes, only {', '.join(PUBLISHED)}"
+    elif to == "transformers" and config.backbone:
+        why = f"has no image encoder {config.backbone} (--model.backbone)"
     elif to == "transformers" and config.pixel_features:
         why = f"has no pixel features, and this model has {config.pixel_features} (--model.pixel-features)"
     else:

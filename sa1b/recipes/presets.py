@@ -28,8 +28,12 @@ Preset = Literal[
     "vit_h",
     "sam2",
     "vit_t",
+    "tiny_vit",
+    "repvit",
     "tiny",
     "distill",
+    "distill_tiny_vit",
+    "distill_repvit",
     "distill_tiny",
     "grounding",
     "grounding_tiny",
@@ -43,8 +47,9 @@ class SamConfig(Config):
     Attributes:
         preset: Set of defaults for all other flags. tiny: learns in minutes on two CPU cores. vit_b,
             vit_l, vit_h: the published models with the recipe of their paper. sam2: vit_b with the recipe of
-            SAM 2's first stage, which is trained on SA-1B. vit_t: a small model, to be trained after
-            distill. distill, distill_tiny: the image encoder of a small model learns the embeddings of a
+            SAM 2's first stage, which is trained on SA-1B. vit_t, tiny_vit, repvit: small models, to be
+            trained after distill, distill_tiny_vit, distill_repvit; the last two need the package timm.
+            distill, distill_...: the image encoder of a small model learns the embeddings of a
             teacher; `--preset distill --help` shows their flags. grounding, grounding_tiny: SAM's image
             encoder and a text encoder, which find what a phrase describes; `--preset grounding --help`.
         model: Sizes of the model.
@@ -83,8 +88,9 @@ class DistillConfig(Config):
     """A run in which the image encoder of a small SAM, the student, learns the embeddings of a larger one.
 
     Attributes:
-        preset: Set of defaults for all other flags. distill: a student with the sizes of vit_t. distill_tiny:
-            a student for the teacher that `--preset tiny` trains.
+        preset: Set of defaults for all other flags. distill: a student with the sizes of vit_t.
+            distill_tiny_vit, distill_repvit: students with TinyViT-5M and RepViT-M1.0, which need the
+            package timm. distill_tiny: a student for the teacher that `--preset tiny` trains.
         distill: The teacher, and a cache of its embeddings.
         model: Sizes of the student. Image size, patch size and channels are also those of the teacher.
         recipe: Prompts of evaluations.
@@ -274,7 +280,7 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 # sam2: "SAM 2" (Ravi et al. 2024), appendix "Training", first stage on SA-1B, with the values of the base
 # model, and prompts and losses of its published training code. docs/recipes.md lists the deviations.
 #
-# vit_t: not published. SAM's recipe without drop path and layer decay, for distilled weights.
+# vit_t, tiny_vit, repvit: not published. SAM's recipe without drop path and layer decay, for distillation.
 #
 # tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
 # with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
@@ -327,8 +333,10 @@ SAM_PRESETS: dict[str, SamConfig] = {
         checkpoint=CheckpointConfig(every=100),
     ),
 }  # fmt: skip
+SAM_PRESETS["tiny_vit"] = replace(SAM_PRESETS["vit_t"], preset="tiny_vit", model=MODELS["tiny_vit"])
+SAM_PRESETS["repvit"] = replace(SAM_PRESETS["vit_t"], preset="repvit", model=MODELS["repvit"])
 
-# distill, distill_tiny: not published. Training reads no masks. The student starts from random weights,
+# distill, distill_...: not published. Training reads no masks. The student starts from random weights,
 # therefore there is no layer decay.
 DISTILL_PRESETS: dict[str, DistillConfig] = {
     "distill": DistillConfig(
@@ -352,6 +360,12 @@ DISTILL_PRESETS: dict[str, DistillConfig] = {
         checkpoint=CheckpointConfig(every=100),
     ),
 }  # fmt: skip
+DISTILL_PRESETS["distill_tiny_vit"] = replace(
+    DISTILL_PRESETS["distill"], preset="distill_tiny_vit", model=MODELS["tiny_vit"]
+)
+DISTILL_PRESETS["distill_repvit"] = replace(
+    DISTILL_PRESETS["distill"], preset="distill_repvit", model=MODELS["repvit"]
+)
 
 # grounding: not published; sizes of vit_b, the losses of the recipe, and the optimizer of SAM's recipe.
 # grounding_tiny: the same for the image sizes of `tiny`.

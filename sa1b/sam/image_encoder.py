@@ -1,7 +1,8 @@
 """The image encoder: a plain ViT with windowed and global attention, and a neck of two convolutions.
 
 Li et al., "Exploring Plain Vision Transformer Backbones for Object Detection", 2022, as used in "Segment
-Anything", Kirillov et al., 2023. Parameters have the published names and shapes.
+Anything", Kirillov et al., 2023. Parameters have the published names and shapes. A model of the package timm
+can compute the tokens in place of the patch embedding; it needs no blocks after it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.arguments import BadValue
+from sa1b.errors import UsageError
 from sa1b.sam.transformer import feed_forward, layer_norm
 
 EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
@@ -25,6 +27,7 @@ class ImageEncoder(nn.Module):
     Args:
         global_blocks: blocks whose attention covers the complete image; the others use windows.
         window: tokens of a window per axis.
+        backbone: name of a model of timm that computes the tokens; "": a convolution for each patch.
         drop_rates: for each block, the probability that drop path skips its attention, and independently its
             MLP.
         recomputed: blocks whose activations are recomputed in the backward pass.
@@ -40,13 +43,15 @@ class ImageEncoder(nn.Module):
         global_blocks: Sequence[int],
         window: int,
         channels: int,
+        backbone: str,
         drop_rates: Sequence[float],
         recomputed: Collection[int],
     ) -> None:
         super().__init__()
         side = image_size // patch_size
         self.drop_rates = tuple(drop_rates)
-        self.patch_embed = PatchEmbedding(patch_size, width)
+        embedding = Backbone(backbone, patch_size, width) if backbone else PatchEmbedding(patch_size, width)
+        self.patch_embed: nn.Module = embedding
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
         self.blocks = nn.ModuleList(
             Block(width, heads, side, 0 if index in global_blocks else window, index in recomputed)
@@ -110,6 +115,53 @@ class PatchEmbedding(nn.Module):
         """Pixels [B, 3, S, S] -> tokens [B, S / patch, S / patch, width]."""
         tokens: Tensor = self.proj(pixels.to(self.proj.weight.dtype))
         return tokens.permute(0, 2, 3, 1)
+
+
+class Backbone(nn.Module):
+    """The tokens of a model of timm: the sum of its features at the patch size and at twice the patch size,
+    each after a convolution to the width, as in a feature pyramid (Lin et al., 2017).
+
+    Its weights have the prefix `name`, from which the model of a file is recognised.
+    """
+
+    def __init__(self, name: str, patch_size: int, width: int) -> None:
+        super().__init__()
+        self.name = name
+        create = _create_model()
+        try:
+            every = create(name, pretrained=False, features_only=True).feature_info.reduction()
+            places = [every.index(patch_size), every.index(2 * patch_size)]
+            features = create(name, pretrained=False, features_only=True, out_indices=places)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BadValue(
+                f"--model.backbone {name}: timm gives no features of it at {patch_size} and {2 * patch_size} "
+                f"pixels ({first}); pass another model, such as tiny_vit_5m_224 or repvit_m1_0"
+            ) from None
+        self.add_module(name, features)
+        self.lateral = nn.ModuleList(
+            nn.Conv2d(channels, width, kernel_size=1) for channels in features.feature_info.channels()
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, S, S] -> tokens [B, S / patch, S / patch, width]."""
+        features = self.get_submodule(self.name)(pixels)
+        fine, coarse = (layer(one) for layer, one in zip(self.lateral, features, strict=True))
+        tokens: Tensor = fine + F.interpolate(coarse, scale_factor=2.0, mode="nearest")
+        return tokens.permute(0, 2, 3, 1)
+
+
+def _create_model() -> Callable[..., Any]:
+    """timm's function; UsageError: timm cannot be imported."""
+    try:
+        create: Callable[..., Any] = import_module("timm").create_model
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another build than torch
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"--model.backbone: needs the package timm, which cannot be imported ({first}); "
+            "pip install 'sa1b[timm]', with torch and torchvision of the same build"
+        ) from None
+    return create
 
 
 class Block(nn.Module):

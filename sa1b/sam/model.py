@@ -12,7 +12,7 @@ published checkpoints of vit_b, vit_l and vit_h unchanged.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -28,6 +28,7 @@ from sa1b.sam.similarity import ClickSimilarity
 from sa1b.sam.transformer import ProjectedAttention, SharedImage
 
 _RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
+PATCH_SIZE = 16  # of the published models, and of a model with a backbone
 CHANNELS_MULTIPLE = 32  # the decoder halves its width and then splits it into heads of 16 numbers
 
 
@@ -39,10 +40,13 @@ class ModelConfig:
         image_size: Size of the padded square, pixels.
         patch_size: Pixels of a patch, which is a token of the encoder.
         width: Width of the encoder: size of a token's vector.
-        depth: Blocks of the encoder.
+        depth: Blocks of the encoder; 0 only with a backbone.
         heads: Attention heads of a block; head dimension is width / heads.
         global_blocks: Blocks whose attention covers the complete image; the others use windows.
         window: Tokens of a window per axis.
+        backbone: Model of the package timm that computes the tokens in place of the patch embedding, such as
+            tiny_vit_5m_224 or repvit_m1_0. Its BatchNorm layers need --parallel.sync-batchnorm on several
+            GPUs. With --model.depth 0, the neck follows it.
         channels: Width of the image embedding, the prompts and the decoder, a multiple of 32.
         pixel_features: Length of the feature vector of each mask pixel, for comparison with clicked pixels.
             This addition to the published model shortens training (sa1b.sam.similarity); 0: none.
@@ -66,10 +70,11 @@ class ModelConfig:
     image_size: Annotated[int, Range(1)] = 1024
     patch_size: Annotated[int, Range(1)] = 16
     width: Annotated[int, Range(1)] = 768
-    depth: Annotated[int, Range(1)] = 12
+    depth: Annotated[int, Range(0)] = 12
     heads: Annotated[int, Range(1)] = 12
     global_blocks: tuple[int, ...] = (2, 5, 8, 11)
     window: Annotated[int, Range(1)] = 14
+    backbone: str = ""
     channels: Annotated[int, Range(1)] = 256
     pixel_features: Annotated[int, Range(0)] = 0
     drop_path: Annotated[float, Range(0, below=1)] = 0.0
@@ -95,7 +100,20 @@ class ModelConfig:
                 f"--model.pixel-features {self.pixel_features}: --model.patch-size {self.patch_size} must be "
                 "a multiple of 4, the pixels of the masks for each token"
             )
-        if not all(0 <= block < self.depth for block in self.global_blocks):
+        if self.depth == 0 and not self.backbone:
+            raise BadValue("--model.depth 0: must be at least 1 without --model.backbone; pass one of them")
+        if self.depth == 0 and self.lora_rank and self.lora_targets != "mask_decoder":
+            raise BadValue(
+                f"--model.lora-rank {self.lora_rank}: the image encoder has no attention to adapt; pass "
+                "--model.lora-targets mask_decoder"
+            )
+        if self.backbone and (self.patch_size != PATCH_SIZE or self.image_size % (2 * PATCH_SIZE)):
+            raise BadValue(
+                f"--model.backbone {self.backbone}: needs --model.patch-size {PATCH_SIZE} and an "
+                f"--model.image-size that is a multiple of {2 * PATCH_SIZE}, not {self.patch_size} and "
+                f"{self.image_size}"
+            )
+        if self.depth and not all(0 <= block < self.depth for block in self.global_blocks):
             blocks = " ".join(map(str, self.global_blocks))
             raise BadValue(
                 f"--model.global-blocks {blocks}: must be from 0 to {self.depth - 1} "
@@ -126,6 +144,7 @@ class ModelConfig:
         return tuple(self.drop_path * index / max(self.depth - 1, 1) for index in range(self.depth))
 
 
+_TINY_VIT = ModelConfig(width=256, depth=0, heads=1, global_blocks=(), backbone="tiny_vit_5m_224")
 PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         image_size=256,
@@ -138,6 +157,8 @@ PRESETS: dict[str, ModelConfig] = {
         pixel_features=24,
     ),
     "vit_t": ModelConfig(width=192, heads=3),
+    "tiny_vit": _TINY_VIT,
+    "repvit": replace(_TINY_VIT, backbone="repvit_m1_0"),
     "vit_b": ModelConfig(),
     "vit_l": ModelConfig(width=1024, depth=24, heads=16, global_blocks=(5, 11, 17, 23)),
     "vit_h": ModelConfig(width=1280, depth=32, heads=16, global_blocks=(7, 15, 23, 31)),
@@ -146,6 +167,23 @@ PRESETS: dict[str, ModelConfig] = {
 
 def _flag(name: str) -> str:
     return f"--model.{name.replace('_', '-')}"
+
+
+def image_encoder_of(config: ModelConfig) -> ImageEncoder:
+    """The image encoder of these sizes, with initial weights."""
+    return ImageEncoder(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        width=config.width,
+        depth=config.depth,
+        heads=config.heads,
+        global_blocks=config.global_blocks,
+        window=config.window,
+        channels=config.channels,
+        backbone=config.backbone,
+        drop_rates=config.drop_rates,
+        recomputed=config.recomputed_blocks,
+    )
 
 
 class Sam(nn.Module):
@@ -162,18 +200,7 @@ class Sam(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = ImageEncoder(
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            width=config.width,
-            depth=config.depth,
-            heads=config.heads,
-            global_blocks=config.global_blocks,
-            window=config.window,
-            channels=config.channels,
-            drop_rates=config.drop_rates,
-            recomputed=config.recomputed_blocks,
-        )
+        self.image_encoder = image_encoder_of(config)
         self.prompt_encoder = PromptEncoder(config.channels, config.image_size, config.side)
         self.mask_decoder = MaskDecoder(config.channels)
         self.similarity: ClickSimilarity | None = None

@@ -20,14 +20,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.sam.model import PRESETS, ModelConfig, Sam
+from sa1b.sam.model import PATCH_SIZE, PRESETS, ModelConfig, Sam
 from sa1b.storage.atomic import commit, flush, naming_path, temporary_path
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (
     "width", "depth", "heads", "patch_size", "channels", "image_size", "window", "global_blocks",
-    "pixel_features",
+    "pixel_features", "backbone",
 )  # fmt: skip
+_OF_BLOCKS = ("heads", "global_blocks", "window")  # sizes that have no meaning without blocks
 _DIGEST = "sa1b_sha256"
 PUBLISHED = {
     "sam_vit_b_01ec64.pth": "vit_b",
@@ -80,7 +81,11 @@ def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{path}: not a SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
                 f"needs {want or 'nothing'}; {_PASS}"
             )
-    if strange := sorted(name for name, tensor in tensors.items() if not tensor.is_floating_point()):
+    if strange := sorted(
+        name
+        for name, tensor in tensors.items()
+        if not (tensor.is_floating_point() or name.endswith(".num_batches_tracked"))
+    ):
         raise WeightsError(f"{path}: not a SAM: {strange[0]} is {tensors[strange[0]].dtype}; {_PASS}")
 
 
@@ -129,7 +134,10 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
 
 def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     _, side, _, width = weights["image_encoder.pos_embed"].shape
-    patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
+    of_tokens = (name.split(".")[2] for name in weights if name.startswith("image_encoder.patch_embed."))
+    backbone = next((part for part in of_tokens if part not in ("proj", "lateral")), "")
+    kernel = weights["image_encoder.patch_embed.proj.weight"] if not backbone else None
+    patch_size = PATCH_SIZE if kernel is None else kernel.shape[-1]
     blocks = {int(name.split(".")[2]) for name in weights if name.startswith("image_encoder.blocks.")}
     tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(len(blocks))]
     reach = [(length + 1) // 2 for length, _ in tables]  # tokens per axis in the attention of a block
@@ -138,9 +146,10 @@ def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         patch_size=patch_size,
         width=width,
         depth=len(blocks),
-        heads=width // tables[0][1],
+        heads=width // tables[0][1] if tables or not backbone else 1,
         global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
-        window=next((tokens for tokens in reach if tokens != side), side),
+        window=next((tokens for tokens in reach if tokens != side), side if reach else ModelConfig().window),
+        backbone=backbone,
         channels=weights["image_encoder.neck.0.weight"].shape[0],
         pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
     )
@@ -173,7 +182,10 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
     if (preset := preset_of(config)) is not None and preset_of(model) is not None:
         return f"{preset} weights, but the model is {preset_of(model)}: pass --preset {preset}"
-    differing = [name for name in _SIZES if getattr(config, name) != getattr(model, name)]
+    unused = _OF_BLOCKS if config.depth == model.depth == 0 else ()
+    differing = [
+        name for name in _SIZES if getattr(config, name) != getattr(model, name) and name not in unused
+    ]
     if differing:
         flags = {name: f"--model.{name.replace('_', '-')}" for name in differing}
         sizes = ", ".join(

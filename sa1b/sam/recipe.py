@@ -5,11 +5,15 @@ Operations are computed from the sizes of the model, 2 per multiply-add.
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Literal
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from sa1b.arguments import Range, check_fields
+from sa1b.sam.image_encoder import Backbone
 from sa1b.sam.mask_decoder import HEAD_LENGTH, MASKS
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.similarity import CONTEXT, HIDDEN
@@ -87,6 +91,8 @@ def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: floa
     windows = -(-model.side // model.window)
     padded = (windows * model.window) ** 2
     flops, products = 2.0 * tokens * width * 3 * model.patch_size**2, 0.0
+    if model.backbone:
+        flops = _backbone_flops(model.backbone, model.image_size, model.patch_size, width)
     for block in range(model.depth):
         keys = tokens if block in model.global_blocks else model.window**2
         queries = tokens if block in model.global_blocks else padded
@@ -98,6 +104,15 @@ def encoder_flops(model: ModelConfig, of_weights: float = 1.0, of_products: floa
         pixel = 3 * 9 + 9 * CONTEXT * HIDDEN + 2 * model.pixel_features
         flops += 2 * tokens * HIDDEN * (16 * pixel + model.channels)
     return of_weights * flops + of_products * products
+
+
+@cache
+def _backbone_flops(name: str, image_size: int, patch_size: int, width: int) -> float:
+    with torch.device("meta"):
+        backbone, pixels = Backbone(name, patch_size, width), torch.empty(1, 3, image_size, image_size)
+    with FlopCounterMode(display=False) as counter:
+        backbone(pixels)
+    return float(counter.get_total_flops())
 
 
 def decoder_flops(model: ModelConfig, tokens: int, candidates: int) -> float:

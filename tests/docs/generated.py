@@ -25,6 +25,8 @@ _SIZES = (
     *("image_size", "patch_size", "width", "depth", "heads", "global_blocks", "window", "channels"),
     "pixel_features",
 )
+# Presets with a model of timm differ from vit_t in the image encoder alone.
+SHOWN = {name: one for name, one in SAM_PRESETS.items() if not one.model.backbone}
 # Settings that do not belong to the recipe of a run.
 _LEFT_OUT = {"data.root", "data.view", "checkpoint.every"}
 
@@ -42,11 +44,11 @@ def _shown(value: Any) -> str:
 
 
 def _row(label: str, read: Callable[[SamConfig], str]) -> str:
-    return f"| {label} | {' | '.join(read(config) for config in SAM_PRESETS.values())} |"
+    return f"| {label} | {' | '.join(read(config) for config in SHOWN.values())} |"
 
 
 def _head(label: str) -> list[str]:
-    names = [f"`{name}`" for name in SAM_PRESETS]
+    names = [f"`{name}`" for name in SHOWN]
     return [f"| {label} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
 
 
@@ -71,10 +73,10 @@ def training() -> str:
     for part in ("data", "optim", "recipe", "model"):
         for one in fields(getattr(SAM_PRESETS["vit_b"], part)):
             name = f"{part}.{one.name}"
-            values = [getattr(getattr(config, part), one.name) for config in SAM_PRESETS.values()]
+            values = [getattr(getattr(config, part), one.name) for config in SHOWN.values()]
             if name in _LEFT_OUT or (part == "model" and one.name in _SIZES):
                 continue
-            used = [_used(config, part, one.name) for config in SAM_PRESETS.values()]
+            used = [_used(config, part, one.name) for config in SHOWN.values()]
             if len({value for value, use in zip(values, used, strict=True) if use}) > 1 or not all(used):
                 cells = [_shown(value) if use else "" for value, use in zip(values, used, strict=True)]
                 if any(cells):

@@ -98,7 +98,7 @@ def test_help_shows_every_field_with_its_text(
             if text.startswith("no\\ flag"):
                 assert f"--{flag}" not in shown
                 continue
-            assert re.search(rf"--({flag}|{off}) .{{0,120}}?{text}", shown), f"--{flag} has no help"
+            assert re.search(rf"--({flag}|{off}) .{{0,160}}?{text}", shown), f"--{flag} has no help"
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_half_precision_becomes_float32(tmp_path: Path, model: Sam) -> None:
     assert equal(read_weights(tmp_path / "half.pth"), {name: half.float() for name, half in halves.items()})
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if not one.backbone])
 def test_the_sizes_of_a_model_follow_from_its_weights(name: str) -> None:
     with torch.device("meta"):
         weights = Sam(PRESETS[name]).state_dict()

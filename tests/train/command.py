@@ -69,6 +69,7 @@ FLAGS_OF_MODELS = {
     "reconstruction": SECOND_FLAGS,
     "grounding": GROUNDING_FLAGS,
     "distill": DISTILL_FLAGS,
+    "backbone": (*DISTILL_FLAGS, "--model.backbone", "repvit_m1_0", "--model.depth", "0"),
 }
 PATIENCE = 600  # seconds until a command counts as hanging
 AFTER_FAILURE = 120  # seconds until it does after one of its ranks has failed

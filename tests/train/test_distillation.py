@@ -1,6 +1,7 @@
 """The distill preset in the training command: several ranks, resuming, evaluation, refused settings."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +89,29 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     train_to_end(root, out, *flags, **given)
     assert losses(out) == losses(run(mode, ranks))
     assert_same_state(out, run(mode, ranks))
+
+
+def test_a_student_with_a_model_of_timm_learns_and_goes_on_bit_for_bit(
+    root: Path, teacher: Path, tmp_path: Path
+) -> None:
+    flags = ("--distill.teacher", str(teacher))
+    whole = train_to_end(root, tmp_path / "whole", *flags, model="backbone")
+    found = losses(whole)
+    assert found[-1] < found[0]
+    out = tmp_path / "run"
+    train_to_end(root, out, *flags, mishap={"what": "stop", "rank": 0, "step": 2}, model="backbone")
+    assert len(losses(out)) == 3
+    train_to_end(root, out, *flags, model="backbone")
+    assert losses(out) == found
+    assert_same_state(out, whole)
+    for mode, message in (
+        ("ddp", "BatchNorm would normalise .* pass --parallel.sync-batchnorm on GPUs"),
+        ("pipeline", "--parallel.mode pipeline: 2 ranks for 0 blocks"),
+    ):
+        equal = ("--data.global-batch", "4", "--data.micro-batch", "1")
+        ended = start(root, tmp_path / mode, *flags, *equal, ranks=2, mode=mode, model="backbone")
+        assert 2 in ended.codes
+        assert re.search(message, ended.outputs[0] + ended.outputs[1]), ended.outputs
 
 
 def test_a_resumed_run_says_that_the_teacher_differs(
