@@ -1,21 +1,30 @@
 """The presets of `sa1b train`: settings of SAM models, of distilled ones and of grounding models."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
 from sa1b.engine.config import Config
-from sa1b.engine.data_config import DataConfig, available_memory
+from sa1b.engine.data_config import DataConfig
 from sa1b.engine.settings import CheckpointConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding
 from sa1b.grounding.score import GroundingScore
 from sa1b.recipes.scorer import ClickScorer
-from sa1b.recipes.weights import TeacherConfig, open_cache, open_teacher, teacher_digest
+from sa1b.recipes.weights import (
+    EmbeddingsConfig,
+    TeacherConfig,
+    check_memory,
+    open_cache,
+    open_teacher,
+    teacher_digest,
+)
 from sa1b.sam.distillation import Distillation
+from sa1b.sam.embedding_cache import CachedInteractive
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
@@ -54,11 +63,13 @@ class SamConfig(Config):
             encoder and a text encoder, which find what a phrase describes; `--preset grounding --help`.
         model: Sizes of the model.
         recipe: Prompts and losses.
+        embeddings: Those of an image encoder that is not trained.
     """
 
     preset: Preset = "vit_b"
     model: ModelConfig = field(default_factory=ModelConfig)
     recipe: Recipe = field(default_factory=Recipe)
+    embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
     @property
     def image_size(self) -> int:
@@ -67,8 +78,13 @@ class SamConfig(Config):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
-        _check_memory(self.model)
-        return Interactive(Sam(self.model), self.recipe)
+        check_memory(self.model)
+        cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
+        model = Sam(self.model)
+        if cache is None or limit is None or self.evaluate_only or model.pixel_mean.is_meta:
+            return Interactive(model, self.recipe)
+        opened = partial(open_cache, "--embeddings.cache", cache, limit)
+        return CachedInteractive(model, self.recipe, opened)
 
     def scorer(self, device: torch.device) -> ClickScorer:
         return ClickScorer(self.evaluation.protocol == "sam", device)
@@ -76,6 +92,7 @@ class SamConfig(Config):
     def check(self) -> None:
         Config.check(self)
         _check_targets(self)
+        self.embeddings.check(self.optim.freeze, self.parallel.mode)
         if self.model.lora_rank and self.init is None and not (self.dry_run or self.evaluate_only):
             raise UsageError(
                 f"--model.lora-rank {self.model.lora_rank}: changes weights that are trained already; pass "
@@ -108,10 +125,10 @@ class DistillConfig(Config):
 
     def build(self) -> Distillation:
         """Student and teacher."""
-        _check_memory(self.model)
+        check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
-        cache = None if self.evaluate_only else open_cache(self.distill)
+        cache = None if self.evaluate_only else self.distill.open_cache()
         return Distillation(student, self.recipe, teacher, cache)
 
     def scorer(self, device: torch.device) -> ClickScorer:
@@ -157,7 +174,7 @@ class GroundingConfig(Config):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
-        _check_memory(self.model)
+        check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
         return Grounding(
@@ -221,30 +238,6 @@ def _vocabulary(tokenizer: str) -> int:
             f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass --text.vocabulary"
         )
     return vocabulary
-
-
-_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
-
-
-def _check_memory(model: ModelConfig) -> None:
-    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
-    if torch.get_default_device().type == "meta":
-        return
-    sizes = []
-    for depth in (1, 2):
-        smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False, compile_decoder=False)
-        try:
-            with torch.device("meta"):
-                sizes.append(4 * sum(one.numel() for one in Sam(smaller).parameters()))
-        except RuntimeError:  # torch's bytes of a tensor overflow
-            sizes.append(1 << 63)
-    needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()
-    if needed > available:
-        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
-        raise UsageError(
-            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
-            "available; pass smaller sizes"
-        )
 
 
 def _check_targets(config: SamConfig | GroundingConfig) -> None:

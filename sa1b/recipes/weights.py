@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor
 from sa1b.arguments import Range, check_arguments, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.engine import weights
+from sa1b.engine.data_config import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam.distillation import EmbeddingCache
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -157,10 +158,13 @@ class TeacherConfig:
             raise UsageError(
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
             )
-        check_cache_flags("--distill.cache", self.cache, self.cache_bytes)
-        check_fields(self, "distill")
-        if protocol_of(self.cache or ""):
-            raise UsageError(f"--distill.cache {self.cache}: must be a folder on a local disk, not a URL")
+        _check_cache("distill", self)
+
+    def open_cache(self) -> EmbeddingCache | None:
+        """The cache of the teacher's embeddings; None if there is none, or no digest of the teacher."""
+        if self.cache is None or self.cache_bytes is None or not self.digest:
+            return None
+        return open_cache("--distill.cache", self.cache, self.cache_bytes, self.digest)
 
 
 def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
@@ -179,31 +183,67 @@ def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam
     return teacher
 
 
-def open_cache(config: TeacherConfig) -> EmbeddingCache | None:
-    """The cache of the teacher's embeddings; None if there is none, or no digest of the teacher.
+@dataclass(frozen=True, slots=True)
+class EmbeddingsConfig:
+    """The embeddings of an image encoder that is not trained (--optim.freeze image_encoder).
 
-    The files of all teachers count towards the limit. The ranks of a machine share what is left of it.
+    Attributes:
+        cache: Folder on a local disk that keeps the embeddings, rounded to float16, so that later epochs and
+            runs read them: 2 MB for each image with the published models, twice that with --data.flip. By
+            default the image encoder runs on every image in every epoch.
+        cache_bytes: Limit of the cache on each machine, in bytes; required with a cache. When it is reached,
+            further embeddings are computed and not kept.
+    """
+
+    cache: str | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
+
+    def check(self, frozen: Container[str], mode: str) -> None:
+        """UsageError names the flag of a setting that does not fit the others."""
+        _check_cache("embeddings", self)
+        if self.cache is not None and "image_encoder" not in frozen:
+            raise UsageError(
+                f"--embeddings.cache {self.cache}: the embeddings of a trained image encoder change in every "
+                "step; pass --optim.freeze image_encoder too"
+            )
+        if self.cache is not None and mode in ("fsdp", "pipeline"):
+            raise UsageError(
+                f"--embeddings.cache {self.cache}: needs the whole image encoder on each rank, not "
+                f"--parallel.mode {mode}; pass --parallel.mode ddp"
+            )
+
+
+def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
+    flag = f"--{part}.cache"
+    check_cache_flags(flag, config.cache, config.cache_bytes)
+    check_fields(config, part)
+    if protocol_of(config.cache or ""):
+        raise UsageError(f"{flag} {config.cache}: must be a folder on a local disk, not a URL")
+
+
+def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> EmbeddingCache:
+    """The cache of the embeddings of an image encoder.
+
+    The files of all encoders count towards the limit. The ranks of a machine share what is left of it.
     UsageError: the folder cannot be created or read.
     """
-    if config.cache is None or config.cache_bytes is None or not config.digest:
-        return None
-    every = Path(config.cache).expanduser()
-    folder = every / config.digest
+    every = Path(cache).expanduser()
+    folder = every / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sizes = dict(_sizes(every))
     except OSError as error:
         raise UsageError(
-            f"--distill.cache {config.cache}: {error.filename} cannot be created or read ({error.strerror}); "
+            f"{flag} {cache}: {error.filename} cannot be created or read ({error.strerror}); "
             "pass another folder"
         ) from None
-    left = max(config.cache_bytes - sum(sizes.values()), 0)
+    left = max(cache_bytes - sum(sizes.values()), 0)
     if os.environ.get("RANK", "0") == "0":
         found = sum(folder in path.parents for path in sizes)
         sys.stderr.write(
-            f"--distill.cache {folder}: {found:,} embeddings; up to {left:,} more bytes will be written\n"
+            f"{flag} {folder}: {found:,} embeddings; up to {left:,} more bytes will be written\n"
         )
-    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:
@@ -221,6 +261,30 @@ def _sizes(folder: Path) -> Iterator[tuple[Path, int]]:
         with contextlib.suppress(FileNotFoundError):
             if path.is_file():
                 yield path, path.stat().st_size
+
+
+_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
+
+
+def check_memory(model: ModelConfig) -> None:
+    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
+    if torch.get_default_device().type == "meta":
+        return
+    sizes = []
+    for depth in (1, 2):
+        smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False, compile_decoder=False)
+        try:
+            with torch.device("meta"):
+                sizes.append(4 * sum(one.numel() for one in Sam(smaller).parameters()))
+        except RuntimeError:  # torch's bytes of a tensor overflow
+            sizes.append(1 << 63)
+    needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()
+    if needed > available:
+        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
+        raise UsageError(
+            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
+            "available; pass smaller sizes"
+        )
 
 
 def _is_name(source: str) -> bool:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.model import Divisible
-from sa1b.sam.distillation import Distillation, EmbeddingCache
+from sa1b.sam.distillation import Distillation
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe, encoder_flops
 from sa1b.sam.targets import Targets

@@ -1,7 +1,8 @@
-"""The cache of a teacher's embeddings: keys, damaged files, and its limit."""
+"""The cache of embeddings: keys, damaged files, its limit, and a decoder that learns from it."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sa1b.sam.distillation import EmbeddingCache
+from sa1b.sam.embedding_cache import CachedInteractive, EmbeddingCache
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe, encoder_flops
+from sa1b.sam.targets import Targets
 
 ROOM = 1 << 20  # bytes
 SIZES = torch.tensor([[8, 5], [8, 8], [3, 8]])
@@ -136,3 +141,86 @@ def test_an_embedding_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     found = cache.embeddings(images(), SIZES, lambda images, sizes: torch.full((1, 8, 2, 2), torch.nan))
     assert found.isnan().all()
     assert not files(tmp_path)
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> CachedInteractive:
+    """A model in training whose image encoder is frozen, and the digests with which it opens its cache."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        image_size=64, width=16, depth=1, heads=1, global_blocks=(0,), channels=32, pixel_features=8
+    )
+
+    def opened(digest: str) -> EmbeddingCache:
+        (tmp_path / digest).mkdir()
+        return EmbeddingCache(tmp_path / digest, ROOM, "--embeddings.cache")
+
+    model = CachedInteractive(Sam(config), Recipe(clicks=1, unprompted=0), opened)
+    model.model.image_encoder.requires_grad_(False).eval()
+    return model
+
+
+def batch() -> tuple[Tensor, Targets, Tensor]:
+    torch.manual_seed(1)
+    targets = Targets(
+        masks=(torch.rand(3, 16, 16) > 0.5).to(torch.uint8),
+        boxes=torch.tensor([[3.0, 4, 30, 20], [10, 10, 50, 39], [0, 0, 16, 30]]),
+        points=torch.tensor([[12.0, 9], [20, 20], [8, 8]]),
+        image=torch.tensor([0, 0, 1]),
+        weights=torch.ones(3),
+        keys=torch.arange(3),
+        sizes=torch.tensor([[64, 40], [50, 64]]),
+        counts=[2, 1],
+    )
+    return torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8), targets, torch.arange(2)
+
+
+def test_a_decoder_learns_the_same_from_cached_embeddings(
+    cached: CachedInteractive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for _ in range(2):
+        cached.zero_grad()
+        sums = cached(*batch())
+        sums["loss"].backward()
+        gradients = {
+            name: one.grad.clone() for name, one in cached.named_parameters() if one.grad is not None
+        }
+        found.append((sums["loss"].item(), gradients))
+        monkeypatch.setattr(type(cached.model.image_encoder), "forward", None)  # not called again
+    assert found[0][0] == found[1][0]
+    assert found[0][1].keys() == found[1][1].keys() != set()
+    assert all(torch.equal(one, found[1][1][name]) for name, one in found[0][1].items())
+    assert not any(name.startswith("model.image_encoder.") for name in found[0][1])
+    assert any(name.startswith("model.similarity.") for name in found[0][1])
+    monkeypatch.undo()
+    plain = Interactive(cached.model, cached.recipe)(*batch())["loss"].item()
+    assert plain == pytest.approx(found[0][0], rel=1e-2)
+    assert plain != found[0][0]  # the cache rounds to float16
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+
+def test_other_weights_of_the_encoder_have_another_folder(cached: CachedInteractive, tmp_path: Path) -> None:
+    cached(*batch())
+    other = CachedInteractive(cached.model, cached.recipe, cached._open_cache)
+    with torch.no_grad():
+        next(iter(cached.model.image_encoder.parameters())).add_(1)
+    other(*batch())
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+
+
+def test_operations_are_those_of_the_decoder_and_an_evaluation_computes_embeddings(
+    cached: CachedInteractive, tmp_path: Path
+) -> None:
+    encoder = encoder_flops(cached.model.config)
+    assert cached.flops(3, 5) == Interactive(cached.model, cached.recipe).flops(3, 5) - 3 * encoder
+    assert cached.eval()(*batch(), evaluate=True)["unions"].shape == (3, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_without_images(cached: CachedInteractive) -> None:
+    images, targets, keys = batch()
+    fields = {name: getattr(targets, name)[:0] for name in ("masks", "boxes", "points", "image", "weights")}
+    none = replace(targets, **fields, keys=targets.keys[:0], sizes=targets.sizes[:0], counts=[])
+    assert cached(images[:0], none, keys[:0])["loss"].item() == 0
