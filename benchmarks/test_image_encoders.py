@@ -1,8 +1,8 @@
 """Latency of image encoders on a CPU: one image of 1024 pixels, float32, in evaluation mode.
 
-`OMP_NUM_THREADS=1 pytest benchmarks/test_image_encoders.py -s` prints for each model the median and the smallest of
-five calls, which are interleaved: each round calls every model once. Models with --model.backbone need
-`pip install 'sa1b[timm]'`. docs/models.md has the result.
+`OMP_NUM_THREADS=1 pytest benchmarks/test_image_encoders.py -s` prints for each model the median and the
+smallest of five calls, which are interleaved: each round calls every model once. Models with
+--model.backbone need `pip install 'sa1b[timm]'`. docs/models.md has the result.
 """
 
 import statistics

@@ -115,8 +115,8 @@ def test_operations_are_those_of_its_convolutions() -> None:
     ("changes", "message"),
     [
         ({"backbone": ""}, "--model.depth 0: must be at least 1 without --model.backbone"),
-        ({"patch_size": 8}, "--model.backbone repvit_m1_0: needs --model.patch-size 16 .* not 8 and 64"),
-        ({"image_size": 80}, "--model.image-size that is a multiple of 32, not 16 and 80"),
+        ({"patch_size": 8}, "--model.backbone repvit_m1_0: --model.patch-size 8 must be 16"),
+        ({"image_size": 80}, "and --model.image-size 80 a multiple of 32"),
         ({"lora_rank": 4}, "--model.lora-rank 4: .* pass --model.lora-targets mask_decoder"),
         (
             {"backbone": "resnet"},
