@@ -109,8 +109,8 @@ class ModelConfig:
             )
         if self.backbone and (self.patch_size != PATCH_SIZE or self.image_size % (2 * PATCH_SIZE)):
             raise BadValue(
-                f"--model.backbone {self.backbone}: --model.patch-size {self.patch_size} must be {PATCH_SIZE}, "
-                f"and --model.image-size {self.image_size} a multiple of {2 * PATCH_SIZE}"
+                f"--model.backbone {self.backbone}: --model.patch-size {self.patch_size} must be "
+                f"{PATCH_SIZE}, and --model.image-size {self.image_size} a multiple of {2 * PATCH_SIZE}"
             )
         if self.depth and not all(0 <= block < self.depth for block in self.global_blocks):
             blocks = " ".join(map(str, self.global_blocks))
