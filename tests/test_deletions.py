@@ -74,7 +74,7 @@ REASONS = {
     "ingest/finish.py remove_shards": SHARDS,
     "ingest/finish.py finish": "lists with the names that `record_expected` gives",
     "ingest/ingest.py ingest_wanted": NAMED,
-    "sam/distillation.py _write": TEMPORARY,
+    "sam/embedding_cache.py _write": TEMPORARY,
     "sam/published.py write_weights": TEMPORARY,
     "shards/layer_writer.py remove_annotated": "files with the names of `sa1b annotate`, in the hidden folder that it made",
     "shards/commit.py _remove_dataset": "dataset.json after its last source; that of another program was refused",
