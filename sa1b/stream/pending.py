@@ -8,7 +8,6 @@ pending.collate()                           the batch
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import BadSample, ShardError
+from sa1b.limit import Outcome
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
@@ -135,7 +135,7 @@ class PendingBatch:
     # index of a sample -> error. The batch fails with the error of the lowest index
     errors: dict[int, BaseException] = field(default_factory=dict)
     # the complete batch, and the CUDA event after which it is on its GPU
-    result: "Future[tuple[Batch, Any]]" = field(default_factory=Future)
+    outcome: Outcome[tuple[Batch, Any]] = field(default_factory=Outcome)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -328,8 +328,8 @@ class PendingBatch:
                 error = error or self.errors.get(i)
                 if error is not None or sample is None:
                     break
-            if error is not None and not self.result.done():
-                self.result.set_exception(error)
+            if error is not None and not self.outcome.done:
+                self.outcome.set(error=error)
 
     def cancel(self) -> None:
         """Cancel all pending reads."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,7 +135,7 @@ class BatchPipeline:
         began = time.perf_counter()
         self._wait(work)
         self.stats.waited(time.perf_counter() - began)
-        batch, ready = work.result.result()
+        batch, ready = work.outcome.result()
         self.pending.popleft()
         if self.side is not None:
             self.side.hand_over(batch, ready)
@@ -146,12 +146,12 @@ class BatchPipeline:
     def look(self) -> None:
         """Record the number of jobs that wait before each stage."""
         waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
-        self.stats.look(waiting, sum(work.result.done() for work in self.pending))
+        self.stats.look(waiting, sum(work.outcome.done for work in self.pending))
 
     def reading(self) -> str | None:
         """The sample that the oldest incomplete batch waits for, with its shard; None if there is none."""
         for work in tuple(self.pending):
-            if not work.result.done() and len(work):
+            if not work.outcome.done and len(work):
                 return self._what(work)
         return None
 
@@ -166,7 +166,7 @@ class BatchPipeline:
         self.pool.submit(partial(self._run, work, stage, i, job), (work.number, -stage))
 
     def _run(self, work: PendingBatch, stage: int, i: int | None, job: Callable[[], object]) -> None:
-        if work.result.done():  # the batch has ended with an error
+        if work.outcome.done:  # the batch has ended with an error
             return
         self._running[threading.get_ident()] = _Job(time.monotonic(), stage, work, i)
         try:
@@ -230,7 +230,7 @@ class BatchPipeline:
                 batch = replace(batch, dense=batch.masks.dense(dense))
             if self.side is not None:
                 ready = self.side.event()
-        work.result.set_result((batch, ready))
+        work.outcome.set((batch, ready))
 
     def _rasterise(self, work: PendingBatch, batch: Batch, size: int) -> None:
         """Rasterise the dense masks of a batch on the CPU with all threads, one job per image."""
@@ -239,7 +239,7 @@ class BatchPipeline:
             batch = replace(batch, dense=out)
             jobs = batch.masks.raster_jobs(size, out, boxes if self.settings.read_only else None)
         if not jobs:
-            work.result.set_result((batch, None))
+            work.outcome.set((batch, None))
         work.left = len(jobs)
         with_masks = (i for i, masks in enumerate(batch.masks.counts) if masks)
         for i, job in zip(with_masks, jobs, strict=True):
@@ -253,14 +253,14 @@ class BatchPipeline:
             work.note(error, i)
             raise
         if work.is_last():
-            work.result.set_result((batch, None))
+            work.outcome.set((batch, None))
 
     def _wait(self, work: PendingBatch) -> None:
         """Wait for a batch; log a sample if no sample was finished for `stall_seconds`.
         UnavailableError or StalledError if a thread reads or decodes a sample for longer than the deadline.
         """
         unfinished, seconds, since = work.unfinished(), self.settings.stall_seconds, time.monotonic()
-        while not wait([work.result], timeout=max(0.0, self._next(since + seconds) - time.monotonic())).done:
+        while not work.outcome.wait(self._next(since + seconds) - time.monotonic()):
             now, job = time.monotonic(), self._oldest(work)
             if job is not None and now >= job.began + self._limit:
                 raise self._overdue(job)

@@ -1,5 +1,6 @@
 """A worker process that cannot send its batches: the error is raised in the training process, nothing hangs."""
 
+import gc
 import resource
 import signal
 from pathlib import Path
@@ -32,8 +33,11 @@ def test_shared_memory_that_cannot_be_had_is_an_error_of_the_training_process(ro
     )
     with pytest.raises(TransportError, match=r"worker process \d+ cannot send a batch: .*/dev/shm") as caught:
         next(iter(loader))
-    assert "File too large" in str(caught.value)
-    worker = int(str(caught.value).split("worker process ")[1].split()[0])
+    text = str(caught.value)
+    assert "File too large" in text
+    worker = int(text.split("worker process ")[1].split(maxsplit=1)[0])
+    del caught, loader  # with its iterator, which the error's stack holds: then the worker process has ended
+    gc.collect()
     assert shared_memory([worker], segments) == []  # torch leaves the file whose size it could not set
 
 

@@ -8,7 +8,6 @@ on stability_score, with at most 0.53 GB. As in `sa1b view`, reads of a URL are 
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +22,7 @@ from fsspec import AbstractFileSystem
 
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
+from sa1b.limit import Worker
 from sa1b.programs.query.layer_masks import with_layers, write_changed
 from sa1b.report import bar
 from sa1b.shards.annotation import NO_ORIGIN
@@ -127,28 +127,27 @@ class Query:
     @contextmanager
     def _executed(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         """A function that runs calls of DuckDB in one thread, with a progress bar."""
-        pool = ThreadPoolExecutor(1, "query")
+        worker = Worker("query")
         try:
             with bar(100, "query", "%", self.quiet, delay=1.0) as progress:
 
                 def run(work: Callable[[], Any]) -> Any:
-                    future = pool.submit(work)
-                    while True:
-                        done, _ = wait([future], _POLL_SECONDS)
-                        percent = 100 if done else int(self.connection.query_progress())
+                    outcome = worker.begin(work)
+                    while not outcome.wait(_POLL_SECONDS):
+                        percent = int(self.connection.query_progress())
                         progress.update(max(0, min(99, percent) - progress.n))
-                        if done:
-                            try:
-                                return future.result()
-                            except Exception as error:
-                                translated = self.translated(error)
-                            raise translated
+                    try:
+                        return outcome.result()
+                    except Exception as error:
+                        translated = self.translated(error)
+                    raise translated
 
                 yield run
                 progress.update(100 - progress.n)
         finally:
+            worker.end()
             self.connection.interrupt()
-            pool.shutdown()
+            worker.join()
 
     def translated(self, error: Exception) -> Exception:
         """The error of a call of DuckDB as an error of this package, in one line."""
