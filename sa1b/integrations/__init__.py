@@ -38,6 +38,7 @@ class ViewSamples:
         self.dataset = open_dataset(root, **options)
         check_images(self.dataset, "training of another project")
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
+        self._last: tuple[int, Sample | None] = (0, None)
 
     def __len__(self) -> int:
         return self.view.count
@@ -49,9 +50,13 @@ class ViewSamples:
         return ids if self.view.rows is None else ids[self.view.rows]
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position of the view."""
-        rows = self.view.rows
-        return self.dataset[position if rows is None else int(rows[position])]
+        """The sample at a position of the view; the last one is kept."""
+        last, sample = self._last
+        if sample is None or last != position:
+            rows = self.view.rows
+            sample = self.dataset[position if rows is None else int(rows[position])]
+            self._last = position, sample
+        return sample
 
     def kept(self, sample: Sample, smallest: int = 1, largest: float = 1.1) -> npt.NDArray[np.int64]:
         """The masks that meet the condition of the view, have at least `smallest` pixels, and are smaller

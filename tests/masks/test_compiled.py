@@ -87,6 +87,8 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
             np.tile(drawn, (count, 1)),
         ),
     )
+    painting = (np.zeros(height * width, np.int32), np.zeros(count, np.bool_))
+    both(pixel_kernels.paint, lambda: (*pair, 0.4, *(one.copy() for one in painting)))
     pixel = random.integers(-1, height * width, count)
     both(shape_kernels.contains, lambda: (*pair, pixel, np.zeros(count, np.bool_)))
     both(shape_kernels.nth_foreground, lambda: (*pair, pixel, np.zeros(count, np.int64)))
