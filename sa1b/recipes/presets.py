@@ -81,7 +81,7 @@ class SamConfig(Config):
         check_memory(self.model)
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
         model = Sam(self.model)
-        if cache is None or limit is None or self.evaluate_only or model.pixel_mean.is_meta:
+        if cache is None or limit is None or self.evaluate_only:
             return Interactive(model, self.recipe)
         opened = partial(open_cache, "--embeddings.cache", cache, limit)
         return CachedInteractive(model, self.recipe, opened)

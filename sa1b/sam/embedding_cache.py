@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
@@ -153,7 +154,7 @@ class CachedInteractive(Interactive):
         return super().flops(images, masks) - images * encoder_flops(self.model.config)
 
     def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        if len(images) == 0:
+        if len(images) == 0 or isinstance(images, FakeTensor):  # of a plan, which reads no file
             return super()._train(images, targets, image_keys)
         if self._cache is None:
             self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.train.command import assert_same_state, losses, start, train_to_end
+from sa1b.engine.config import parse
+from sa1b.engine.planner.fake_step import measure
+from sa1b.recipes.presets import PRESETS
+from sa1b.sam.recipe import encoder_flops
+from tests.train.command import FLAGS, assert_same_state, losses, start, train_to_end
 
 FREEZE = ("--optim.freeze", "image_encoder", "--model.drop-path", "0")
 
@@ -51,3 +56,16 @@ def test_what_does_not_fit_is_refused(
     assert 2 in ended.codes
     assert any(re.search(message, output) for output in ended.outputs), ended.outputs
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_counts_no_operations_of_the_image_encoder_and_writes_nothing(
+    root: Path, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, "--data.root", str(root), *FREEZE]
+    both = ["--embeddings.cache", str(tmp_path / "cache"), "--embeddings.cache-bytes", "1000"]
+    with_cache, without = (parse([*flags, *more], None, PRESETS) for more in (both, []))
+    with torch.device("meta"):
+        saved = without.build().flops(5, 9) - with_cache.build().flops(5, 9)
+    assert saved == 5 * encoder_flops(with_cache.model)
+    assert measure(with_cache, world_size=1).peak == measure(without, world_size=1).peak
+    assert not (tmp_path / "cache").exists()
