@@ -153,6 +153,7 @@ class Loader:
                 self._state = self.stream.state_dict(batch)
                 self.stream.taken(batch)
                 yield batch
+                del batch  # its memory may be used for the next one
 
     def _end(self, pipeline: BatchPipeline) -> None:
         self._pipeline = None
@@ -201,14 +202,16 @@ class Loader:
         size, images = self.stream.options.image_size, self.stream.plan.micro_batch
         image_bytes = images * size * size * 3
         mask_bytes = images * self.stream.options.masks * (self.dense or 0) ** 2
-        # While the caller asks for the next batch, it holds one, and prefetch + 1 are in flight.
+        # While the caller asks for the next batch, it holds one, and prefetch + 1 are in flight. On a CPU,
+        # only the next one of these has dense masks.
         whole = self.prefetch + 2
-        place = "of memory" if self.device.type == "cpu" else "on the device"
+        on_cpu = self.device.type == "cpu"
+        place = "of memory" if on_cpu else "on the device"
         of_images = f"{whole * image_bytes / 1e6:,.0f} MB {place} for images"
         text = f"{whole} batches of up to {images} images, {of_images}"
         if self.dense:
-            text += f" and {whole * mask_bytes / 1e6:,.0f} MB for masks"
-        if self.device.type == "cpu":
+            text += f" and {(2 if on_cpu else whole) * mask_bytes / 1e6:,.0f} MB for masks"
+        if on_cpu:
             return text
         if self.stream.decoder.device.type != "cpu":
             return f"{text}, decoded there by {self.stream.options.decoder}"

@@ -6,16 +6,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from queue import PriorityQueue
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sa1b.errors import Sa1bError
+from sa1b.limit import Outcome
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
@@ -43,9 +47,12 @@ class Pool:
         self._numbers = count()
 
     def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
-        """Run a job, smaller priorities first, equal ones in order. Its result or exception is discarded."""
+        """Run a job, smaller priorities first, equal ones in order; drop it after `shutdown`. Its result or
+        exception is discarded.
+        """
         self._jobs.put((priority, next(self._numbers), job))
-        self._threads.submit(self._work)
+        with suppress(RuntimeError):
+            self._threads.submit(self._work)
 
     def waiting(self) -> list[tuple[int, int]]:
         """The priorities of the jobs that no thread has started."""
@@ -106,6 +113,12 @@ class BatchPipeline:
         self.pending: deque[PendingBatch] = deque()
         self.free: deque[PinnedBuffer] = deque()
         self.numbers = count()
+        # Dense masks on the CPU are rasterised in the order of the batches: for the one that the caller waits
+        # for, and for the next while memory is spare.
+        self._collated: dict[
+            int, tuple[PendingBatch, Batch]
+        ] = {}  # number -> a batch without dense masks yet
+        self._next_dense, self._waited_for, self._lock = 0, -1, threading.Lock()
         self._running: dict[int, _Job] = {}  # thread -> its job
         self._limit = self.stream.deadline + _LATE
 
@@ -133,10 +146,15 @@ class BatchPipeline:
         """The oldest batch, once it is complete."""
         work = self.pending[0]
         began = time.perf_counter()
+        self._waited_for = work.number
+        self._rasterise_next()
         self._wait(work)
         self.stats.waited(time.perf_counter() - began)
         batch, ready = work.outcome.result()
         self.pending.popleft()
+        # In a thread: by then, the caller has replaced its last batch by this one.
+        if self._collated:
+            self.pool.submit(self._rasterise_next, (work.number, -_RASTER))
         if self.side is not None:
             self.side.hand_over(batch, ready)
             if work.pinned is not None:
@@ -146,7 +164,8 @@ class BatchPipeline:
     def look(self) -> None:
         """Record the number of jobs that wait before each stage."""
         waiting = Counter(_STAGES[-stage] for _, stage in self.pool.waiting())
-        self.stats.look(waiting, sum(work.outcome.done for work in self.pending))
+        ready = len(self._collated) + sum(work.outcome.done for work in self.pending)
+        self.stats.look(waiting, ready)
 
     def reading(self) -> str | None:
         """The sample that the oldest incomplete batch waits for, with its shard; None if there is none."""
@@ -160,6 +179,12 @@ class BatchPipeline:
         for work in self.pending:
             work.cancel()
         self.pool.shutdown()
+        # Errors refer to the frames of their jobs, which refer to the batches: their memory would stay until
+        # the next garbage collection.
+        for work in self.pending:
+            work.errors.clear()
+            work.outcome = Outcome()
+        self._collated.clear()
 
     def _start(self, work: PendingBatch, stage: int, job: Callable[[], object], i: int | None = None) -> None:
         # The oldest batch has priority; within a batch, the latest stage.
@@ -183,6 +208,7 @@ class BatchPipeline:
             del self._running[threading.get_ident()]
         if work.errors:
             work.fail()
+        self._rasterise_next()
 
     def _pick(self, work: PendingBatch, i: int) -> None:
         if not self.decoder.batched:
@@ -217,7 +243,7 @@ class BatchPipeline:
         with self.stats.busy("collate"):
             batch = work.collate()
         if device.type == "cpu" and dense is not None:
-            self._rasterise(work, batch, dense)
+            self._collated[work.number] = work, batch  # rasterised at the end of this job or later
             return
         with self.stats.busy("device", work.images.nbytes), self._submitting():
             if self.side is None or work.pinned is None:
@@ -232,12 +258,24 @@ class BatchPipeline:
                 ready = self.side.event()
         work.outcome.set((batch, ready))
 
-    def _rasterise(self, work: PendingBatch, batch: Batch, size: int) -> None:
+    def _rasterise_next(self) -> None:
+        """Rasterise the next collated batch, if the caller waits for it or memory is spare."""
+        with self._lock:
+            number, masks = self._next_dense, self.settings.masks
+            if number not in self._collated or (number > self._waited_for and not masks.spare()):
+                return
+            work, batch = self._collated[number]
+            memory = masks.take_known(len(batch.masks))
+            del self._collated[number]
+            self._next_dense += 1
+        self._start(work, _DEVICE, partial(self._rasterise, work, batch, *memory))
+
+    def _rasterise(self, work: PendingBatch, batch: Batch, out: Tensor, boxes: npt.NDArray[np.int64]) -> None:
         """Rasterise the dense masks of a batch on the CPU with all threads, one job per image."""
         with self.stats.busy("device", batch.images.nbytes):
-            out, boxes = self.settings.masks.take_known(len(batch.masks))
             batch = replace(batch, dense=out)
-            jobs = batch.masks.raster_jobs(size, out, boxes if self.settings.read_only else None)
+            known = boxes if self.settings.read_only else None
+            jobs = batch.masks.raster_jobs(out.shape[-1], out, known)
         if not jobs:
             work.outcome.set((batch, None))
         work.left = len(jobs)

@@ -114,11 +114,14 @@ class MaskBufferPool(BufferPool):
 
     # The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
     # rasterised there. The buffers grow with the batches: the largest number of masks that a stream may give,
-    # `masks`, can be many times that of its batches.
+    # `masks`, can be many times that of its batches. Their number grows with the batches that a caller holds:
+    # one, while the next is rasterised, needs two.
 
     def __init__(self, masks: int, size: int, keep: int) -> None:
         self._most, self._masks, self._size = masks, 0, size
         self._lock = threading.Lock()
+        self._lent: dict[int, None] = {}  # id of each buffer that is referenced
+        self._limit = 2  # buffers that are kept, referenced or not
         super().__init__(0, keep)
 
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
@@ -132,11 +135,22 @@ class MaskBufferPool(BufferPool):
                 self._masks = max(masks, min(self._most, masks * 5 // 4))
                 self.capacity = self._masks * (_BOX.itemsize + self._size**2)
                 self._free.clear()
-        buffer = self._buffer()
+            buffer = self._buffer()
+            self._limit = max(self._limit, len(self._lent) + 1)
+            self._lent[id(buffer)] = None
         head = len(buffer) // (_BOX.itemsize + self._size**2) * _BOX.itemsize
         boxes = buffer[:head].view(np.int64).reshape(-1, 4)[:masks]
         pixels = self._lend(buffer, head, head + masks * self._size**2)
         return pixels.view(masks, self._size, self._size), boxes
+
+    def spare(self) -> bool:
+        """Whether `take_known` needs no more buffers than were referenced at a time before."""
+        return len(self._lent) < self._limit
+
+    def _take_back(self, buffer: npt.NDArray[np.uint8]) -> None:
+        self._lent.pop(id(buffer), None)
+        if len(self._free) + len(self._lent) < self._limit:
+            super()._take_back(buffer)
 
     def _new(self) -> npt.NDArray[np.uint8]:
         return np.zeros(self.capacity, np.uint8)

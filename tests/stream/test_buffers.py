@@ -62,6 +62,22 @@ def test_buffers_of_masks_are_as_large_as_the_batches_need() -> None:
     assert (few.shape, boxes.shape) == ((2, 512, 512), (2, 4))
 
 
+def test_buffers_of_masks_are_spare_up_to_the_number_that_a_caller_held() -> None:
+    pool = MaskBufferPool(masks=2, size=4, keep=5)
+    held = [pool.take_known(2)[0]]
+    assert pool.spare()  # for the next batch
+    held.append(pool.take_known(2)[0])
+    assert not pool.spare()
+    held.append(pool.take_known(2)[0])  # the caller asks for a batch and holds two
+    assert not pool.spare()
+    where = {address(pixels) for pixels in held}
+    held.pop()
+    assert pool.spare()
+    held.clear()
+    held = [pool.take_known(2)[0] for _ in range(3)]
+    assert {address(pixels) for pixels in held} == where
+
+
 def test_a_tensor_of_no_bytes_is_no_problem() -> None:
     assert memory_shape((0, 8, 8)) == (0, 8, 8)
 

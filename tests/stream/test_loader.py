@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from importlib import import_module
@@ -74,7 +75,7 @@ def test_masks_come_as_pixels_if_asked_for(root: Path) -> None:
     assert plain.dense is None
 
 
-@pytest.mark.parametrize("hold", [0, 5])
+@pytest.mark.parametrize("hold", [0, 1, 5])
 def test_pixels_of_a_reader_are_those_of_anybody(root: Path, hold: int) -> None:
     loader = sa1b.Loader(stream(root, flip=0.5), dense=32, read_only=True, threads=2, quiet=True)
     held: deque[sa1b.Batch] = deque()
@@ -239,19 +240,63 @@ def test_the_slowest_stage_is_the_limiting_one(
 
 
 def test_memory_is_said_at_the_start(root: Path, said: pytest.LogCaptureFixture) -> None:
-    loader = sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, prefetch=2, dense=32)
+    loader = sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, prefetch=2, dense=512)
     line = said.messages[-1]
     images = 4 * 3 * 64 * 64 * 3 / 1e6
     assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB of memory for images" in line
-    assert f"{4 * 3 * 4 * 32 * 32 / 1e6:,.0f} MB for masks" in line
+    assert f"and {2 * 3 * 4 * 512 * 512 / 1e6:,.0f} MB for masks" in line
     # A caller that uses one batch at a time needs no more buffers than this.
     batches = iter(loader)
-    for _ in range(12):
+    for _ in range(8):
         next(batches)
         settle(loader)
     batches.close()
     assert len(loader._settings.images._free) <= 4
-    assert len(loader._settings.masks._free) <= 4
+    assert len(loader._settings.masks._free) <= 2
+
+
+def test_only_the_next_batch_has_dense_masks(root: Path) -> None:
+    loader = sa1b.Loader(stream(root), prefetch=3, dense=32, threads=2, quiet=True)
+    batches = iter(loader)
+    for _ in range(5):
+        batch = next(batches)
+        settle(loader)
+        assert loader._pipeline is not None
+        ready = [work.outcome.done for work in loader._pipeline.pending]
+        assert ready == [True, False, False]
+        assert torch.equal(batch.dense, batch.masks.dense(32))
+        del batch
+    batches.close()
+
+
+def test_dense_masks_of_held_batches_take_more_memory_and_stay(root: Path) -> None:
+    loader = sa1b.Loader(stream(root), dense=32, read_only=True, threads=2, quiet=True)
+    held = first(loader, 7)
+    assert len({batch.dense.data_ptr() for batch in held}) == 7
+    for batch in held:
+        assert torch.equal(batch.dense, batch.masks.dense(32))
+
+
+def test_memory_of_an_ended_iteration_is_freed_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pick = PendingBatch.pick
+
+    def fails_later(self: PendingBatch, i: int) -> None:
+        if self.number == 2:
+            raise OSError("of a batch that nobody asks for")
+        pick(self, i)
+
+    monkeypatch.setattr(PendingBatch, "pick", fails_later)
+    loader = sa1b.Loader(stream(root), dense=32, prefetch=2, threads=2, quiet=True)
+    batches = iter(loader)
+    next(batches)
+    settle(loader)
+    pipeline = weakref.ref(loader._pipeline)
+    gc.disable()
+    try:
+        batches.close()
+        assert pipeline() is None
+    finally:
+        gc.enable()
 
 
 def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
