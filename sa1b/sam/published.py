@@ -182,7 +182,7 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
     if (preset := preset_of(config)) is not None and preset_of(model) is not None:
         return f"{preset} weights, but the model is {preset_of(model)}: pass --preset {preset}"
-    unused = _OF_BLOCKS if config.depth == model.depth == 0 else ()
+    unused = _OF_BLOCKS if config.depth == 0 else ()
     differing = [
         name for name in _SIZES if getattr(config, name) != getattr(model, name) and name not in unused
     ]
@@ -203,7 +203,8 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
 def _value(config: ModelConfig, name: str) -> str:
     """A size in the form of its flag."""
     size = getattr(config, name)
-    return " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
+    text = " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
+    return text or "''"
 
 
 def _config(path: Path, tensors: Mapping[str, Tensor]) -> ModelConfig:

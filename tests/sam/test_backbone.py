@@ -101,6 +101,12 @@ def test_weights_of_another_image_size_are_resized_and_of_another_encoder_refuse
         "--model.backbone repvit_m1_0"
     )
     assert misfit(model.state_dict(), replace(SMALL, heads=2, window=3)) is None
+    blocks = replace(SMALL, backbone="", depth=2, heads=2, global_blocks=(1,))
+    assert (misfit(model.state_dict(), blocks) or "").endswith(
+        "pass --model.depth 0 --model.backbone repvit_m1_0"
+    )
+    remedy = "pass --model.depth 2 --model.heads 2 --model.global-blocks 1 --model.backbone ''"
+    assert (misfit(Sam(blocks).state_dict(), SMALL) or "").endswith(remedy)
 
 
 def test_operations_are_those_of_its_convolutions() -> None:
