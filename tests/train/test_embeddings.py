@@ -69,3 +69,10 @@ def test_a_plan_counts_no_operations_of_the_image_encoder_and_writes_nothing(
     assert saved == 5 * encoder_flops(with_cache.model)
     assert measure(with_cache, world_size=1).peak == measure(without, world_size=1).peak
     assert not (tmp_path / "cache").exists()
+
+
+def test_ranks_share_a_cache(root: Path, tmp_path: Path) -> None:
+    flags = cached(tmp_path / "cache")
+    one = losses(train_to_end(root, tmp_path / "one", *flags))
+    two = losses(train_to_end(root, tmp_path / "two", *flags, ranks=2, mode="ddp"))
+    assert two == pytest.approx(one, rel=1e-5, abs=0)
