@@ -247,10 +247,11 @@ def _yolo_paths(image_id: int) -> tuple[str, str]:
 
 def label_text(sample: Sample) -> bytes:
     """The labels of an image: a line for each mask with pixels."""
-    # A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels.
+    # A coordinate has 6 decimals, which determine the pixel in images of up to 65,500 pixels. Ultralytics
+    # drops the decimals of a pixel: with a millionth more, it does not take the pixel before.
     size = np.array([sample.annotations.width, sample.annotations.height])
     lines = []
     for (polygon,) in filter(None, coco.polygons(sample.runs, single=True)):
-        numbers = (polygon / size).reshape(-1).tolist()
+        numbers = np.minimum(polygon / size + 1e-6, 1).reshape(-1).tolist()
         lines.append("0 " + " ".join(f"{number:.6f}" for number in numbers) + "\n")
     return "".join(lines).encode()
