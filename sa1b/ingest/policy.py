@@ -84,7 +84,7 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
         )
     jpeg.check_length(frame)
     if options.decode_images:
-        jpeg.decode(data)
+        jpeg.check_decodes(data)
     if options.annotations_only:
         data, height, width = b"", 0, 0
     elif options.image_size is not None:

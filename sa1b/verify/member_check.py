@@ -200,7 +200,7 @@ class ContentCheck:
             frame = jpeg.frame(data)
             size = (frame.height, frame.width)
             if self.deep:
-                size = jpeg.decode(data).shape[:2]
+                size = jpeg.check_decodes(data)
         except BadSample as error:
             self.find("jpg_undecodable", f"{member_name(image_id, 'jpg')}: {error}", offset, image_id)
             return

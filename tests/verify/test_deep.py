@@ -1,15 +1,20 @@
 """What only some checks see: decoding (deep), annotation files kept verbatim, and processes that die."""
 
 import json
+import random
 import shutil
 import tarfile
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
+import cv2
+import numpy as np
 import pyarrow as pa
 import pytest
+import simplejpeg
 
-from sa1b.shards import manifest
+from sa1b.errors import BadSample
+from sa1b.shards import jpeg, manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
 from sa1b.shards.index import IndexReader
@@ -42,6 +47,35 @@ def test_an_undecodable_jpeg_is_found_deep(tmp_path):
     assert check(root).findings == []
     (finding,) = check(root, deep=True).findings
     assert (finding.kind, finding.image_id) == ("jpg_undecodable", 2)
+
+
+@pytest.mark.parametrize("subsampling", ["420", "444", "Gray", "progressive"])
+def test_damage_of_a_jpeg_is_found_without_its_pixels(subsampling):
+    """The check decodes at an eighth of the size. It must accept and refuse the same files as `decode`."""
+    pixels = np.random.default_rng(1).integers(0, 256, (30, 41, 3), np.uint8).repeat(2, 0).repeat(2, 1)
+    if subsampling == "progressive":
+        data = cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1].tobytes()
+    elif subsampling == "Gray":
+        data = cv2.imencode(".jpg", pixels[..., 0])[1].tobytes()
+    else:
+        data = simplejpeg.encode_jpeg(pixels, 75, "RGB", subsampling)
+    assert jpeg.check_decodes(data) == (60, 82)
+    chance = random.Random(2)
+    refused = 0
+    for _ in range(200):
+        changed = bytearray(data)
+        place = chance.randrange(20, len(data))
+        changed[place : place + chance.choice((0, 1, 1, 9))] = chance.randbytes(chance.choice((0, 1, 1, 9)))
+        results = []
+        for check_file in (lambda data: jpeg.decode(data).shape[:2], jpeg.check_decodes):
+            try:
+                jpeg.frame(bytes(changed), 10_000)
+                results.append(check_file(bytes(changed)))
+            except BadSample as error:
+                results.append(str(error))
+        assert results[0] == results[1]
+        refused += isinstance(results[0], str)
+    assert 20 < refused < 200
 
 
 def test_a_kept_annotation_file_is_compared_with_the_record(roots, tmp_path):
