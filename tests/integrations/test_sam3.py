@@ -265,6 +265,7 @@ def files(root: str, exported: str) -> tuple[int, project.Read]:
 
 
 def shards(root: str, exported: str) -> tuple[int, project.Read]:
+    modules()  # with iopath
     dataset = dataset_of(PhraseLoader(root, phrases=f"{exported}/phrases.parquet"), "", PATH)
     return len(dataset), dataset.__getitem__
 
