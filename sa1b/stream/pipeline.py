@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -45,14 +45,18 @@ class Pool:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
         self._jobs: PriorityQueue[tuple[tuple[int, int], int, Callable[[], object]]] = PriorityQueue()
         self._numbers = count()
+        self._ended = False
 
     def submit(self, job: Callable[[], object], priority: tuple[int, int]) -> None:
         """Run a job, smaller priorities first, equal ones in order; drop it after `shutdown`. Its result or
         exception is discarded.
         """
         self._jobs.put((priority, next(self._numbers), job))
-        with suppress(RuntimeError):
+        try:
             self._threads.submit(self._work)
+        except RuntimeError:  # also if no thread can be started
+            if not self._ended:
+                raise
 
     def waiting(self) -> list[tuple[int, int]]:
         """The priorities of the jobs that no thread has started."""
@@ -61,6 +65,7 @@ class Pool:
 
     def shutdown(self) -> None:
         """Drop the jobs that no thread has started, and wait some seconds for the others: one may hang."""
+        self._ended = True
         ending = threading.Thread(
             target=partial(self._threads.shutdown, wait=True, cancel_futures=True), daemon=True
         )

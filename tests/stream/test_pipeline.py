@@ -3,6 +3,8 @@
 import threading
 from functools import partial
 
+import pytest
+
 from sa1b.stream.pipeline import Pool
 
 FIRST, SECOND = (0, 0), (0, 1)
@@ -71,3 +73,19 @@ def test_shutdown_waits_for_what_is_done_and_drops_the_rest() -> None:
     pool.shutdown()
     assert done == []
     assert threading.active_count() <= before + 1  # the timer may still end
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_a_job_after_the_end_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool, done = Pool(1), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pool.submit(lambda: done.append(1), FIRST)
+    pool.shutdown()
+    pool.submit(lambda: done.append(2), FIRST)
+    assert done == []
