@@ -49,7 +49,7 @@ def pytest_addoption(parser):
         "`python -m benchmarks.readme` takes them into the documentation",
     )
     budget = parser.getgroup("time to score", "benchmarks/test_time_to_score.py: two loaders, three seeds")
-    budget.addoption("--seconds", type=float, default=600.0, help="of training of each of six runs (600)")
+    budget.addoption("--seconds", type=float, default=300.0, help="of training of each of six runs (300)")
     scale = parser.getgroup("scale", "benchmarks/test_scale.py: steps on a simulated dataset directory")
     scale.addoption("--scale", type=float, default=1.0, help="part of all of SA-1B to simulate (1.0)")
 

@@ -202,7 +202,8 @@ def _time_to_score(found: dict[str, Any]) -> Iterator[Row]:
     for score, prompt in SCORES.items():
         own, files = ([each["scores"][score] for each in last(kind)] for kind in ("shards", "files"))
         yield (
-            f"mean IoU, {prompt}, {found['seconds']:,.0f} s of training, {images('shards'):,.0f} images",
+            f"mean IoU, {prompt}, after {found['seconds']:,.0f} s of training on all cores, "
+            f"{images('shards'):,.0f} images",
             f"{fmean(own):.3f} ({min(own):.3f} to {max(own):.3f}, {len(own)} seeds)",
             f"extracted files: {fmean(files):.3f} ({min(files):.3f} to {max(files):.3f}), "
             f"{images('files'):,.0f} images",

@@ -2,7 +2,7 @@
 
 `pytest benchmarks/test_time_to_score.py -s` trains the preset tiny on synthetic images of full size with each
 loader and the seeds 0, 1 and 2, in turn, in the same time budget (`--seconds` of training for each run, by
-default 600): an hour and a quarter on two cores. The scores are mean IoU on 32 held-out images.
+default 300): forty minutes on two cores. The scores are mean IoU on 32 held-out images.
 `--record` adds them to the figures; `python -m benchmarks.curves` draws them.
 """
 

@@ -110,14 +110,16 @@ def test_blocks_are_filled_from_the_files_they_name_or_from_those_of_another_mac
     assert rewritten(filled) == filled
 
 
-def test_the_curves_of_the_documentation_are_those_of_the_results() -> None:
+@pytest.mark.parametrize("name", curves.IMAGES)
+def test_the_curves_of_the_documentation_are_those_of_the_results(name: str) -> None:
     (figures,) = (
-        found["parts"]["convergence"]["figures"]
+        found["parts"][name]["figures"]
         for path in sorted(parts.RESULTS.glob("*-parts.json"))
-        if "convergence" in (found := json.loads(path.read_text()))["parts"]
+        if name in (found := json.loads(path.read_text()))["parts"]
     )
-    drawn = curves.convergence(figures)
-    assert (curves.OUT / "convergence.svg").read_text() == drawn
+    drawn = curves.IMAGES[name](figures)
+    assert (curves.OUT / f"{name.replace(' ', '-')}.svg").read_text() == drawn
     image = ElementTree.fromstring(drawn)
     lines = [path for path in image.iter() if path.get("class", "").startswith("line")]
-    assert len(lines) == 2 * len(figures["losses"])  # and the key
+    drawn_lines = {"convergence": len(figures.get("losses", ())), "time to score": 6}[name]
+    assert len(lines) == drawn_lines + len({line.get("class") for line in lines})  # and the key
