@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import BadValue
+from sa1b.arguments import BadType, BadValue
 from sa1b.errors import UsageError
 from sa1b.shards.dataset import check_images, open_dataset
 from sa1b.shards.sample import Sample
@@ -35,6 +35,8 @@ class ViewSamples:
     """A view of a dataset directory, by default all images; arguments as of `sa1b.open`. Picklable."""
 
     def __init__(self, root: str, view: str | None = None, **options: Any) -> None:
+        if view is not None and not isinstance(view, str):
+            raise BadType(f"view={view!r}: not a name; pass the name of a view, or None")
         self.dataset = open_dataset(root, **options)
         check_images(self.dataset, "training of another project")
         self.view = open_view(self.dataset.reader, self.dataset.table, view)
@@ -90,10 +92,20 @@ class ViewSamples:
         return path
 
 
+def module_of(name: str, project: str) -> Any:
+    """A module of another project; UsageError: it cannot be imported."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"{project}: cannot be imported ({error}); install it, or add it to PYTHONPATH"
+        ) from None
+
+
 @cache
 def register() -> None:
     """Let iopath, with which other projects open files, open the images that `path` has named."""
-    files: Any = import_module("iopath.common.file_io")
+    files = module_of("iopath.common.file_io", "the package iopath")
 
     def open_image(self: Any, path: str, mode: str = "r", buffering: int = -1, **_: Any) -> BytesIO:
         try:

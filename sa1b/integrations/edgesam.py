@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import check_arguments
+from sa1b.arguments import check_arguments, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples
 from sa1b.masks.raster import painted, rasterize_read
 from sa1b.names import image_name
@@ -68,6 +68,7 @@ class SplitShards:
         box_jitter: bool = False,
         **options: Unpack[ViewOptions],
     ) -> None:
+        img_size = whole_number("img_size", img_size, 1)
         options.setdefault("view", split)
         self.samples = ViewSamples(data_root, **options)
         self.count = min(len(self.samples), num_samples if num_samples > 0 else len(self.samples))
@@ -91,7 +92,7 @@ class SplitShards:
         prompt_point [P, 1, 2] float32, in pixels of the resized image; info, the entry of the image in its
         annotation file; img_size_before_pad int64 [3]; gt_mask uint8 [P, S, S].
         """
-        sample, masks = self.samples.with_masks(idx, smallest=0)
+        sample, masks = self.samples.with_masks(range(self.count)[idx], smallest=0)
         found = sample.annotations
         if self.load_gt_mask and self.mask_nms_thresh > 0:
             masks = masks[np.argsort(-found.area[masks])]

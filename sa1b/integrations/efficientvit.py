@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sa1b.arguments import check_arguments
+from sa1b.arguments import check_arguments, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
@@ -56,9 +56,10 @@ class OnlineShards:
         **options: Unpack[ViewOptions],
     ) -> None:
         self.samples = ViewSamples(root, **options)
-        self.train, self.num_masks = train, num_masks
+        self.train, self.num_masks = train, whole_number("num_masks", num_masks, 1)
         self.transform = transform or dict
-        self.at_once = masks_at_once or num_masks
+        at_once = num_masks if masks_at_once is None else masks_at_once
+        self.at_once = whole_number("masks_at_once", at_once, 1)
         first = int(len(self.samples) * 0.99)
         self.positions = range(first) if train else range(first, len(self.samples))
 

@@ -17,8 +17,8 @@ from typing import Any, Unpack
 
 import torch
 
-from sa1b.arguments import check_arguments
-from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.arguments import check_arguments, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, module_of
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
@@ -44,7 +44,7 @@ class ShardRawDataset:
         **options: Unpack[ViewOptions],
     ) -> None:
         self.samples = ViewSamples(root, **options)
-        self.num_frames = num_frames
+        self.num_frames = whole_number("num_frames", num_frames, 1)
         self.mask_area_frac_thresh = mask_area_frac_thresh
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class ShardRawDataset:
         """The image at a position of the view as SAM 2's `VOSVideo`, and the loader of its masks."""
         sample = self.samples.sample(idx)
         path = self.samples.path(sample)
-        project = import_module("training.dataset.vos_raw_dataset")
+        project = module_of("training.dataset.vos_raw_dataset", "SAM 2's training code")
         frames = [project.VOSFrame(index, image_path=path) for index in range(self.num_frames)]
         video = project.VOSVideo(str(sample.image_id), sample.image_id, frames)
         kept = self.samples.kept(sample, largest=self.mask_area_frac_thresh)

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from sa1b.arguments import BadValue, check_arguments
+from sa1b.arguments import BadValue, check_arguments, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples, register
 from sa1b.masks import geometry
 from sa1b.shards.annotation import Annotations
@@ -72,6 +72,8 @@ class PhraseLoader:
         self.names: dict[int, str] = {one["id"]: one["name"] for one in reversed(listed)}
         if categories and not self.names:
             raise BadValue(f"categories=True: {root} has none; they come from a file in COCO's format")
+        if category_chunk_size is not None:
+            category_chunk_size = whole_number("category_chunk_size", category_chunk_size, 1)
         self.chunk = category_chunk_size or max(len(self.names), 1)
         self.chunks = -(-len(self.names) // self.chunk) or 1
         register()

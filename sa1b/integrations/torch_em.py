@@ -10,13 +10,12 @@ A pixel belongs to one instance. Of masks that overlap, the smaller one is on to
 on a large mask stay visible.
 """
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.integrations import ViewOptions, ViewSamples, module_of
 from sa1b.masks.raster import painted
 
 
@@ -59,7 +58,7 @@ def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: 
     """
     own = {name: options.pop(name) for name in ViewOptions.__annotations__ if name in options}
     samples = ViewSamples(root, **own)
-    dataset = import_module("torch_em.data").ImageCollectionDataset(
+    dataset = module_of("torch_em.data", "torch_em").ImageCollectionDataset(
         Images(samples), Labels(samples), patch_shape, **options
     )
     dataset.have_tensor_data = True  # its images are arrays already, as those of its TensorDataset

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import check_arguments
+from sa1b.arguments import BadValue, check_arguments, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples
 from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
@@ -53,7 +53,9 @@ class SamShards:
         **options: Unpack[ViewOptions],
     ) -> None:
         self.samples = ViewSamples(root, **options)
-        self.processor, self.masks, self.prompt = processor, masks, prompt
+        if prompt not in ("box", "point"):
+            raise BadValue(f"prompt={prompt!r}: no such prompt; pass 'box' or 'point'")
+        self.processor, self.masks, self.prompt = processor, whole_number("masks", masks, 1), prompt
 
     def __len__(self) -> int:
         return len(self.samples)

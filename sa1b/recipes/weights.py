@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -198,13 +198,14 @@ class EmbeddingsConfig:
     cache: str | None = None
     cache_bytes: Annotated[int | None, Range(1)] = None
 
-    def check(self, frozen: Container[str], mode: str) -> None:
+    def check(self, frozen: Collection[str], mode: str) -> None:
         """UsageError names the flag of a setting that does not fit the others."""
         _check_cache("embeddings", self)
         if self.cache is not None and "image_encoder" not in frozen:
             raise UsageError(
                 f"--embeddings.cache {self.cache}: the embeddings of a trained image encoder change in every "
-                "step; pass --optim.freeze image_encoder too"
+                f"step, and --optim.freeze is {' '.join(frozen) or 'not given'}; pass --optim.freeze "
+                "image_encoder"
             )
         if self.cache is not None and mode in ("fsdp", "pipeline"):
             raise UsageError(

@@ -102,11 +102,14 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     temporary = temporary_path(path)
     try:
         with naming_path(path):
+            temporary.touch()
+            mode = temporary.stat().st_mode  # by the umask; safetensors makes files for their owner only
             if path.suffix == ".pth":
                 torch.save(whole, temporary)
             else:
                 save_file(whole, temporary, {"format": "pt", _DIGEST: weights_digest(whole)})
                 _sort_header(temporary)
+            temporary.chmod(mode)
             flush(temporary)
             commit(temporary, path)
     except (RuntimeError, SafetensorError) as error:  # the errors if the disk is full

@@ -70,7 +70,7 @@ def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_pro
     try:
         whole = recorded(root, 10)
         assert json.loads(first_lines(process, 1)[0]) == {"forgotten": [False, False]}
-        assert json.loads(first_lines(process, 1)[0])["digest"] == whole[0]
+        assert json.loads(first_lines(process, 1)[0])["digests"] == whole[:2]
         os.killpg(process.pid, signal.SIGUSR1)
         os.killpg(process.pid, signal.SIGTERM)
         out, errors = process.communicate(timeout=300)
@@ -78,7 +78,7 @@ def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_pro
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, TRACKER.sub("", errors.decode())) == (0, "")
-    assert json.loads(out) == {"rest": whole[1:], "alive": [True, True]}
+    assert json.loads(out) == {"rest": whole[2:], "alive": [True, True]}
     wait_for_end(process.pid, 300)
 
 

@@ -44,7 +44,11 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_any_files_of_the_cache(root: Pat
 @pytest.mark.parametrize(
     ("flags", "more", "message"),
     [
-        ((), {}, "--embeddings.cache near: .* pass --optim.freeze image_encoder too"),
+        (
+            (),
+            {},
+            "--embeddings.cache near: .* --optim.freeze is not given; pass --optim.freeze image_encoder",
+        ),
         (FREEZE, {"ranks": 2, "mode": "fsdp"}, "--embeddings.cache near: .* pass --parallel.mode ddp"),
     ],
 )

@@ -146,7 +146,8 @@ class Query:
                 progress.update(100 - progress.n)
         finally:
             worker.end()
-            self.connection.interrupt()
+            with suppress(duckdb.ConnectionException):  # closed already after a second Ctrl-C
+                self.connection.interrupt()
             worker.join()
 
     def translated(self, error: Exception) -> Exception:
