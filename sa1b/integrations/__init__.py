@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
 from typing import Any, TypedDict
@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from sa1b.arguments import BadType, BadValue
+from sa1b.arguments import BadType, BadValue, check_arguments
 from sa1b.errors import UsageError
 from sa1b.shards.dataset import check_images, open_dataset
 from sa1b.shards.sample import Sample
@@ -29,6 +29,9 @@ class ViewOptions(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
     cache: str | None
     cache_bytes: int | None
+
+
+takes_view = partial(check_arguments, options=ViewOptions)  # decorates functions with **options
 
 
 class ViewSamples:

@@ -13,7 +13,6 @@ that are returned are rasterised, directly at the size of training.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from math import inf
 from typing import Any, Unpack
 
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import check_arguments, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.arguments import whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, takes_view
 from sa1b.masks.raster import painted, rasterize_read
 from sa1b.names import image_name
 from sa1b.shards.annotation_columns import BBOX_IS_INT
@@ -50,7 +49,7 @@ class SplitShards:
             `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @partial(check_arguments, options=ViewOptions)
+    @takes_view
     def __init__(
         self,
         data_root: str,

@@ -14,15 +14,14 @@ those of `OnlineDataset` on the exported files, bit for bit.
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sa1b.arguments import check_arguments, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.arguments import whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, takes_view
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
@@ -44,7 +43,7 @@ class OnlineShards:
             `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @partial(check_arguments, options=ViewOptions)
+    @takes_view
     def __init__(
         self,
         root: str,

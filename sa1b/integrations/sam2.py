@@ -11,14 +11,14 @@ The images are the stored JPEG files, opened by SAM 2's code through iopath. Mas
 used, from runs. Both equal those of `SA1BRawDataset` on the exported files, bit for bit.
 """
 
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any, Unpack
 
 import torch
 
-from sa1b.arguments import check_arguments, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, module_of
+from sa1b.arguments import whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, module_of, takes_view
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
@@ -34,7 +34,7 @@ class ShardRawDataset:
             `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @partial(check_arguments, options=ViewOptions)
+    @takes_view
     def __init__(
         self,
         root: str,

@@ -17,14 +17,13 @@ Nothing of the dataset is in memory but the image that is read.
 """
 
 import json
-from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from sa1b.arguments import BadValue, check_arguments, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, register
+from sa1b.arguments import BadValue, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, register, takes_view
 from sa1b.masks import geometry
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.manifest import READING
@@ -49,7 +48,7 @@ class PhraseLoader:
             `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @partial(check_arguments, options=ViewOptions)
+    @takes_view
     def __init__(
         self,
         root: str,

@@ -13,7 +13,6 @@ those that it makes of `segmentation_maps`, bit for bit, but without decoding ma
 For SAM 2, pass a `Sam2Processor` and a `Sam2Model`.
 """
 
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import BadValue, check_arguments, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples
+from sa1b.arguments import BadValue, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, takes_view
 from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
@@ -42,7 +41,7 @@ class SamShards:
             `cache` and `cache_bytes` of `sa1b.open`.
     """
 
-    @partial(check_arguments, options=ViewOptions)
+    @takes_view
     def __init__(
         self,
         root: str,
