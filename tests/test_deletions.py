@@ -120,7 +120,7 @@ REASONS = {
     "storage/store.py remove_folder": STORE,
     "storage/store.py remove_if": STORE,
     "storage/store.py replace_if": STORE,
-    "stream/batch.py _reduce": "files in /dev/shm with torch's name of this process",
+    "stream/worker_memory.py _remove_segments": "files in /dev/shm with torch's name of this process",
     "stream/columns.py _local": CACHE,
     "stream/columns.py _open_file": CACHE,
     "stream/columns.py _remove": TEMPORARY,

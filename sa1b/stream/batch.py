@@ -1,19 +1,8 @@
-"""A micro-batch as tensors: images as uint8, masks as ragged runs, and the forms that other models take.
+"""A micro-batch as tensors: images as uint8, masks as ragged runs, and the forms that other models take."""
 
-torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
-memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
-prints a traceback in the worker and drops the batch, and the training process waits for it forever. It
-fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n` is low or if /dev/shm is
-full. With `send_errors` the error replaces the batch and is raised in the training process.
-"""
-
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,12 +12,11 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from sa1b.arguments import BadValue
-from sa1b.errors import Sa1bError, UsageError
+from sa1b.errors import UsageError
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors, padded_index
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.text import Texts
-from sa1b.stream.worker_memory import SMALL, sent
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
@@ -334,56 +322,6 @@ def _noted(name: str, tensor: Tensor, sizes: list[int]) -> Tensor:
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """Bytes of the buffer as a tensor of the same type and shape as another."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-class TransportError(Sa1bError):
-    """A worker process cannot send its batches; the message says why and what to change."""
-
-
-def send_errors() -> None:
-    """In a worker process: if a batch cannot be sent, send the error instead."""
-    ForkingPickler.register(Batch, _reduce)
-
-
-def _reduce(batch: Batch) -> tuple[Any, ...]:
-    try:
-        # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
-        columns = {one.name: getattr(batch, one.name) for one in fields(batch)}
-        pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
-        return _batch, (bytes(pickler.dumps(columns)),)
-    except Exception as error:
-        for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
-            path.unlink(missing_ok=True)  # torch leaves the file whose size it could not set
-        message = (
-            f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}. Tensors go "
-            f"through /dev/shm and a socket below {tempfile.gettempdir()}: set TMPDIR to a shorter path, "
-            "raise `ulimit -n`, or enlarge /dev/shm (docker run --shm-size)"
-        )
-        return _fail, (message,)
-
-
-class _Pickler(ForkingPickler):
-    """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= SMALL and value.is_contiguous():
-            row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
-        shared = sent(value) if isinstance(value, Tensor) else None
-        return NotImplemented if shared is None else shared
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return found.as_strided(shape, stride)
-
-
-def _batch(columns: bytes) -> Batch:
-    return Batch(**ForkingPickler.loads(columns))
-
-
-def _fail(message: str) -> NoReturn:
-    raise TransportError(message)
 
 
 def _collate_batches(batches: object, **options: object) -> NoReturn:

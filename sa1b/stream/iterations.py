@@ -33,9 +33,9 @@ from torch.utils.data import get_worker_info
 
 from sa1b.errors import UsageError
 from sa1b.limit import ForkLock
-from sa1b.stream.batch import Batch, send_errors
+from sa1b.stream.batch import Batch
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
-from sa1b.stream.worker_memory import share_images
+from sa1b.stream.worker_memory import send_errors, share_images
 
 _MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process

@@ -1,4 +1,10 @@
-"""Memory for the images of a DataLoader's worker process, shared with the process that receives its batches.
+"""How the batches of a DataLoader's worker process reach the training process.
+
+torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
+memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
+prints a traceback in the worker and drops the batch, and the training process waits for it forever. It
+fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n` is low or if /dev/shm is
+full. With `send_errors` the error replaces the batch and is raised in the training process.
 
 New shared memory takes longer than the copy into it, because the system clears every page at its first use: 3
 ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses. A slot is free
@@ -6,18 +12,28 @@ again once no tensor of the worker refers to it, nor any that was sent from it.
 """
 
 import os
+import tempfile
+import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import fields
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy
 
+from sa1b.errors import Sa1bError
+from sa1b.stream.batch import Batch
 from sa1b.stream.ragged import fresh
 
-SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
+_SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
 _SLOTS = 8  # of a worker; then batches have new memory
 _HEAD = 64  # bytes before the pixels: for each tensor that was sent from the slot, 1 once it is released
 _workers: dict[int, "_WorkerMemory"] = {}  # by process id, because a fork inherits it
@@ -76,7 +92,7 @@ def share_images() -> None:
 def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Memory for the pixels of a batch, uint8, not initialised; in a worker process shared if it can be."""
     memory, size = _workers.get(os.getpid()), int(np.prod(shape))
-    found = memory.take(size) if memory is not None and device.type == "cpu" and size > SMALL else None
+    found = memory.take(size) if memory is not None and device.type == "cpu" and size > _SMALL else None
     return fresh(shape, device) if found is None else found.view(shape)
 
 
@@ -103,3 +119,65 @@ def _received(
 def _release(array: npt.NDArray[np.uint8], number: int, receiver: int) -> None:
     if os.getpid() == receiver:  # a process that it has forked has a copy of the tensor
         array[number] = 1
+
+
+class TransportError(Sa1bError):
+    """A worker process cannot send its batches; the message says why and what to change."""
+
+
+def send_errors() -> None:
+    """In a worker process: if a batch cannot be sent, send the error instead."""
+    ForkingPickler.register(Batch, _reduce)
+    Finalize(None, _remove_segments, exitpriority=0)
+
+
+_sending = threading.RLock()  # held while a background thread of multiprocessing makes segments
+
+
+def _remove_segments() -> None:
+    """At the end of a worker process: remove what torch leaves where it cannot set the size of a segment."""
+    _sending.acquire()  # not released: from now on no segment is made
+    strategy: Callable[[], str] = get_sharing_strategy
+    if strategy() == "file_descriptor":  # a segment that could be made has no name any more
+        for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
+            path.unlink(missing_ok=True)
+
+
+def _reduce(batch: Batch) -> tuple[Any, ...]:
+    try:
+        # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
+        columns = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
+        with _sending:
+            return _batch, (bytes(pickler.dumps(columns)),)
+    except Exception as error:
+        message = (
+            f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}. Tensors go "
+            f"through /dev/shm and a socket below {tempfile.gettempdir()}: set TMPDIR to a shorter path, "
+            "raise `ulimit -n`, or enlarge /dev/shm (docker run --shm-size)"
+        )
+        return _fail, (message,)
+
+
+class _Pickler(ForkingPickler):
+    """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= _SMALL and value.is_contiguous():
+            row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
+        shared = sent(value) if isinstance(value, Tensor) else None
+        return NotImplemented if shared is None else shared
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return found.as_strided(shape, stride)
+
+
+def _batch(columns: bytes) -> Batch:
+    return Batch(**ForkingPickler.loads(columns))
+
+
+def _fail(message: str) -> NoReturn:
+    raise TransportError(message)
