@@ -24,8 +24,7 @@ from sa1b.recipes.weights import (
     teacher_digest,
 )
 from sa1b.sam.distillation import Distillation
-from sa1b.sam.embedding_cache import CachedInteractive
-from sa1b.sam.interactive import Interactive
+from sa1b.sam.interactive import CachedInteractive, Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -92,7 +91,7 @@ class SamConfig(Config):
     def check(self) -> None:
         Config.check(self)
         _check_targets(self)
-        self.embeddings.check(self.optim.freeze, self.parallel.mode)
+        self.embeddings.check(self.optim.freeze, self.parallel.mode, self.model)
         if self.model.lora_rank and self.init is None and not (self.dry_run or self.evaluate_only):
             raise UsageError(
                 f"--model.lora-rank {self.model.lora_rank}: changes weights that are trained already; pass "
@@ -144,7 +143,7 @@ class DistillConfig(Config):
 
     def check(self) -> None:
         Config.check(self)
-        self.distill.check()
+        self.distill.check(self.model)
         _refuse_low_rank(self)
 
 

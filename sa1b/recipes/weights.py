@@ -23,7 +23,7 @@ from sa1b.engine.data_config import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam.embedding_cache import EmbeddingCache
+from sa1b.sam.embedding_cache import EmbeddingCache, least_limit
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -152,13 +152,13 @@ class TeacherConfig:
     cache_bytes: Annotated[int | None, Range(1)] = None
     digest: Annotated[str, tyro.conf.Suppress] = ""
 
-    def check(self) -> None:
+    def check(self, model: ModelConfig) -> None:
         """UsageError names the flag of a setting that does not fit the others."""
         if not self.teacher:
             raise UsageError(
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
             )
-        _check_cache("distill", self)
+        _check_cache("distill", self, model)
 
     def open_cache(self) -> EmbeddingCache | None:
         """The cache of the teacher's embeddings; None if there is none, or no digest of the teacher."""
@@ -198,9 +198,8 @@ class EmbeddingsConfig:
     cache: str | None = None
     cache_bytes: Annotated[int | None, Range(1)] = None
 
-    def check(self, frozen: Collection[str], mode: str) -> None:
+    def check(self, frozen: Collection[str], mode: str, model: ModelConfig) -> None:
         """UsageError names the flag of a setting that does not fit the others."""
-        _check_cache("embeddings", self)
         if self.cache is not None and "image_encoder" not in frozen:
             raise UsageError(
                 f"--embeddings.cache {self.cache}: the embeddings of a trained image encoder change in every "
@@ -212,14 +211,27 @@ class EmbeddingsConfig:
                 f"--embeddings.cache {self.cache}: needs the whole image encoder on each rank, not "
                 f"--parallel.mode {mode}; pass --parallel.mode ddp"
             )
+        _check_cache("embeddings", self, model)
 
 
-def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
+def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig, model: ModelConfig) -> None:
     flag = f"--{part}.cache"
     check_cache_flags(flag, config.cache, config.cache_bytes)
     check_fields(config, part)
     if protocol_of(config.cache or ""):
         raise UsageError(f"{flag} {config.cache}: must be a folder on a local disk, not a URL")
+    if config.cache is None or config.cache_bytes is None:
+        return
+    folder = Path(config.cache).expanduser()
+    there = next((one for one in (folder, *folder.parents) if os.path.lexists(one)), folder)
+    if not there.is_dir():
+        raise UsageError(f"{flag} {config.cache}: {there} is not a folder; pass another folder")
+    ranks = _ranks_here()
+    if config.cache_bytes < (least := ranks * least_limit(model.channels, model.side)):
+        raise UsageError(
+            f"{flag}-bytes {config.cache_bytes}: is less than one embedding takes"
+            f"{f' on each of {ranks} ranks' if ranks > 1 else ''}; pass at least {least}"
+        )
 
 
 def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> EmbeddingCache:
@@ -244,7 +256,12 @@ def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> Embeddin
         sys.stderr.write(
             f"{flag} {folder}: {found:,} embeddings; up to {left:,} more bytes will be written\n"
         )
-    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
+    return EmbeddingCache(folder, left // _ranks_here(), flag)
+
+
+def _ranks_here() -> int:
+    """Ranks on this machine, which share the limit of a cache."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:

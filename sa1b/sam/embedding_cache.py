@@ -1,4 +1,4 @@
-"""Embeddings of images on a local disk, and the training of a mask decoder that reads them.
+"""Embeddings of images on a local disk, which several epochs and runs read.
 
 An image encoder that is not trained, that of a teacher or one that --optim.freeze names, gives an image the
 same embedding in each epoch. For a subset of SA-1B or a dataset of one's own, the embeddings fit on a disk.
@@ -15,19 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
-from sa1b.sam.interactive import Interactive
-from sa1b.sam.model import Sam
-from sa1b.sam.published import weights_digest
-from sa1b.sam.recipe import Recipe, encoder_flops
-from sa1b.sam.targets import Targets
 
 _ENDING = ".safetensors"
 _NAME = "embedding"
 _CRC = "crc32c"
+_HEADER = 256  # bytes of a file beside its embedding, at most
 
 
 class EmbeddingCache:
@@ -97,6 +92,11 @@ class EmbeddingCache:
             )
 
 
+def least_limit(channels: int, side: int) -> int:
+    """Bytes that are enough for the file of one embedding [channels, side, side]."""
+    return 2 * channels * side**2 + _HEADER
+
+
 def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
     """A hash of the pixels and the size of each image, int64 [B], from random words int64 [3, S, S]."""
     # The sum of all pixel values, each times a random word, modulo 2**64: the sums of two different images
@@ -135,34 +135,3 @@ def _read(path: Path) -> Tensor | None:
 
 def _crc(values: Tensor) -> int:
     return int(google_crc32c.value(values.numpy().tobytes()))
-
-
-class CachedInteractive(Interactive):
-    """Interactive training with a frozen image encoder, whose embeddings are cached.
-
-    `open_cache` makes the cache from a digest of the encoder's weights, at the first training step.
-    Evaluations compute embeddings.
-    """
-
-    def __init__(self, model: Sam, recipe: Recipe, open_cache: Callable[[str], EmbeddingCache]) -> None:
-        super().__init__(model, recipe)
-        self._open_cache = open_cache
-        self._cache: EmbeddingCache | None = None
-
-    def flops(self, images: float, masks: float) -> float:
-        """Without the image encoder, which later epochs do not run."""
-        return super().flops(images, masks) - images * encoder_flops(self.model.config)
-
-    def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        if len(images) == 0 or isinstance(images, FakeTensor):  # of a plan, which reads no file
-            return super()._train(images, targets, image_keys)
-        if self._cache is None:
-            self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])
-        embeddings = self._cache.embeddings(images, targets.sizes, self._computed)
-        pixels = self.model.pixels(images, targets.sizes)
-        return self._iterate(self.model.with_features(pixels, embeddings), images.shape[-1], targets)
-
-    @torch.no_grad()
-    def _computed(self, images: Tensor, sizes: Tensor) -> Tensor:
-        embeddings: Tensor = self.model.image_encoder(self.model.pixels(images, sizes))
-        return embeddings

@@ -8,23 +8,27 @@ The image encoder runs once, the mask decoder once per iteration. All shapes dep
 micro-batch, so that ranks exchange no numbers and the host does not wait for the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
 
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
 from sa1b.sam.clicks import kept_branches
+from sa1b.sam.early_gradients import EarlyGradients, with_gradients
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, first_prompts, pick, scene_of
 from sa1b.sam.model import Sam
-from sa1b.sam.recipe import Recipe, is_frozen, step_flops
+from sa1b.sam.published import weights_digest
+from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
 from sa1b.sam.targets import Samples, Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
@@ -239,7 +243,7 @@ class Interactive(nn.Module):
         image_size: int,
         targets: Targets,
         compiled: bool,
-        early: "EarlyGradients | None",
+        early: EarlyGradients | None,
     ) -> dict[str, Tensor]:
         """The sums of `forward`, from embeddings; `early` gets the loss of each iteration."""
         recipe, keys = self.recipe, targets.keys
@@ -322,6 +326,37 @@ class Interactive(nn.Module):
         }
 
 
+class CachedInteractive(Interactive):
+    """Interactive training with a frozen image encoder, whose embeddings are cached.
+
+    `open_cache` makes the cache from a digest of the encoder's weights, at the first training step.
+    Evaluations compute embeddings.
+    """
+
+    def __init__(self, model: Sam, recipe: Recipe, open_cache: Callable[[str], EmbeddingCache]) -> None:
+        super().__init__(model, recipe)
+        self._open_cache = open_cache
+        self._cache: EmbeddingCache | None = None
+
+    def flops(self, images: float, masks: float) -> float:
+        """Without the image encoder, which later epochs do not run."""
+        return super().flops(images, masks) - images * encoder_flops(self.model.config)
+
+    def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
+        if len(images) == 0 or isinstance(images, FakeTensor):  # of a plan, which reads no file
+            return super()._train(images, targets, image_keys)
+        if self._cache is None:
+            self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])
+        embeddings = self._cache.embeddings(images, targets.sizes, self._computed)
+        pixels = self.model.pixels(images, targets.sizes)
+        return self._iterate(self.model.with_features(pixels, embeddings), images.shape[-1], targets)
+
+    @torch.no_grad()
+    def _computed(self, images: Tensor, sizes: Tensor) -> Tensor:
+        embeddings: Tensor = self.model.image_encoder(self.model.pixels(images, sizes))
+        return embeddings
+
+
 def _check_sizes(images: Tensor, targets: Targets) -> None:
     size, image_size = targets.masks.shape[-1], images.shape[-1]
     if size < image_size // 4:
@@ -341,59 +376,3 @@ class _Calls(nn.Module):
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
         self.model, self.forward = model, function
-
-
-class EarlyGradients:
-    """The gradients of losses with respect to `sources`, computed loss by loss.
-
-    No gradient flows between the iterations of interactive training. So only the activations of one iteration
-    are in memory, as with activation checkpointing, but nothing is computed twice.
-
-    The losses are added without a loss scale, so this is not for number formats that underflow (float16).
-    """
-
-    def __init__(self, sources: Sequence[Tensor]) -> None:
-        self._sources = sources
-        self._places = [place for place, source in enumerate(sources) if source.requires_grad]
-        self._found: list[Tensor] = []
-
-    @property
-    def sums(self) -> list[Tensor | None]:
-        """The gradient of each source so far; None: it is not trained or not used."""
-        found: dict[int, Tensor] = dict(zip(self._places, self._found, strict=True))
-        return [found.get(place) for place in range(len(self._sources))]
-
-    def add(self, loss: Tensor) -> Tensor:
-        """Compute and add the gradients of a scalar, free its graph, and return it without gradient."""
-        with torch.autocast(loss.device.type, enabled=False):
-            results = torch.autograd.grad(
-                loss, [self._sources[place] for place in self._places], allow_unused=True
-            )
-        gradients = [x for x in results if x is not None]
-        if self._found:
-            gradients = list(torch._foreach_add(self._found, gradients))
-        else:
-            self._places = [place for place, x in zip(self._places, results, strict=True) if x is not None]
-        self._found = gradients
-        return loss.detach()
-
-
-def with_gradients(loss: Tensor, gradients: Sequence[Tensor | None], sources: Sequence[Tensor]) -> Tensor:
-    """The loss; its backward pass gives the sources these gradients times the incoming one."""
-    pairs = [(x, source) for x, source in zip(gradients, sources, strict=True) if x is not None]
-    total: Tensor = _total(loss, [x for x, _ in pairs], *(source for _, source in pairs))
-    return total
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *sources: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *torch._foreach_mul(ctx.gradients, incoming)
-
-
-_total: Any = _Total.apply

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sa1b.sam.mask_decoder import DenseEmbedding
 from sa1b.sam.model import ModelConfig
+from tests.sam.random_weights import randomise
 
 STAND_INS = ("torchvision", "torchvision.ops", "torchvision.ops.boxes", "torchvision.transforms")
 
@@ -80,12 +81,7 @@ def build(config: ModelConfig, seed: int = 0) -> nn.Module:
             iou_head_hidden_dim=config.channels,
         ),
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "rel_pos" in name or "pos_embed" in name:
-                parameter.normal_(std=0.5)  # their initial value is zero
-            elif parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))  # biases and norms
+    randomise(model)
     return model.eval()
 
 

@@ -22,6 +22,7 @@ from sa1b.sam.other_forms import (
     write_onnx,
     write_transformers,
 )
+from tests.sam.random_weights import randomise
 
 SMALL = ModelConfig(image_size=64, width=16, depth=2, heads=2, global_blocks=(1,), window=2, channels=32)
 PIXELS = ModelConfig(
@@ -33,12 +34,7 @@ def random_model(config: ModelConfig) -> Sam:
     """A model whose masks are neither empty nor everything."""
     torch.manual_seed(3)
     model = Sam(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "rel_pos" in name or "pos_embed" in name:
-                parameter.normal_(std=0.5)
-            elif parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+    randomise(model)
     return model.eval()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from sa1b.sam.mask_decoder import ALL, AMBIGUOUS, SINGLE
 from sa1b.sam.model import ModelConfig, Sam
 from tests.sam import huggingface, published
+from tests.sam.random_weights import randomise
 
 # A grid of 6 x 6 tokens in windows of 4: padded windows, a windowed block before and after a global one.
 SMALL = ModelConfig(image_size=96, width=48, depth=3, heads=2, global_blocks=(1,), window=4, channels=64)
@@ -21,12 +22,7 @@ def weights() -> dict[str, Tensor]:
     """Random weights, none equal to zero or one."""
     torch.manual_seed(0)
     model = Sam(SMALL)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "rel_pos" in name or "pos_embed" in name:
-                parameter.normal_(std=0.5)
-            elif parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    randomise(model)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
