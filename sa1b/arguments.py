@@ -134,17 +134,19 @@ def check_arguments(
     return checked
 
 
-def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:
-    """The value as an int; ValueError if it is not an integer, or out of range."""
-    whole = (
-        f"a whole number from {least} to {most}" if most is not None else f"a whole number, at least {least}"
-    )
+def whole_number(name: str, value: object, least: int | None = 0, most: int | None = None) -> int:
+    """The value as an int; ValueError if it is not an integer, or out of range. `least` None: any integer."""
+    whole = "a whole number" if least is None else f"a whole number, at least {least}"
+    if most is not None:
+        whole = f"a whole number from {least} to {most}"
     try:
         if isinstance(value, bool):
             raise TypeError
         found = index(cast(SupportsIndex, value))
     except TypeError:
         raise _wrong(name, value, whole) from None
+    if least is None:
+        return found
     if most is not None and not least <= found <= most:
         raise _wrong(name, found, whole)
     if found < least:
@@ -157,6 +159,8 @@ def number(
 ) -> float:
     """The value as a float from `least` to `most`, and above `above`; ValueError for others and NaN."""
     what = f"a number above {above:g}" if above >= least else f"a number, at least {least:g}"
+    if least == above == -inf:
+        what = "a number"
     if most < float("inf"):
         what = (
             f"a number above {above:g}, up to {most:g}" if above >= least else f"from {least:g} to {most:g}"
@@ -166,6 +170,20 @@ def number(
     found = float(value)
     if not (least <= found <= most and found > above):
         raise _wrong(name, value, what)
+    return found
+
+
+def numbers(name: str, value: object, count: int, *, above: float = -inf) -> list[float]:
+    """The value as `count` finite floats above `above`; ValueError for others."""
+    try:
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            raise ValueError
+        found = [number(name, one, -inf, above=above) for one in value]
+        if len(found) != count or inf in map(abs, found):
+            raise ValueError
+    except ValueError:
+        limit = "" if above == -inf else f", each above {above:g}"
+        raise _wrong(name, value, f"{count} finite numbers{limit}") from None
     return found
 
 

@@ -1,11 +1,12 @@
 """Datasets for the training code of other projects, fed from shards."""
 
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
-from typing import Any, TypedDict
+from typing import Any, SupportsIndex, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,18 @@ class ViewOptions(TypedDict, total=False):
 takes_view = partial(check_arguments, options=ViewOptions)  # decorates functions with **options
 
 
+def position_of(index: object, count: int) -> int:
+    """The position of an index, as that of a list; IndexError: out of range; BadType: no integer."""
+    try:
+        if isinstance(index, bool):
+            raise TypeError
+        return range(count)[operator.index(cast(SupportsIndex, index))]
+    except TypeError:
+        raise BadType(f"index {index!r}: must be an integer, not {type(index).__name__}") from None
+    except IndexError:
+        raise IndexError(f"index {index!r}: out of range; there are {count}") from None
+
+
 class ViewSamples:
     """A view of a dataset directory, by default all images; arguments as of `sa1b.open`. Picklable."""
 
@@ -55,7 +68,8 @@ class ViewSamples:
         return ids if self.view.rows is None else ids[self.view.rows]
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position of the view; the last one is kept."""
+        """The sample at a position of the view, as of a list; the last one is kept."""
+        position = position_of(position, len(self))
         last, sample = self._last
         if sample is None or last != position:
             rows = self.view.rows

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, takes_view
+from sa1b.arguments import BadType, BadValue, number, numbers, of_type, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, position_of, takes_view
 from sa1b.masks.raster import painted, rasterize_read
 from sa1b.names import image_name
 from sa1b.shards.annotation_columns import BBOX_IS_INT
@@ -67,17 +67,22 @@ class SplitShards:
         box_jitter: bool = False,
         **options: Unpack[ViewOptions],
     ) -> None:
-        img_size = whole_number("img_size", img_size, 1)
+        if "view" not in options and not isinstance(split, str):
+            raise BadType(f"split={split!r}: not a name; pass the name of a view")
+        self.img_size = whole_number("img_size", img_size, 1)
+        self.sort_by_area = of_type("sort_by_area", sort_by_area, bool)
+        self.box_jitter = of_type("box_jitter", box_jitter, bool)
+        self.pixel_mean = torch.tensor(numbers("pixel_mean", pixel_mean, 3)).view(-1, 1, 1)
+        self.pixel_std = torch.tensor(numbers("pixel_std", pixel_std, 3, above=0)).view(-1, 1, 1)
+        self.areas = _areas(filter_by_area)
+        self.load_gt_mask = of_type("load_gt_mask", load_gt_mask, bool)
+        self.mask_nms_thresh = number("mask_nms_thresh", mask_nms_thresh, -inf)
+        self.max_allowed_prompts = whole_number("max_allowed_prompts", max_allowed_prompts, None)
+        self.fix_seed = of_type("fix_seed", fix_seed, bool)
+        num_samples = whole_number("num_samples", num_samples, None)
         options.setdefault("view", split)
         self.samples = ViewSamples(data_root, **options)
         self.count = min(len(self.samples), num_samples if num_samples > 0 else len(self.samples))
-        self.img_size, self.sort_by_area, self.box_jitter = img_size, sort_by_area, box_jitter
-        self.pixel_mean = torch.tensor(pixel_mean).view(-1, 1, 1)
-        self.pixel_std = torch.tensor(pixel_std).view(-1, 1, 1)
-        least, most = filter_by_area or (None, None)
-        self.areas = -inf if least is None else least, inf if most is None else most
-        self.load_gt_mask, self.mask_nms_thresh = load_gt_mask, mask_nms_thresh
-        self.max_allowed_prompts, self.fix_seed = max_allowed_prompts, fix_seed
 
     def __len__(self) -> int:
         return self.count
@@ -91,7 +96,8 @@ class SplitShards:
         prompt_point [P, 1, 2] float32, in pixels of the resized image; info, the entry of the image in its
         annotation file; img_size_before_pad int64 [3]; gt_mask uint8 [P, S, S].
         """
-        sample, masks = self.samples.with_masks(range(self.count)[idx], smallest=0)
+        position = position_of(idx, self.count)
+        sample, masks = self.samples.with_masks(position, smallest=0)
         found = sample.annotations
         if self.load_gt_mask and self.mask_nms_thresh > 0:
             masks = masks[np.argsort(-found.area[masks])]
@@ -117,7 +123,7 @@ class SplitShards:
         chosen = torch.nonzero(inside if inside.any() else inside | True)[:, 0]
         if len(chosen) > self.max_allowed_prompts > 0:
             if self.fix_seed:
-                torch.manual_seed(idx)
+                torch.manual_seed(position)
             chosen = chosen[torch.randint(0, len(chosen), (self.max_allowed_prompts,))]
         boxes, masks = boxes[chosen], masks[chosen.numpy()]
         annotation = {
@@ -136,6 +142,17 @@ class SplitShards:
 
     def _padded(self, pixels: Tensor) -> Tensor:
         return F.pad(pixels, (0, self.img_size - pixels.shape[-1], 0, self.img_size - pixels.shape[-2]))
+
+
+def _areas(given: Sequence[float | None] | None) -> tuple[float, float]:
+    if given is None:
+        return -inf, inf
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 2:
+        raise BadValue(f"filter_by_area={given!r}: must be the least and the largest area, or None")
+    least, most = (None if one is None else number("filter_by_area", one) for one in given)
+    if least is not None and most is not None and least > most:
+        raise BadValue(f"filter_by_area={given!r}: the first area must be the smaller one; exchange them")
+    return -inf if least is None else least, inf if most is None else most
 
 
 def _jittered(boxes: Tensor, width: int, height: int) -> Tensor:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sa1b.arguments import whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, takes_view
+from sa1b.arguments import BadType, of_type, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, position_of, takes_view
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
@@ -54,8 +54,11 @@ class OnlineShards:
         masks_at_once: int | None = None,
         **options: Unpack[ViewOptions],
     ) -> None:
+        if transform is not None and not callable(transform):
+            raise BadType(f"transform={transform!r}: not a function; pass one that takes a sample, or None")
         self.samples = ViewSamples(root, **options)
-        self.train, self.num_masks = train, whole_number("num_masks", num_masks, 1)
+        self.train = of_type("train", train, bool)
+        self.num_masks = whole_number("num_masks", num_masks, 1)
         self.transform = transform or dict
         at_once = num_masks if masks_at_once is None else masks_at_once
         self.at_once = whole_number("masks_at_once", at_once, 1)
@@ -69,7 +72,7 @@ class OnlineShards:
         """image float32 [3, H, W], masks float32 [K, H, W] of 0 and 1, points [K, 2] and bboxs [K, 4] (x, y,
         width, height) in pixels of the source image, shape int64 [2], its height and width; transformed.
         """
-        sample, kept = self.samples.with_masks(self.positions[index], smallest=0)
+        sample, kept = self.samples.with_masks(self.positions[position_of(index, len(self))], smallest=0)
         chosen = kept[self._chosen(len(kept))]
         image = torch.from_numpy(sample.image).float().permute(2, 0, 1)
         state, parts = random.getstate(), []

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import torch
 
-from sa1b.arguments import whole_number
+from sa1b.arguments import number, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples, module_of, takes_view
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
@@ -45,7 +45,7 @@ class ShardRawDataset:
     ) -> None:
         self.samples = ViewSamples(root, **options)
         self.num_frames = whole_number("num_frames", num_frames, 1)
-        self.mask_area_frac_thresh = mask_area_frac_thresh
+        self.mask_area_frac_thresh = number("mask_area_frac_thresh", mask_area_frac_thresh)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -71,8 +71,8 @@ class Segments:
         """The masks by number, uint8 [height, width] each, as an object of SAM 2's `LazySegments`."""
         segments = _lazy_segments()()
         segments.sample = self.sample
-        for number, mask in enumerate(self.kept):
-            segments[number] = mask
+        for index, mask in enumerate(self.kept):
+            segments[index] = mask
         return segments
 
 

@@ -22,8 +22,8 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
-from sa1b.arguments import BadValue, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, register, takes_view
+from sa1b.arguments import BadValue, of_type, whole_number
+from sa1b.integrations import ViewOptions, ViewSamples, position_of, register, takes_view
 from sa1b.masks import geometry
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.manifest import READING
@@ -60,12 +60,17 @@ class PhraseLoader:
         category_chunk_size: int | None = None,
         **options: Unpack[ViewOptions],
     ) -> None:
-        self.samples, self.include_negatives = ViewSamples(root, **options), include_negatives
+        self.samples = ViewSamples(root, **options)
+        self.include_negatives = of_type("include_negatives", include_negatives, bool)
         self.column: Column | None = None
         if phrases is not None:
-            self.column = open_columns({column: phrases}, key="mask_id")[column]
+            if not isinstance(column, str) or column in ("", "mask_id"):
+                raise BadValue(f"column={column!r}: not the name of a column of strings")
+            given, stored = {column: phrases}, options.get("storage_options")
+            self.column = open_columns(given, stored, key="mask_id", argument="phrases")[column]
             if str(self.column.kind) not in ("string", "large_string"):
                 raise BadValue(f"column={column!r}: holds {self.column.kind}; name a column of strings")
+        of_type("categories", categories, bool)
         reading = self.samples.dataset.manifest.get(READING, {}).values() if categories else ()
         listed = [one for source in reading for one in source.get("categories", ())]
         self.names: dict[int, str] = {one["id"]: one["name"] for one in reversed(listed)}
@@ -87,7 +92,7 @@ class PhraseLoader:
 
     def loadImagesFromDatapoint(self, idx: int) -> list[dict[str, Any]]:
         """The entry of the image, whose `file_name` iopath opens in this process."""
-        sample = self.samples.sample(idx // self.chunks)
+        sample = self.samples.sample(self._located(idx)[0])
         ids = dict.fromkeys(("original_img_id", "coco_img_id"), sample.image_id)
         return [{"id": 0, "file_name": self.samples.path(sample), **ids}]
 
@@ -97,7 +102,7 @@ class PhraseLoader:
         """The queries of the image, and the masks of each in turn: bbox, float32 [4], x, y, width and height
         as parts of the image, area, that of the box, and segmentation, COCO's object of run lengths.
         """
-        position, chunk = divmod(idx, self.chunks)
+        position, chunk = self._located(idx)
         found = self.samples.sample(position).annotations
         masks = self.samples.kept(self.samples.sample(position))
         queries: list[dict[str, Any]] = []
@@ -118,6 +123,10 @@ class PhraseLoader:
              "object_id": number, "is_crowd": is_crowd, "id": number}
             for number, (box, segmentation, is_crowd) in enumerate(values)
         ]  # fmt: skip
+
+    def _located(self, idx: int) -> tuple[int, int]:
+        """The position and the chunk of a datapoint."""
+        return divmod(position_of(idx, len(self.getDatapointIds())), self.chunks)
 
     def _groups(self, found: Annotations, masks: Any, chunk: int) -> dict[tuple[int, str], list[int]]:
         """Category and text of the queries, and which of `masks` each has."""

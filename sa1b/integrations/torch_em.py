@@ -10,11 +10,13 @@ A pixel belongs to one instance. Of masks that overlap, the smaller one is on to
 on a large mask stay visible.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sa1b.arguments import BadValue, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples, module_of
 from sa1b.masks.raster import painted
 
@@ -56,6 +58,11 @@ def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: 
         Items are the image, float32 [3, H, W], and the labels, float32 [1, H, W], unless the transforms or
         `label_dtype` make others of them.
     """
+    if patch_shape is not None:
+        sides = patch_shape if isinstance(patch_shape, Sequence) else ()
+        if len(sides) != 2 or isinstance(sides, str):
+            raise BadValue(f"patch_shape={patch_shape!r}: must be height and width, or None for the image")
+        patch_shape = (whole_number("patch_shape", sides[0], 1), whole_number("patch_shape", sides[1], 1))
     own = {name: options.pop(name) for name in ViewOptions.__annotations__ if name in options}
     samples = ViewSamples(root, **own)
     dataset = module_of("torch_em.data", "torch_em").ImageCollectionDataset(

@@ -13,6 +13,7 @@ those that it makes of `segmentation_maps`, bit for bit, but without decoding ma
 For SAM 2, pass a `Sam2Processor` and a `Sam2Model`.
 """
 
+import reprlib
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import BadValue, whole_number
+from sa1b.arguments import BadType, BadValue, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples, takes_view
 from sa1b.masks import geometry
 from sa1b.masks.raster import rasterize
@@ -54,7 +55,12 @@ class SamShards:
         self.samples = ViewSamples(root, **options)
         if prompt not in ("box", "point"):
             raise BadValue(f"prompt={prompt!r}: no such prompt; pass 'box' or 'point'")
-        self.processor, self.masks, self.prompt = processor, whole_number("masks", masks, 1), prompt
+        self.masks, self.prompt = whole_number("masks", masks, 1), prompt
+        if not hasattr(processor, "image_processor"):
+            raise BadType(
+                f"processor={reprlib.repr(processor)}: no processor; pass a SamProcessor or a Sam2Processor"
+            )
+        self.processor = processor
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -63,7 +69,7 @@ class SamShards:
         """The arguments of the model for one image, without the dimension of the batch, and "labels", int64
         [masks, M, M] of 0 and 1, M pixels as the predicted masks. ValueError: the image has no mask.
         """
-        sample, kept = self.samples.with_masks(int(position))
+        sample, kept = self.samples.with_masks(position)
         order = torch.randperm(len(kept)).numpy()
         chosen = kept[np.resize(order, self.masks)]
         words = torch.randint(-(1 << 63), (1 << 63) - 1, (self.masks,)).numpy().view(np.uint64)

@@ -11,7 +11,8 @@ for every type of column, aligned with the masks or the images of the batch. It 
 None if the source has no row or a null.
 
 `stream.columns[name].missing` counts the None values of this process; worker processes of a DataLoader have
-separate counters. `batch.extra[name].count(None)` counts the None values of a batch.
+separate counters. `batch.extra[name].count(None)` counts the None values of a batch. A warning names a table
+that has none of the first 1,000 ids.
 
 A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache. A pyarrow table
 is converted to a temporary file, which is removed with the stream. Every process maps the file into memory:
@@ -27,7 +28,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from sa1b.shards.file_names import FileNames
 
 KEYS = ("mask_id", "image_id")
+_LOOKED_UP = 1000  # ids without a single value, after which there is a warning
 _VERSION = 1  # format of the converted files
 
 
@@ -111,28 +113,21 @@ class Column:
 
         rows, found = self._rows(ids)
         values: list[Any] = self._values.take(pa.array(rows, mask=~found)).to_pylist()
+        before = self.looked_up
         self.missing += values.count(None)
         self.looked_up += len(values)
+        if self.missing == self.looked_up >= _LOOKED_UP > before:
+            warnings.warn(
+                f"{self.source} has no {self.name} for any of the first {self.looked_up:,} ids; are its "
+                f"{self.key}s those of the dataset, such as {ids[0]}? If few images have one, make a view of "
+                "them",
+                stacklevel=2,
+            )
         return values
 
     def count(self, ids: npt.NDArray[np.int64]) -> int:
         """Number of these ids that have a row."""
         return int(np.count_nonzero(self._rows(ids)[1]))
-
-    def warn_of_missing(self, ids: npt.NDArray[np.int64]) -> None:
-        """Warn of ids without a row, with their number; ColumnError if none has one."""
-        _, found = self._rows(ids)
-        if len(ids) and not found.any():
-            raise ColumnError(
-                f"join[{self.name!r}]: {self.source} has none of the {len(ids):,} images of the stream; are "
-                f"its {self.key}s those of SA-1B, such as {ids[0]}?"
-            )
-        if not found.all():
-            warnings.warn(
-                f"{self.source} has no {self.name} for {np.sum(~found):,} of {len(ids):,} images; "
-                "their value is None",
-                stacklevel=4,
-            )
 
     def _rows(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         rows = np.searchsorted(self._ids, ids)
@@ -148,6 +143,7 @@ def open_columns(
     key: str | None = None,
     texts: bool = False,
     dataset: "Dataset | None" = None,
+    argument: str = "join[{!r}]",
 ) -> dict[str, Column]:
     """Open the columns of a stream; convert sources that are not converted yet.
 
@@ -156,6 +152,7 @@ def open_columns(
         key: the column of ids; None: the first of KEYS that the source has, else one that names images.
         texts: the values are texts: an id may have several rows, and a conversation is its answers.
         dataset: whose images are named, also by their own file names, see sa1b.shards.file_names.
+        argument: the argument of a source in messages, with the name of its column.
 
     Raises:
         ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
@@ -166,7 +163,7 @@ def open_columns(
         from sa1b.shards.file_names import names_of
 
         names = names_of(dataset)
-    how = _How(key, texts, names)
+    how = _How(key, texts, names, argument)
     return {name: _open(name, source, storage_options, how) for name, source in join.items()}
 
 
@@ -174,6 +171,7 @@ class _How(NamedTuple):  # how a source is converted
     key: str | None
     texts: bool
     names: "FileNames | None"
+    argument: str
 
     def record(self) -> list[Any]:
         """What decides about the result, for the name of the converted file."""
@@ -181,34 +179,27 @@ class _How(NamedTuple):  # how a source is converted
         return [*given, self.texts, *([] if self.names is None else [self.names.digest])]
 
 
-def warn_of_missing(columns: Iterable[Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
-    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images.
-    `images` returns the image ids of the stream, int64 [N]; it is called only if it is needed.
-    """
-    for column in columns:
-        if column.key == "image_id":
-            column.warn_of_missing(images())
-
-
 def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
     import pyarrow as pa
+
+    argument = how.argument.format(name)
 
     if isinstance(source, Column):
         return source
     if not isinstance(name, str) or name in ("", *KEYS):
-        raise ColumnError(f"join[{name!r}]: must be the name of a column other than {' and '.join(KEYS)}")
+        raise ColumnError(f"{argument}: must be the name of a column other than {' and '.join(KEYS)}")
     if isinstance(source, pa.Table):
         return _open_table(name, source, how)
     if not isinstance(source, str | os.PathLike):
         raise ColumnError(
-            f"join[{name!r}]: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
+            f"{argument}: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
         )
     return _open_file(name, os.fspath(source), storage_options, how)
 
 
 def _open_table(name: str, table: "pa.Table", how: _How) -> Column:
     """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
-    where = f"join[{name!r}]: the pyarrow table"
+    where = f"{how.argument.format(name)}: the pyarrow table"
     batch = _sorted(table, name, where, how)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
     os.close(descriptor)
@@ -228,9 +219,10 @@ def _remove(path: str, process: int) -> None:
 def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
     from sa1b.shards.tables import ENDINGS
 
+    argument = how.argument.format(name)
     if not source.endswith(ENDINGS):
         raise ColumnError(
-            f"join[{name!r}]: {source} is no table; its name must end with one of {', '.join(ENDINGS)}"
+            f"{argument}: {source} is no table; its name must end with one of {', '.join(ENDINGS)}"
         )
     source = plain_root(source)
     if "://" not in source:
@@ -241,7 +233,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
             size = reader.size(file)
         except MissingError as error:
             raise MissingError(
-                f"join[{name!r}]: {source} does not exist; give the path of a table", url=source
+                f"{argument}: {source} does not exist; give the path of a table", url=source
             ) from error
         state = [
             size,

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.columns import open_columns, warn_of_missing
+from sa1b.stream.columns import Column, ColumnError, open_columns
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decoders import decoder
 from sa1b.stream.iterations import Iterations
@@ -204,10 +205,12 @@ class Stream(BatchStream):
             self.view = self.view.by_location(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options, dataset=self.dataset)
         self.text = open_text(text, self.dataset, storage_options)
-        opened = [one for name, one in self.columns.items() if one is not (join or {})[name]]
+        opened = {
+            f"join[{name!r}]": one for name, one in self.columns.items() if one is not (join or {})[name]
+        }
         if self.text is not None and self.text is not text:  # workers get open columns
-            opened.append(self.text.column)
-        warn_of_missing(opened, lambda: self.view.image_ids(self.dataset.table).astype(np.int64))
+            opened["text"] = self.text.column
+        _warn_of_missing(opened, lambda: self.view.image_ids(self.dataset.table).astype(np.int64))
         count = len(self.view)
         formula = (
             Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
@@ -307,3 +310,26 @@ def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: Damag
     stream = Stream(**arguments)
     stream.iterations, stream.damage_log = iterations, damage_log
     return stream
+
+
+def _warn_of_missing(columns: Mapping[str, Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
+    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images.
+
+    `columns`: by their argument, for the message; `images` returns the image ids of the stream, int64 [N].
+    """
+    for argument, column in columns.items():
+        if column.key != "image_id":
+            continue
+        ids = images()
+        missing = len(ids) - column.count(ids)
+        if 0 < missing == len(ids):
+            raise ColumnError(
+                f"{argument}: {column.source} has none of the {missing:,} images of the stream; are its "
+                f"image_ids those of SA-1B, such as {ids[0]}?"
+            )
+        if missing:
+            warnings.warn(
+                f"{column.source} has no {column.name} for {missing:,} of {len(ids):,} images; "
+                "their value is None",
+                stacklevel=3,
+            )

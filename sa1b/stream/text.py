@@ -17,7 +17,6 @@ lists of float of one length, which are embeddings that a text encoder computed 
 """
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 Key = Literal["image_id", "mask_id"]
 TEXTS = "texts"  # the source that means the texts of the dataset directory
-_LOOKED_UP = 1000  # ids without a single text, after which there is a warning
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +177,6 @@ class TextColumn:
         different lengths or NaN, or if the tokenizer returns something else.
         """
         values = self.column.lookup(ids)
-        self._warn_if_none(ids)
         if self.several:
             counts = np.array([len(value or ()) for value in values], np.int64)
             words = random_words(seed, Purpose.TEXT, images, epochs, indices)
@@ -191,17 +188,6 @@ class TextColumn:
             key = _key_of(self.column)
             texts = texts_of(values, self.tokenizer, self.options.length, key)
         return texts, values
-
-    def _warn_if_none(self, ids: npt.NDArray[np.int64]) -> None:
-        """Warn once if the table has none of the first ids: it may be that of another dataset."""
-        column, before = self.column, self.column.looked_up - len(ids)
-        if column.missing == column.looked_up >= _LOOKED_UP > before:
-            warnings.warn(
-                f"{column.source} has no {column.name} for any of the first {column.looked_up:,} ids; are "
-                f"its {column.key}s those of the dataset, such as {ids[0]}? If few images have texts, make a "
-                "view of them",
-                stacklevel=2,
-            )
 
     def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
         vectors = np.zeros((len(values), self.width), np.float32)
@@ -280,13 +266,14 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
     options = text if isinstance(text, Text) else Text(text)
     own = options.source == TEXTS
     name = TEXTS if own else options.column
+    source = _own_texts(dataset) if own else options.source
     try:
-        source = _own_texts(dataset) if own else options.source
-        opened = open_columns({name: source}, storage_options, key=options.key, texts=True, dataset=dataset)
-        column = opened[name]
-    except (ColumnError, MissingError) as error:
-        raise ColumnError(str(error).removeprefix(f"join[{name!r}]: ")) from None
-    return TextColumn(options, column)
+        opened = open_columns(
+            {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
+        )
+    except MissingError as error:
+        raise ColumnError(str(error)) from None
+    return TextColumn(options, opened[name])
 
 
 def _own_texts(dataset: "Dataset") -> "pa.Table":

@@ -2,18 +2,26 @@
 
 import sys
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
-from sa1b.errors import UsageError
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.integrations import ViewSamples, register
 from sa1b.integrations.edgesam import SplitShards
 from sa1b.integrations.efficientvit import OnlineShards
 from sa1b.integrations.sam2 import ShardRawDataset
 from sa1b.integrations.sam3 import PhraseLoader
-from sa1b.integrations.torch_em import image_collection
+from sa1b.integrations.torch_em import Labels, image_collection
 from sa1b.integrations.transformers import SamShards
+from sa1b.stream import columns
+from tests.integrations import sam2_contract
 
 
 @pytest.mark.parametrize(
@@ -27,12 +35,36 @@ from sa1b.integrations.transformers import SamShards
         (SamShards, {"processor": None, "prompt": "bx"}, "prompt='bx': no such prompt"),
         (PhraseLoader, {"category_chunk_size": 0}, "category_chunk_size=0 must be at least 1"),
         (SamShards, {"processor": None, "view": 3}, "view=3: not a name"),
+        (SamShards, {"processor": print}, "processor=<.*print>: no processor; pass a SamProcessor"),
+        (SplitShards, {"pixel_mean": (1, 2)}, r"pixel_mean=\(1, 2\) must be 3 finite numbers$"),
+        (SplitShards, {"pixel_mean": 1.0}, "pixel_mean=1.0 must be 3 finite numbers$"),
+        (SplitShards, {"pixel_mean": (1, 2, nan)}, r"pixel_mean=\(1, 2, nan\) must be 3 finite"),
+        (SplitShards, {"pixel_mean": ["1", "2", "3"]}, r"pixel_mean=\['1', '2', '3'\] must be 3 finite"),
+        (SplitShards, {"pixel_std": (1, 0, 1)}, r"pixel_std=\(1, 0, 1\) must be 3 .* each above 0$"),
+        (SplitShards, {"filter_by_area": (1,)}, r"filter_by_area=\(1,\): must be the least and the largest"),
+        (SplitShards, {"filter_by_area": (nan, 1)}, "filter_by_area=nan must be a number, at least 0"),
+        (SplitShards, {"filter_by_area": "12"}, "filter_by_area='12': must be the least and the largest"),
+        (SplitShards, {"filter_by_area": (2, 1)}, r"filter_by_area=\(2, 1\): .* exchange them"),
+        (SplitShards, {"mask_nms_thresh": nan}, "mask_nms_thresh=nan must be a number$"),
+        (SplitShards, {"max_allowed_prompts": 1.5}, "max_allowed_prompts=1.5 must be a whole number$"),
+        (SplitShards, {"num_samples": "2"}, "num_samples='2' must be a whole number$"),
+        (SplitShards, {"load_gt_mask": "False"}, "load_gt_mask='False' must be bool"),
+        (ShardRawDataset, {"mask_area_frac_thresh": nan}, "mask_area_frac_thresh=nan must be a number"),
+        (OnlineShards, {"train": "val"}, "train='val' must be bool"),
+        (OnlineShards, {"transform": 3}, "transform=3: not a function"),
+        (PhraseLoader, {"categories": "no"}, "categories='no' must be bool"),
+        (PhraseLoader, {"phrases": 3}, "phrases: int is not a source; pass a path"),
+        (PhraseLoader, {"phrases": "no.parquet"}, "phrases: .*no.parquet does not exist"),
+        (PhraseLoader, {"phrases": "no.xml"}, "phrases: no.xml is no table"),
+        (PhraseLoader, {"phrases": "no.parquet", "column": 3}, "column=3: not the name of a column"),
+        (image_collection, {"patch_shape": 5}, "patch_shape=5: must be height and width, or None"),
+        (image_collection, {"patch_shape": (5, 0)}, "patch_shape=0 must be at least 1"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(
     root: Path, make: Callable[..., Any], arguments: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises((ValueError, TypeError), match=text):
+    with pytest.raises(Sa1bError, match=text):
         make(str(root), **{"view": "masks"} | arguments)
 
 
@@ -50,3 +82,69 @@ def test_the_first_images_are_all_of_a_split_with_a_number_of_samples(root: Path
     with pytest.raises(IndexError):
         samples[2]
     assert samples[-1][1]["info"]["image_id"] == samples[1][1]["info"]["image_id"]
+
+
+class Processor:
+    image_processor = None
+
+
+def by_position(root: str) -> dict[str, tuple[int, Callable[[Any], Any]]]:
+    """The number of items and the access to one, of each dataset."""
+    loader = PhraseLoader(root, view="masks", phrases=None)
+    labels = Labels(ViewSamples(root, view="masks"))
+    edge = SplitShards(root, view="masks", num_samples=2, img_size=64)
+    online = OnlineShards(root, view="masks", num_masks=1)
+    return {
+        "edgesam": (len(edge), edge.__getitem__),
+        "efficientvit": (len(online), online.__getitem__),
+        "sam2": (18, ShardRawDataset(root, view="masks").get_video),
+        "sam3": (18, loader.loadImagesFromDatapoint),
+        "queries of sam3": (18, loader.loadQueriesAndAnnotationsFromDatapoint),
+        "torch_em": (18, labels.__getitem__),
+        "transformers": (18, SamShards(root, Processor(), view="masks").__getitem__),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["edgesam", "efficientvit", "sam2", "sam3", "queries of sam3", "torch_em", "transformers"],
+)
+def test_an_index_is_that_of_a_list(root: Path, name: str) -> None:
+    with sam2_contract.installed():
+        count, read = by_position(str(root))[name]
+    register.cache_clear()
+    for wrong in ("1", 1.0, np.float32(1), slice(0, 2), True, np.True_, None, torch.tensor([0, 1])):
+        with pytest.raises(TypeError, match="^index .*: must be an integer, not"):
+            read(wrong)
+    for beyond in (count, np.int64(count), -count - 1):
+        with pytest.raises(IndexError, match=f"^index .*{abs(beyond)}.*: out of range; there are {count}$"):
+            read(beyond)
+
+
+def test_integers_of_numpy_and_negative_ones_are_positions(root: Path) -> None:
+    samples = ViewSamples(str(root), view="masks")
+    cases: list[Any] = [(np.int64(3), 3), (np.uint8(3), 3), (-1, 17), (-18, 0), (torch.tensor(2), 2)]
+    for index, position in cases:
+        assert samples.sample(index).image_id == samples.image_ids[position]
+
+
+def test_the_fixed_seed_is_the_position(root: Path) -> None:
+    samples = SplitShards(str(root), view="masks", fix_seed=True, max_allowed_prompts=2, img_size=64)
+    for position in range(len(samples)):
+        first, second = (samples[index][1] for index in (position, position - len(samples)))
+        assert torch.equal(first["prompt_box"], second["prompt_box"])
+        assert torch.equal(first["prompt_point"], second["prompt_point"])
+
+
+def test_phrases_of_other_masks_are_reported(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(columns, "_LOOKED_UP", 20)
+    pq.write_table(pa.table({"mask_id": [10**12], "text": ["a cat"]}), tmp_path / "other.parquet")
+    with sam2_contract.installed():
+        loader = PhraseLoader(str(root), view="masks", phrases=str(tmp_path / "other.parquet"))
+    register.cache_clear()
+    expected = (
+        r"other.parquet has no text for any of the first \d+ ids; are its mask_ids those of the dataset"
+    )
+    with pytest.warns(UserWarning, match=expected) as caught:
+        list(map(loader.loadQueriesAndAnnotationsFromDatapoint, loader.getDatapointIds()))
+    assert len(caught) == 1

@@ -192,7 +192,7 @@ def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments:
             **arguments,
         )
     except ColumnError as error:
-        raise UsageError(f"--data.text: {error}") from None
+        raise UsageError(f"--data.text: {str(error).removeprefix('text: ')}") from None
     except ValueError as error:
         raise with_flags(error) from None
     except (ManifestError, MissingError) as error:

@@ -234,9 +234,10 @@ def _columns(root: str, join: Sequence[str]) -> "tuple[JoinedColumn, ...]":
     if twice:
         raise UsageError(f"--join {twice[0]}: given twice; rename the column of one of the tables")
     try:
-        return tuple(open_columns(dict(joined), dataset=open_dataset(root)).values())
+        opened = open_columns(dict(joined), dataset=open_dataset(root), argument="--join {}")
     except (ColumnError, MissingError) as error:
-        raise UsageError(str(error).replace("join['", "--join ", 1).replace("']", "", 1)) from None
+        raise UsageError(str(error)) from None
+    return tuple(opened.values())
 
 
 def _joined(text: str) -> tuple[str, str]:
