@@ -199,13 +199,13 @@ def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, how
 
 def _open_table(name: str, table: "pa.Table", how: _How) -> Column:
     """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
-    where = f"{how.argument.format(name)}: the pyarrow table"
-    batch = _sorted(table, name, where, how)
+    source = "the pyarrow table"
+    batch = _sorted(table, name, f"{how.argument.format(name)}: {source}", how)
     descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
     os.close(descriptor)
     with naming_path(Path(path)):
         _write(batch, Path(path))
-    column = Column(name, Path(path), where)
+    column = Column(name, Path(path), source)
     weakref.finalize(column, _remove, path, os.getpid())
     return column
 
