@@ -128,7 +128,7 @@ class TransportError(Sa1bError):
 def send_errors() -> None:
     """In a worker process: if a batch cannot be sent, send the error instead."""
     ForkingPickler.register(Batch, _reduce)
-    Finalize(None, _remove_segments, exitpriority=0)
+    Finalize(None, _remove_segments, exitpriority=-10)  # after the wait for the thread that sends, -5
 
 
 _sending = threading.RLock()  # held while a background thread of multiprocessing makes segments
