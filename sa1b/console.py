@@ -220,12 +220,16 @@ def _refusal(box: str, prog: str | None, source: str | None) -> str:
 
 
 # The form of a message of tyro -> the form of the messages of this package.
-_FORMS = (
+_FORMS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"^[a-z]+: (?=--)", ""),  # a group of flags, before a message that names a flag
     (r"^Missing value for argument '([^']+)'.*", r"\1: its value is missing"),
     (
         r"^invalid choice '(.*)' for argument '(.+)'\. Expected one of \(('.+?'),?\)$",
         r"\2 \1: must be one of \3",
+    ),
+    (  # None is the default of a flag that is not given; beside it, tyro has a set of the others
+        r"(?<=: must be one of )(.*'None'.*)",
+        lambda found: ", ".join(sorted({*found[1].split(", ")} - {"'None'"})),
     ),
     (r"^(\S+): invalid literal for int\(\) with base 10: '(.*)'$", r"\1 \2: must be a whole number"),
     (r"^(\S+): could not convert string to float: '(.*)'$", r"\1 \2: must be a number"),

@@ -28,6 +28,11 @@ from sa1b.version import __version__
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
 _README = "README.md"
 _FILE = {"segment-anything": "model.pth", "safetensors": "model.safetensors"}
+_NAMES = {  # how the names of a form's files begin
+    "transformers": ("config.json", "preprocessor_config.json", "model.safetensors"),
+    "onnx": (other_forms.ENCODER, other_forms.DECODER),  # .data may follow
+    **{to: (name,) for to, name in _FILE.items()},
+}
 _PROMPTS = 100  # on which ONNX files are compared with torch
 
 
@@ -139,10 +144,8 @@ def convert(
         paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
         done = replace(done, bytes=sum(path.stat().st_size for path in paths))
         own = {path.name for path in paths}
-        if target.exists() and (others := sorted({path.name for path in target.iterdir()} - own)):
-            raise UsageError(
-                f"--out {target}: has {others[0]}, which --to {to} does not write; name a new folder"
-            )
+        if target.exists():
+            _refuse_others(target, to, {path.name for path in target.iterdir()} - own)
         for path in paths:
             flush(path)
             commit(path, target / path.name)
@@ -168,8 +171,17 @@ def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
     readme = target / _README
     if not readme.exists() or MARK not in readme.read_text(errors="replace"):
         raise UsageError(f"--out {target}: has files of others; name a new folder for --to {to}")
+    names = {path.name for path in target.iterdir()} - {_README}
+    _refuse_others(target, to, {name for name in names if not name.startswith(_NAMES[to])})
     if not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
+
+
+def _refuse_others(target: Path, to: str, others: set[str]) -> None:
+    if others:
+        raise UsageError(
+            f"--out {target}: has {min(others)}, which --to {to} does not write; name a new folder"
+        )
 
 
 def _check_form(to: str, config: ModelConfig, done: Converted) -> None:

@@ -10,7 +10,7 @@ interrupted.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tyro
 from tyro.conf import Positional
@@ -31,7 +31,7 @@ def main(
     source: Annotated[Positional[str], tyro.conf.arg(metavar="SOURCE")],
     /,
     out: Path,
-    to: Form | None = None,
+    to: Annotated[Form | None, tyro.conf.arg(metavar=f"{{{','.join(get_args(Form))}}}")] = None,
     overwrite: bool = False,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,

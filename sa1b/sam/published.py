@@ -65,7 +65,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         )
     with path.open("rb") as file:
         start = file.read(16)
-    return _read_safetensors(path) if start[8:9] == b"{" else _read_pickled(path)
+    if start[7:9] == b"\0{":  # the length of the header, below 2**56, and its first byte
+        return _read_safetensors(path)
+    return _read_pickled(path, start)
 
 
 def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -234,7 +236,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_pickled(path: Path) -> dict[str, Tensor]:
+def _read_pickled(path: Path, start: bytes) -> dict[str, Tensor]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -246,6 +248,10 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     except (WeightsError, OSError):
         raise
     except Exception as error:
+        if start and not start.startswith((b"PK", b"\x80")):  # a zip archive, or a pickle
+            raise WeightsError(
+                f"{path}: not a file of weights, it begins with {start!r}; pass a .pth or .safetensors"
+            ) from None
         raise WeightsError(
             f"{path}: damaged, or holds objects other than tensors ({type(error).__name__}); {_AGAIN}"
         ) from None

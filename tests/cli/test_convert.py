@@ -93,7 +93,7 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     done = run(text, "--out", out)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"{text}: damaged, or holds objects other than tensors" in line
+    assert f"{text}: not a file of weights, it begins with b'not weights'; pass a .pth or .saf" in line
     for source, target, complaint in (
         (empty, out, "empty: a folder without weights; pass the folder of a run"),
         (folder / "checkpoints", out, f"folder of a run's checkpoints; pass {folder}"),
@@ -123,12 +123,17 @@ def test_a_folder_has_a_model_card_and_is_replaced_only_if_the_command_wrote_it(
     convert(folder / "checkpoints" / "step-00000010", tmp_path / "new", to="safetensors", overwrite=True)
     assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[10])
     before = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
-    with pytest.raises(
-        UsageError, match=r"new: has model.safetensors, which --to onnx does not write; name a"
-    ):
-        convert(folder, tmp_path / "new", to="onnx", overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(
+            UsageError, match=r"new: has model.safetensors, which --to onnx does not write; name a"
+        ):
+            convert(folder, tmp_path / "new", to="onnx", overwrite=overwrite)
     assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+    convert(folder, tmp_path / "theirs", to="transformers")
+    with pytest.raises(UsageError, match="theirs: exists; pass --overwrite to replace its files"):
+        convert(folder, tmp_path / "theirs", to="transformers")
+    convert(folder, tmp_path / "theirs", to="transformers", overwrite=True)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "README.md").write_text("of a user")
     for overwrite in (False, True):

@@ -46,6 +46,10 @@ def test_an_unknown_flag_is_a_usage_error_of_one_line_that_names_it(verb: str) -
         ),
         (("view", "r", "--split", "other"), "error: --split other: must be one of 'train', 'held-out'; "),
         (("export", "r", "--out", "b", "--to", "voc"), "error: --to voc: must be one of 'sa1b', "),
+        (
+            ("convert", "r", "--out", "b", "--to", "x"),
+            "error: --to x: must be one of 'onnx', 'safetensors', 'segment-anything', 'transformers'; ",
+        ),
         (("gallery", "r", "--id", "x"), "error: --id x: not a valid value; "),
         (("query", "r", "SELECT 1", "--limit", "0"), "error: --limit 0: must be at least 1"),
         (("verify", "a", "b"), "error: b: one argument too many; "),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,16 @@ def test_a_cut_file_is_refused(length: int, file: Path) -> None:
     file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(WeightsError, match="damaged"):
         read_weights(file)
+
+
+@pytest.mark.parametrize("text", ['{"info":{"year":2026},"images":[]}', '{"images": []}', "id,name\n1,a\n"])
+def test_a_file_of_another_kind_is_not_called_damaged(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other.json").write_text(text)
+    begin = re.escape(repr(text[:16].encode()))
+    with pytest.raises(
+        WeightsError, match=f"other.json: not a file of weights, it begins with {begin}; pass"
+    ):
+        read_weights(tmp_path / "other.json")
 
 
 class Hostile:

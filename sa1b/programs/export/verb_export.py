@@ -59,12 +59,14 @@ def main(
     val_view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     ids: Annotated[str | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None,
     layers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = (),
-    layout: Literal["by-source", "flat"] | None = None,
+    layout: Annotated[Literal["by-source", "flat"] | None, tyro.conf.arg(metavar="{by-source,flat}")] = None,
     image_size: int | None = None,
     quality: int | None = None,
     images_per_tar: Annotated[int | None, Range(1)] = None,
     images_per_file: Annotated[int | None, Range(1)] = None,
-    segmentation: Literal["rle", "polygons"] | None = None,
+    segmentation: Annotated[
+        Literal["rle", "polygons"] | None, tyro.conf.arg(metavar="{rle,polygons}")
+    ] = None,
     plain: bool = False,
     join: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=FILE|texts")] = (),
     link_from: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
