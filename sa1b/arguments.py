@@ -60,7 +60,7 @@ def share_of(flag: str, text: str | None) -> tuple[int, int] | None:
 
 def numbers_of(flag: str, text: str, kind: Callable[[str], Number], least: int) -> tuple[Number, ...]:
     """The numbers of a flag N,N,..., ascending, each once; `kind`: int or float."""
-    found: set[Number] = set()
+    values: set[Number] = set()
     for word in text.split(","):
         try:
             number = kind(word)
@@ -71,8 +71,8 @@ def numbers_of(flag: str, text: str, kind: Callable[[str], Number], least: int) 
             raise UsageError(
                 f"{flag} {word.strip()!r}: must be {what} of at least {least}, separated by commas"
             ) from None
-        found.add(number)
-    return tuple(sorted(found))
+        values.add(number)
+    return tuple(sorted(values))
 
 
 # Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.
@@ -123,7 +123,9 @@ def check_arguments(
     """Decorate a public function with `check_names`; `options`: dataclass of its further arguments; `name`:
     its public name, if that is another one.
     """
-    known = [one for one in signature(function).parameters if one not in ("self", "options")]
+    known = [
+        parameter for parameter in signature(function).parameters if parameter not in ("self", "options")
+    ]
     known += [] if options is None else options.__annotations__
 
     @wraps(function)
@@ -142,16 +144,16 @@ def whole_number(name: str, value: object, least: int | None = 0, most: int | No
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = index(cast(SupportsIndex, value))
+        integer = index(cast(SupportsIndex, value))
     except TypeError:
         raise _wrong(name, value, whole) from None
     if least is None:
-        return found
-    if most is not None and not least <= found <= most:
-        raise _wrong(name, found, whole)
-    if found < least:
-        raise _wrong(name, found, f"at least {least}")
-    return found
+        return integer
+    if most is not None and not least <= integer <= most:
+        raise _wrong(name, integer, whole)
+    if integer < least:
+        raise _wrong(name, integer, f"at least {least}")
+    return integer
 
 
 def number(
@@ -167,10 +169,10 @@ def number(
         )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong(name, value, what)
-    found = float(value)
-    if not (least <= found <= most and found > above):
+    as_float = float(value)
+    if not (least <= as_float <= most and as_float > above):
         raise _wrong(name, value, what)
-    return found
+    return as_float
 
 
 def numbers(name: str, value: object, count: int, *, above: float = -inf) -> list[float]:
@@ -178,13 +180,13 @@ def numbers(name: str, value: object, count: int, *, above: float = -inf) -> lis
     try:
         if not isinstance(value, Iterable) or isinstance(value, str):
             raise ValueError
-        found = [number(name, one, -inf, above=above) for one in value]
-        if len(found) != count or inf in map(abs, found):
+        floats = [number(name, item, -inf, above=above) for item in value]
+        if len(floats) != count or inf in map(abs, floats):
             raise ValueError
     except ValueError:
         limit = "" if above == -inf else f", each above {above:g}"
         raise _wrong(name, value, f"{count} finite numbers{limit}") from None
-    return found
+    return floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def of_type(name: str, value: Any, hint: Any) -> Any:
     """The value of a flag that Python passes: a path or tuple of a text; ValueError: of another type."""
     if get_origin(hint) is tuple:
         values = (value,) if isinstance(value, str | os.PathLike) else value
-        return tuple(of_type(name, one, get_args(hint)[0]) for one in values)
+        return tuple(of_type(name, item, get_args(hint)[0]) for item in values)
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType, Literal) else (hint,)
     if get_origin(hint) is Literal:
         if value not in kinds:
@@ -268,7 +270,7 @@ def of_type(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, int) and float in kinds and not isinstance(value, bool):
         return float(value)
     if type(value) not in kinds:
-        raise _wrong(name, value, " or ".join(one.__name__ for one in kinds))
+        raise _wrong(name, value, " or ".join(kind.__name__ for kind in kinds))
     return value
 
 

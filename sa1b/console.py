@@ -101,7 +101,7 @@ def parse(
         argument, is_missing, _ = str(error).partition(": missing; ")
         for flag, *values in zip(words, words[1:], words[2:], strict=False) if is_missing else ():
             kind = str(parsed.__annotations__.get(flag.removeprefix("--").replace("-", "_")))
-            if "tuple[" in kind and "Append" not in kind and not any(one[:1] == "-" for one in values):
+            if "tuple[" in kind and "Append" not in kind and not any(word[:1] == "-" for word in values):
                 way = f"{flag} takes all words up to the next flag: write it after {argument}"
                 raise UsageError(f"{argument}: missing; {way}") from None
         raise
@@ -209,11 +209,11 @@ def _refusal(box: str, prog: str | None, source: str | None) -> str:
     text = " ".join(row.strip() for row in message).removeprefix("Error parsing ").rstrip(".")
     if text.startswith("Missing from"):
         text = f"{', '.join(_named(message))}: missing"
-    elif found := re.match(r"Unrecognized options: ([^ ,]+)", text):
-        if source is not None and not found[1].startswith("-"):
-            return f"{found[1]}: has no flag before it; pass {source} {found[1]} if it is the data"
+    elif match := re.match(r"Unrecognized options: ([^ ,]+)", text):
+        if source is not None and not match[1].startswith("-"):
+            return f"{match[1]}: has no flag before it; pass {source} {match[1]} if it is the data"
         near = [_named(other) for other in others if other[0].startswith("Perhaps you meant")]
-        return _unknown(found[1], [name.split()[0] for names in near for name in names], prog)
+        return _unknown(match[1], [name.split()[0] for names in near for name in names], prog)
     for pattern, form in _FORMS:
         text = re.sub(pattern, form, text)
     return f"{text or box.strip()}; {_see_help(prog)}"
@@ -275,8 +275,8 @@ def _flags(main: Callable[..., int]) -> Iterator[str]:
     hints = get_type_hints(main, include_extras=True)
     for name, parameter in signature(main).parameters.items():
         if parameter.kind is not Parameter.POSITIONAL_ONLY:
-            names = [getattr(one, "name", None) for one in getattr(hints[name], "__metadata__", ())]
-            chosen = next((one for one in names if isinstance(one, str)), name)
+            names = [getattr(item, "name", None) for item in getattr(hints[name], "__metadata__", ())]
+            chosen = next((text for text in names if isinstance(text, str)), name)
             yield f"--{chosen.replace('_', '-')}"
 
 
@@ -360,8 +360,8 @@ def command(verb: str) -> str:
 
 @cache
 def _program(path: str | None) -> str:
-    found = shutil.which("sa1b", path=path)
-    if found is not None and Path(found).resolve().parent in _script_folders():
+    program = shutil.which("sa1b", path=path)
+    if program is not None and Path(program).resolve().parent in _script_folders():
         return "sa1b"
     return f"{_interpreter()} -m sa1b"
 
@@ -376,9 +376,9 @@ def _script_folders() -> set[Path]:
 def _interpreter() -> str:
     """The command that starts this interpreter: its name if it is on the PATH, else its path."""
     for name in ("python", "python3"):
-        found = shutil.which(name)
+        interpreter = shutil.which(name)
         # Links are not resolved, because the interpreter of a virtual environment is a link to another one.
-        if found and Path(found).parent.samefile(Path(sys.executable).parent):
+        if interpreter and Path(interpreter).parent.samefile(Path(sys.executable).parent):
             return name
     return shlex.quote(sys.executable)
 

@@ -19,7 +19,7 @@ def printable(text: str) -> str:
     secrets, and control characters escaped."""
     if "://" in text:
         text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", text)))
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], _SIGNATURE.sub(r"\1...", text))
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], _SIGNATURE.sub(r"\1...", text))
 
 
 class Sa1bError(Exception):
@@ -31,7 +31,9 @@ class Sa1bError(Exception):
     """
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(printable(one) if isinstance(one, str) else one for one in arguments))
+        super().__init__(
+            *(printable(argument) if isinstance(argument, str) else argument for argument in arguments)
+        )
 
 
 class UsageError(Sa1bError):

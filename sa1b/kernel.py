@@ -44,11 +44,11 @@ SOURCES = ("hashing.py", "kernel.py", "masks/*_kernels.py", "stream/order_kernel
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator that compiles a loop on its first call."""
     compiled: Any = numba.njit(nogil=True)(function)
-    found: Callable[P, T] = compiled
+    loop: Callable[P, T] = compiled
     ours = function.__module__.startswith("sa1b.") and hasattr(compiled, "py_func")  # NUMBA_DISABLE_JIT=1
     if ours and cache_folder() is not None:
         compiled._cache = _cache_class()(function)
-    return found
+    return loop
 
 
 def plain(function: Callable[P, T]) -> Callable[P, T]:

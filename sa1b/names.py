@@ -125,8 +125,8 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def is_shard_of(name: str, source: str) -> bool:
-    found = parse_shard_name(name)
-    return found is not None and found.stem == source_stem(source)
+    parts = parse_shard_name(name)
+    return parts is not None and parts.stem == source_stem(source)
 
 
 def is_quarantine_file(name: str) -> bool:

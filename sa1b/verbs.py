@@ -49,7 +49,7 @@ def tour() -> str:
 @cache
 def entry(verb: str) -> tuple[int, str, str, str]:
     """The `TOUR` of a verb: place in the list, group, what it does, and an example, which may be empty."""
-    found = _TOUR.search(paths()[verb].read_text(encoding="utf-8"))
-    assert found is not None, f"{paths()[verb]}: TOUR is missing"
-    place, group, summary, example = ast.literal_eval(found[1])
+    match = _TOUR.search(paths()[verb].read_text(encoding="utf-8"))
+    assert match is not None, f"{paths()[verb]}: TOUR is missing"
+    place, group, summary, example = ast.literal_eval(match[1])
     return place, group, summary, example

@@ -47,16 +47,16 @@ def available_cpus(root: str | Path = "/") -> int:
     torchrun a rank is a Slurm task, and the CPUs of the task are not divided.
     """
     ranks, tasks = _count("LOCAL_WORLD_SIZE"), _count("SLURM_NTASKS_PER_NODE")
-    own = shared = _affinity(0)
+    affinity = shared = _affinity(0)
     if ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(OSError):
-            shared = max(own, _affinity(os.getppid()))  # a rank may have only a share of the CPUs
+            shared = max(affinity, _affinity(os.getppid()))  # a rank may have only a share of the CPUs
     limits = [shared, cpu_quota(root)]
     if per_task := _count("SLURM_CPUS_PER_TASK"):
         limits.append(per_task)
     elif tasks and not ranks:
-        limits.append((_count("SLURM_CPUS_ON_NODE") or own) // tasks)
-    return max(1, min(own, int(min(limits) / max(1, ranks))))
+        limits.append((_count("SLURM_CPUS_ON_NODE") or affinity) // tasks)
+    return max(1, min(affinity, int(min(limits) / max(1, ranks))))
 
 
 def _count(variable: str) -> int:
@@ -193,10 +193,10 @@ def supervise(
         while pool.waiting or pool.running:
             while pool.waiting and len(pool.running) < workers:
                 pool.start()
-            for one in pool.ready():
-                yield from pool.receive(one)
-            for one in pool.stalled():
-                yield pool.kill(one)
+            for worker in pool.ready():
+                yield from pool.receive(worker)
+            for worker in pool.stalled():
+                yield pool.kill(worker)
             pool.end_answered()
     finally:
         pool.close()
@@ -254,80 +254,82 @@ class _Pool(Tasks):
             sys.modules["__main__"] = script
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        one = self.running[task] = _Running(task, process, ours, time.monotonic())
-        self.selector.register(ours, selectors.EVENT_READ, one)
+        worker = self.running[task] = _Running(task, process, ours, time.monotonic())
+        self.selector.register(ours, selectors.EVENT_READ, worker)
 
     def ready(self) -> list[_Running]:
         """Wait until processes have sent messages or a process has stalled; return the former."""
         limits = [
-            one.last + (_EXIT_SECONDS if one.answered else self.stall_timeout or 0.0)
-            for one in self.running.values()
-            if one.answered or self.stall_timeout is not None
+            worker.last + (_EXIT_SECONDS if worker.answered else self.stall_timeout or 0.0)
+            for worker in self.running.values()
+            if worker.answered or self.stall_timeout is not None
         ]
         timeout = max(min(limits) - time.monotonic(), 0) if limits else None
         return [key.data for key, _ in self.selector.select(timeout)]
 
-    def receive(self, one: _Running) -> list[Event]:
+    def receive(self, worker: _Running) -> list[Event]:
         """The events of messages or of the end of a process; none for an end after the result was sent."""
         # A process may stop within a message, so bytes are taken as they arrive, without waiting for the
         # rest.
         data = b""
         with contextlib.suppress(OSError):
-            data = os.read(one.pipe.fileno(), 1 << 16)
+            data = os.read(worker.pipe.fileno(), 1 << 16)
         if not data:
-            self._end(one, _EXIT_SECONDS)
+            self._end(worker, _EXIT_SECONDS)
             end = time.monotonic() + _KILL_SECONDS
-            while one.process.exitcode is None and time.monotonic() < end:
+            while worker.process.exitcode is None and time.monotonic() < end:
                 time.sleep(0.001)  # another thread asks for its state at the same time and gets the exit code
-            if one.answered:
+            if worker.answered:
                 return []
-            return [self.ended(one.task, _describe(one.process.exitcode), stalled=False)]
-        one.last = time.monotonic()
-        events, buffer = [], one.received
+            return [self.ended(worker.task, _describe(worker.process.exitcode), stalled=False)]
+        worker.last = time.monotonic()
+        events, buffer = [], worker.received
         buffer += data
         while len(buffer) >= (end := _HEAD + int.from_bytes(buffer[:_HEAD])):
             kind, value = pickle.loads(buffer[_HEAD:end])
             del buffer[:end]
-            one.answered = kind != "progress"
-            events.append(Event(one.task, kind, value))
+            worker.answered = kind != "progress"
+            events.append(Event(worker.task, kind, value))
         return events
 
     def stalled(self) -> list[_Running]:
         if self.stall_timeout is None:
             return []
         limit = time.monotonic() - self.stall_timeout
-        silent = [one for one in self.running.values() if one.last <= limit and not one.answered]
+        silent = [worker for worker in self.running.values() if worker.last <= limit and not worker.answered]
         # A report may have arrived while the caller was busy.
-        return [one for one in silent if not one.pipe.poll()]
+        return [worker for worker in silent if not worker.pipe.poll()]
 
     def end_answered(self) -> None:
         limit = time.monotonic() - _EXIT_SECONDS
-        for one in [one for one in self.running.values() if one.answered and one.last <= limit]:
-            self._end(one)
+        for worker in [
+            worker for worker in self.running.values() if worker.answered and worker.last <= limit
+        ]:
+            self._end(worker)
 
-    def kill(self, one: _Running) -> Event:
-        self._end(one)
-        said = f"no progress for {self.stall_timeout:g} s"
-        if one.process.is_alive():
-            return Event(one.task, "lost", f"{said}, and it cannot be killed; check its storage")
-        return self.ended(one.task, said, stalled=True)
+    def kill(self, worker: _Running) -> Event:
+        self._end(worker)
+        reason = f"no progress for {self.stall_timeout:g} s"
+        if worker.process.is_alive():
+            return Event(worker.task, "lost", f"{reason}, and it cannot be killed; check its storage")
+        return self.ended(worker.task, reason, stalled=True)
 
     def close(self) -> None:
-        for one in self.running.values():
-            one.process.kill()
-        for one in self.running.values():
-            one.process.join(_KILL_SECONDS)
-            one.pipe.close()
+        for worker in self.running.values():
+            worker.process.kill()
+        for worker in self.running.values():
+            worker.process.join(_KILL_SECONDS)
+            worker.pipe.close()
         self.selector.close()
 
-    def _end(self, one: _Running, patience: float = 0.0) -> None:
-        self.selector.unregister(one.pipe)
-        one.pipe.close()
-        del self.running[one.task]
-        one.process.join(patience)
-        if one.process.is_alive():
-            one.process.kill()
-            one.process.join(_KILL_SECONDS)
+    def _end(self, worker: _Running, patience: float = 0.0) -> None:
+        self.selector.unregister(worker.pipe)
+        worker.pipe.close()
+        del self.running[worker.task]
+        worker.process.join(patience)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join(_KILL_SECONDS)
 
 
 def _work(pipe: Connection, work: bytes) -> None:

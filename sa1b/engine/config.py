@@ -137,8 +137,8 @@ class Config(ABC):
 
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        return found
+        document: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return document
 
 
 def build(config: Config, weights: str | None) -> nn.Module:
@@ -192,7 +192,7 @@ def parse(
         preset = on_cpu
         notes.append(f"--preset {preset}: the default without a GPU; pass --preset to train another model")
     default = presets.get(preset, next(iter(presets.values())))
-    vocabulary.refuse_other_names(arguments, [one.name for one in fields(default)])
+    vocabulary.refuse_other_names(arguments, [setting.name for setting in fields(default)])
     optim, shortened = vocabulary.fitted(default.optim, passed)
     default, notes = replace(default, optim=optim), notes + shortened
     if "parallel.mode" not in passed and (world_size or int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -269,8 +269,8 @@ def _check(config: Config) -> None:
             f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
             "another folder"
         )
-    asked = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
-    if asked and config.scorer(torch.device("cpu")) is None:
+    evaluates = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
+    if evaluates and config.scorer(torch.device("cpu")) is None:
         raise UsageError(
             f"--evaluation: the model of {type(config).__name__} has no evaluation; drop --evaluation.view, "
             "--evaluation.every and --evaluate-only"
@@ -360,28 +360,28 @@ def agree(config: Config, rank_info: RankInfo) -> Config:
     """
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config
-    own = config.document()
-    del own["scratch"]  # machines may have different disks
-    sent: list[Any] = [own]
+    document = config.document()
+    del document["scratch"]  # machines may have different disks
+    sent: list[Any] = [document]
     dist.broadcast_object_list(sent, src=0)
     refused = None
-    if (difference := _difference(sent[0], own)) is not None:
+    if (difference := _difference(sent[0], document)) is not None:
         flag, first, other = difference
         refused = f"--{flag} is {other!r} on rank {rank_info.rank} and {first!r} on rank 0"
     # All ranks raise together, so none waits for a rank that has ended.
     of_all: list[str | None] = [None] * rank_info.world_size
     dist.all_gather_object(of_all, refused)
-    for one in of_all:
-        if one is not None:
-            raise DisagreementError(one)
+    for message in of_all:
+        if message is not None:
+            raise DisagreementError(message)
     return config
 
 
-def _difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    if isinstance(one, dict):
-        for name in one:
+def _difference(first: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    if isinstance(first, dict):
+        for name in first:
             flag = f"{path}.{name}" if path else name
-            if (found := _difference(one[name], other[name], flag.replace("_", "-"))) is not None:
-                return found
+            if (difference := _difference(first[name], other[name], flag.replace("_", "-"))) is not None:
+                return difference
         return None
-    return None if one == other else (path, one, other)
+    return None if first == other else (path, first, other)

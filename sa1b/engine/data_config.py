@@ -20,8 +20,8 @@ from sa1b.workers import memory_limit
 
 def with_flags(error: ValueError, prefix: str = "--data.") -> UsageError:
     """Convert an error about arguments of `Stream` to one about the flags that set them."""
-    names = "|".join(one.name for one in fields(DataConfig))
-    message = re.sub(rf"\b({names})=", lambda found: f"{prefix}{found[1].replace('_', '-')} ", str(error))
+    names = "|".join(setting.name for setting in fields(DataConfig))
+    message = re.sub(rf"\b({names})=", lambda match: f"{prefix}{match[1].replace('_', '-')} ", str(error))
     return UsageError(message if message.startswith(prefix) else f"--data: {message}")
 
 

@@ -52,10 +52,10 @@ def held_out_feed(
     if training is None:
         return feed
     shared = 0
-    for own in feed.stream.sources():
+    for source in feed.stream.sources():
         for other in training.sources():
-            if own.dataset.root == other.dataset.root:
-                rows = [one.table_rows(np.arange(len(one))) for one in (own.view, other.view)]
+            if source.dataset.root == other.dataset.root:
+                rows = [view.table_rows(np.arange(len(view))) for view in (source.view, other.view)]
                 shared += len(np.intersect1d(rows[0], rows[1]))
     if shared:
         raise UsageError(

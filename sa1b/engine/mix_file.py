@@ -66,19 +66,21 @@ def read_mix(
     """
     flag = f"{flag} {config.mix}"
     try:
-        found = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
+        mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
     except OSError as error:
         raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
     except msgspec.DecodeError as error:
         raise UsageError(f"{flag}: {error}; see docs/mixing.md for its form") from None
-    if not found.sources:
+    if not mixture.sources:
         raise UsageError(f"{flag}: has no sources; see docs/mixing.md for its form")
     if config.root or config.view or config.layers:
         name = "root" if config.root else "view" if config.view else "layers"
         raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
-    sources = [_source(f"{flag}: source {name}", name, one, config) for name, one in found.sources.items()]
+    sources = [
+        _source(f"{flag}: source {name}", name, source, config) for name, source in mixture.sources.items()
+    ]
     schedule: dict[int, Mapping[str, Any]] = {}
-    for change in found.schedule:
+    for change in mixture.schedule:
         if (change.from_step is None) == (change.from_position is None):
             raise UsageError(f"{flag}: schedule: a change must have either from_step or from_position")
         position = change.from_position
@@ -98,8 +100,8 @@ def roots_of(config: DataConfig) -> list[str]:
 
 def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:
     defaults = asdict(replace(config, mix=None))
-    own = {key: value for key, value in given.items() if key in _Source.__struct_fields__}
-    data = {key: value for key, value in given.items() if key not in own}
+    source_fields = {key: value for key, value in given.items() if key in _Source.__struct_fields__}
+    data = {key: value for key, value in given.items() if key not in source_fields}
     for key in data:
         if key not in defaults or key in _SHARED:
             why = "all sources share it, so it is a flag" if key in defaults else "no such setting"
@@ -107,7 +109,7 @@ def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig)
     if not data.get("root"):
         raise UsageError(f"{where}: root: missing; the folder that `sa1b reshard` made, or its URL")
     try:
-        extra = msgspec.convert(own, _Source)
+        extra = msgspec.convert(source_fields, _Source)
         settings = msgspec.convert({**defaults, **data}, DataConfig)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"{where}: {error}") from None

@@ -292,16 +292,20 @@ def checked(module: nn.Module) -> nn.Module:
 
 def inputs_of(model: Model, batch: Batch, seed: int) -> tuple[Any, ...]:
     """The arguments of `forward`; raises ModelError if they are no tuple."""
-    found = model.inputs(batch, seed)
+    inputs = model.inputs(batch, seed)
     _require(
-        isinstance(found, tuple | list), model, "inputs()", found, "must be a tuple, the arguments of forward"
+        isinstance(inputs, tuple | list),
+        model,
+        "inputs()",
+        inputs,
+        "must be a tuple, the arguments of forward",
     )
-    return found
+    return inputs
 
 
-def _require(holds: bool, model: object, part: str, found: object, must: str) -> None:
+def _require(holds: bool, model: object, part: str, value: object, must: str) -> None:
     if not holds:
-        shape = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+        shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
         raise ModelError(f"{type(model).__name__}.{part} is {shape}: {must}; see sa1b.engine.model.Model")
 
 
@@ -349,6 +353,6 @@ def worst_image(parts: Sequence[tuple[Tensor, Tensor, Tensor]], figures: Sequenc
         torch.stack((positions, ids >> HALF, ids & ((1 << HALF) - 1))), (0, 1), value=-1
     )
     # The maximum of numbers with a NaN is the NaN.
-    found = torch.cat((mean[None], of_images.double())).index_select(1, mean.argmax()[None])
+    worst = torch.cat((mean[None], of_images.double())).index_select(1, mean.argmax()[None])
     names = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
-    return dict(zip(names, found[:, 0].unbind(), strict=True))
+    return dict(zip(names, worst[:, 0].unbind(), strict=True))

@@ -174,9 +174,9 @@ class ParallelConfig:
                     f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
                     f"{self.mode}; drop one"
                 )
-        for one, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
-            if getattr(self, one) and getattr(self, other):
-                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
+        for option, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
+            if getattr(self, option) and getattr(self, other):
+                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (option, other)]
                 raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
         if self.compress_after != 1000 and not self.compress.startswith("powersgd"):
             raise UsageError(
@@ -259,7 +259,7 @@ class OptimConfig:
         if self.warmup >= self.steps:
             raise UsageError(f"--optim.warmup {self.warmup}: must be less than --optim.steps {self.steps}")
         marks = pairwise([self.warmup, *self.milestones])
-        if self.schedule == "step" and any(one >= other for one, other in marks):
+        if self.schedule == "step" and any(mark >= other for mark, other in marks):
             raise UsageError(
                 f"--optim.milestones {self.milestones}: must be in ascending order and after "
                 f"--optim.warmup {self.warmup}"

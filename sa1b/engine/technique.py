@@ -24,12 +24,12 @@ class Place(Generic[T]):
 
     def load(self) -> T:
         """The object; UsageError if the module is missing."""
-        if (found := self.find()) is None:
+        if (technique := self.find()) is None:
             raise UsageError(
                 f"{self.flag}: needs the module {self.module}, which is not installed; drop the flag, or "
                 "install sa1b again"
             )
-        return found
+        return technique
 
     def find(self) -> T | None:
         """The object; None if the module is missing."""

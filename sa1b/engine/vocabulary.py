@@ -83,10 +83,10 @@ def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> N
             + (f"N is {' or '.join(fit)}" if fit else "none fits: N and the ranks of a copy are at least 2")
         )
     for word in arguments:
-        found = re.fullmatch(r"--?([A-Za-z][\w-]*)(=.*)?", word)
-        if found is None:
+        match = re.fullmatch(r"--?([A-Za-z][\w-]*)(=.*)?", word)
+        if match is None:
             continue
-        name = found[1].replace("_", "-").lower()
+        name = match[1].replace("_", "-").lower()
         if name.replace("-", "_") in own:
             continue
         for names, answer in _ANSWERS.items():
@@ -96,12 +96,12 @@ def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> N
 
 def passed(arguments: Sequence[str]) -> dict[str, str]:
     """The flags of a command line, without the dashes before them, and the value or next word of each."""
-    found = {}
+    values = {}
     for word, following in pairwise([*arguments, ""]):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
-            found[name[2:].replace("_", "-")] = value if equals else following
-    return found
+            values[name[2:].replace("_", "-")] = value if equals else following
+    return values
 
 
 def fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:

@@ -53,8 +53,8 @@ def find_weights(
     if not source.is_dir():
         return str(source), read_file(source)
     if (source / "checkpoints").is_dir():
-        found = newest(source / "checkpoints")
-        if found is None:
+        checkpoint = newest(source / "checkpoints")
+        if checkpoint is None:
             raise CheckpointError(
                 f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
                 "other weights"
@@ -65,8 +65,8 @@ def find_weights(
         tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
         raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
-        found = read(source)
-    return str(found.folder), tensors.read_weights(found.folder, found.metadata, mean=mean)
+        checkpoint = read(source)
+    return str(checkpoint.folder), tensors.read_weights(checkpoint.folder, checkpoint.metadata, mean=mean)
 
 
 def _fetched_weights(
@@ -90,7 +90,7 @@ def _fetched_weights(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for number in reversed(there):
             try:
-                found = bucket_checkpoints.download(store, number, folder)
+                checkpoint = bucket_checkpoints.download(store, number, folder)
             except RetrievalError:
                 raise
             except CheckpointError as error:
@@ -100,7 +100,7 @@ def _fetched_weights(
                 _LOG.warning("skipping checkpoint %s: %s", folder_name(number), error)
                 continue
             where = store.url(f"checkpoints/{folder_name(number)}")
-            return where, tensors.read_weights(found.folder, found.metadata, mean=mean)
+            return where, tensors.read_weights(checkpoint.folder, checkpoint.metadata, mean=mean)
     raise none_good(url, refused)
 
 
@@ -110,9 +110,9 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
     is a checkpoint.
     """
     source = source.rstrip("/")
-    own = step_of(source.rpartition("/")[2])
-    if own is not None or source.endswith(FILES):
-        return source, own
+    number = step_of(source.rpartition("/")[2])
+    if number is not None or source.endswith(FILES):
+        return source, number
     there = (
         bucket_checkpoints.committed(open_store(source))
         if protocol_of(source)
@@ -120,7 +120,7 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
     )
     if not there:
         return source, None
-    nearest = min(there, key=lambda one: (abs(one - step), one))
+    nearest = min(there, key=lambda saved: (abs(saved - step), saved))
     return f"{source}/checkpoints/{folder_name(nearest)}", nearest
 
 
@@ -136,9 +136,9 @@ def state_digest(module: nn.Module) -> str:
 def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None = None) -> str:
     """Load the weights of --init; a line that describes them. UsageError: unreadable, or they do not fit."""
     try:
-        where, found = find_weights(source, model.read_weights, scratch)
+        where, weights = find_weights(source, model.read_weights, scratch)
         try:
-            return f"{where}: {model.load_weights(found)}"
+            return f"{where}: {model.load_weights(weights)}"
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
     except (Sa1bError, OSError) as error:

@@ -72,6 +72,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     for module in ("runs", "grid", "coco", "raster", "geometry") if name in __all__ else ():
-        if hasattr(found := import_module(f"{__name__}.{module}"), name):
-            return getattr(found, name)
+        if hasattr(submodule := import_module(f"{__name__}.{module}"), name):
+            return getattr(submodule, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,26 +80,26 @@ def read_coco(
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
     images: dict[int, EvaluatedImage] = {}
 
-    def take_image(one: Any) -> None:
-        number = _field(one, "id", int)
+    def take_image(entry: Any) -> None:
+        number = _field(entry, "id", int)
         if number in images:
             raise _EntryError(f"has id {number}, which an earlier image also has")
-        path = folder / _field(one, "file_name", str)
-        height, width = _field(one, "height", int), _field(one, "width", int)
+        path = folder / _field(entry, "file_name", str)
+        height, width = _field(entry, "height", int), _field(entry, "width", int)
         images[number] = EvaluatedImage(number, path, height, width, [], [])
 
-    def take_annotation(one: Any) -> None:
-        image = _image_of(one, images)
+    def take_annotation(entry: Any) -> None:
+        image = _image_of(entry, images)
         if detections is not None:  # only the fields that pycocotools reads
             for name in ("id", "category_id", "iscrowd", "area"):
-                _field(one, name, float)
-        if not one.get("iscrowd"):
-            image.annotations.append(one)
+                _field(entry, name, float)
+        if not entry.get("iscrowd"):
+            image.annotations.append(entry)
 
-    def take_detection(one: Any) -> None:
-        image = _image_of(one, images)
-        _field(one, "bbox", _corners), _field(one, "score", float), _field(one, "category_id", int)
-        image.detections.append(one)
+    def take_detection(entry: Any) -> None:
+        image = _image_of(entry, images)
+        _field(entry, "bbox", _corners), _field(entry, "score", float), _field(entry, "category_id", int)
+        image.detections.append(entry)
 
     _take_each(document.images, f"--evaluation.coco {annotations}: images", take_image)
     entries = map(document.annotation, range(len(document.annotations)))
@@ -125,30 +125,30 @@ class _EntryError(ValueError):
 
 
 def _take_each(entries: Iterable[Any], where: str, take: Callable[[Any], None]) -> None:
-    for number, one in enumerate(entries):
+    for number, entry in enumerate(entries):
         try:
-            take(one)
+            take(entry)
         except _EntryError as error:
             raise UsageError(f"{where}, entry {number} (from 0): {error}; correct the file") from None
 
 
-def _field(one: Any, name: str, read: Callable[[Any], T]) -> T:
-    if not isinstance(one, dict):
+def _field(entry: Any, name: str, read: Callable[[Any], T]) -> T:
+    if not isinstance(entry, dict):
         raise _EntryError("is not a JSON object")
-    if name not in one:
+    if name not in entry:
         raise _EntryError(f"has no {name}")
     try:
-        return read(one[name])
+        return read(entry[name])
     except (_EntryError, MaskError) as error:
         raise _EntryError(f"has a {name} that cannot be used: {error}") from None
     except Exception:  # pycocotools raises Exception itself
-        value = json.dumps(one[name])
+        value = json.dumps(entry[name])
         shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
         raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
 
 
-def _image_of(one: Any, images: Mapping[int, EvaluatedImage]) -> EvaluatedImage:
-    number = _field(one, "image_id", int)
+def _image_of(entry: Any, images: Mapping[int, EvaluatedImage]) -> EvaluatedImage:
+    number = _field(entry, "image_id", int)
     if number not in images:
         raise _EntryError(f"has image_id {number}, but the annotation file has no image with this id")
     return images[number]
@@ -182,7 +182,9 @@ def evaluate_coco(
         inputs = _inputs(pixels, image_size, device)
         with autocast(parallel.precision, device):
             if detected:
-                boxes = [] if image is None else [_corners(one["bbox"]) for one in image.detections]
+                boxes = (
+                    [] if image is None else [_corners(detection["bbox"]) for detection in image.detections]
+                )
                 source = (1, 1) if image is None else (image.height, image.width)
                 protocol = BoxMasks(np.array(boxes, np.float64).reshape(-1, 4), source)
                 masks = module(*inputs, protocol=protocol)["masks"]
@@ -192,9 +194,9 @@ def evaluate_coco(
                 filled = truth.masks.any(axis=(1, 2))
                 counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
                 protocol_of = SamProtocol([] if image is None else [counted])
-                found = module(*inputs, protocol=protocol_of)
+                outputs = module(*inputs, protocol=protocol_of)
                 sizes = torch.from_numpy(areas[filled]).to(device)
-                score.add(found["intersections"], found["unions"], sizes, torch.ones_like(sizes))
+                score.add(outputs["intersections"], outputs["unions"], sizes, torch.ones_like(sizes))
                 empty += int((~filled).sum())
     if detected:
         return _average_precision(annotations, results, rank_info)
@@ -217,10 +219,10 @@ def _loaded(
     images: list[EvaluatedImage], annotations: Path, rank_info: RankInfo, deadline: float
 ) -> Iterator[Loaded]:
     """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
-    own = images[rank_info.rank :: rank_info.world_size]
+    rank_images = images[rank_info.rank :: rank_info.world_size]
     steps = -(-len(images) // rank_info.world_size)
     with ThreadPoolExecutor(1) as pool:
-        jobs = [partial(load_image, image, annotations, deadline) for image in own]
+        jobs = [partial(load_image, image, annotations, deadline) for image in rank_images]
         pending = pool.submit(jobs[0]) if jobs else None
         for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
             if pending is None:
@@ -250,15 +252,17 @@ def load_image(image: EvaluatedImage, annotations: Path, deadline: float = 300.0
     masks = np.zeros((len(image.annotations), image.height, image.width), np.bool_)
     boxes = np.zeros((len(image.annotations), 4))
     areas = np.zeros(len(image.annotations), np.int64)
-    for i, one in enumerate(image.annotations):
+    for i, annotation in enumerate(image.annotations):
         try:
-            masks[i] = _field(one, "segmentation", partial(_mask, height=image.height, width=image.width))
-            boxes[i] = _field(one, "bbox", _corners)
-            areas[i] = _field(one, "area", int) if "area" in one else masks[i].sum()
+            masks[i] = _field(
+                annotation, "segmentation", partial(_mask, height=image.height, width=image.width)
+            )
+            boxes[i] = _field(annotation, "bbox", _corners)
+            areas[i] = _field(annotation, "area", int) if "area" in annotation else masks[i].sum()
         except _EntryError as error:
             raise CocoError(
-                f"--evaluation.coco {annotations}: annotation {one.get('id')} of image {image.id} {error}; "
-                "correct the file"
+                f"--evaluation.coco {annotations}: annotation {annotation.get('id')} of image {image.id} "
+                f"{error}; correct the file"
             ) from None
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas
@@ -321,11 +325,11 @@ def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[s
     return [
         {
             "image_id": image.id,
-            "category_id": one["category_id"],
-            "score": one["score"],
+            "category_id": detection["category_id"],
+            "score": detection["score"],
             "segmentation": {"size": size, "counts": counts.decode("ascii")},
         }
-        for one, counts in zip(image.detections, coco.encode(Runs.from_pixels(masks)), strict=True)
+        for detection, counts in zip(image.detections, coco.encode(Runs.from_pixels(masks)), strict=True)
     ]
 
 
@@ -336,7 +340,7 @@ def _average_precision(
     if rank_info.world_size > 1:
         of_all = of_all * rank_info.world_size
         dist.all_gather_object(of_all, results)
-    everything = [one for some in of_all for one in some]
+    everything = [result for some in of_all for result in some]
     if not everything:
         return dict.fromkeys(_AP, 0.0)
     from pycocotools.coco import COCO

@@ -76,7 +76,7 @@ class Converted:
             )
         if self.to is not None:
             path, pth = f"{path}/{_FILE[self.to]}", self.to == "segment-anything"
-        own = (
+        sa1b_text = (
             "Load it with this package:\n\n"
             "    import sa1b\n\n"
             f"    model = sa1b.load_model({path!r})\n"
@@ -84,7 +84,7 @@ class Converted:
             "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
         )
         if self.model not in PUBLISHED:
-            return f"{own}\nThe original package (segment_anything) has no model of these sizes."
+            return f"{sa1b_text}\nThe original package (segment_anything) has no model of these sizes."
         if pth:
             load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path!r})"
         else:
@@ -94,7 +94,7 @@ class Converted:
                 f"    model.load_state_dict(load_file({path!r}))"
             )
         return (
-            f"{own}\nLoad it with the original package:\n\n"
+            f"{sa1b_text}\nLoad it with the original package:\n\n"
             f"    from segment_anything import sam_model_registry\n{load}"
         )
 
@@ -114,38 +114,38 @@ def convert(
     or needs a package that is missing.
     """
     _check_target(target, to, overwrite)
-    where, found = find_weights(source, scratch)
-    if is_grounding(found):
+    where, weights = find_weights(source, scratch)
+    if is_grounding(weights):
         raise UsageError(
             f"{where}: a grounding model, which needs the settings of its run; load the run with "
             "sa1b.load_grounding, or pass it as --init"
         )
-    config = config_of(found)
+    config = config_of(weights)
     done = Converted(
         source=where,
         target=str(target),
         bytes=0,
         model=preset_of(config),
         image_size=config.image_size,
-        parameters=sum(tensor.numel() for tensor in found.values()),
+        parameters=sum(tensor.numel() for tensor in weights.values()),
         to=to,
         compared=None,
     )
     if to is None:
-        write_weights(target, found)
+        write_weights(target, weights)
         return replace(done, bytes=target.stat().st_size)
     _check_form(to, config, done)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = temporary_path(target)
     folder.mkdir()
     try:
-        done = replace(done, compared=_write(folder, to, found, config))
-        (folder / _README).write_text(card(where, _facts(done, found), done.snippet(".")), "utf-8")
+        done = replace(done, compared=_write(folder, to, weights, config))
+        (folder / _README).write_text(card(where, _facts(done, weights), done.snippet(".")), "utf-8")
         paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
         done = replace(done, bytes=sum(path.stat().st_size for path in paths))
-        own = {path.name for path in paths}
+        names = {path.name for path in paths}
         if target.exists():
-            _refuse_others(target, to, {path.name for path in target.iterdir()} - own)
+            _refuse_others(target, to, {path.name for path in target.iterdir()} - names)
         for path in paths:
             flush(path)
             commit(path, target / path.name)
@@ -277,9 +277,9 @@ def card(where: str, facts: Mapping[str, str], snippet: str) -> str:
     scores = [line for line in lines if "evaluation" in line and line["step"] <= step]
     parts.append("\n## Scores\n")
     if scores:
-        view, found = config["evaluation"]["view"] if config else None, scores[-1]["evaluation"]
+        view, evaluation = config["evaluation"]["view"] if config else None, scores[-1]["evaluation"]
         parts.append(f"After step {scores[-1]['step']:,}, on the held-out view `{view}`:\n")
-        parts += _rows({name: f"{value:.4g}" for name, value in found.items()})
+        parts += _rows({name: f"{value:.4g}" for name, value in evaluation.items()})
     else:
         parts.append("No evaluation is recorded.")
     return "\n".join([*parts, "\n## Licence", _LICENCE])
@@ -304,8 +304,10 @@ def _digests(state: Any, path: str = "") -> list[tuple[str, str]]:
     """The digests in the state of a stream or of a mixture, with their places."""
     if not isinstance(state, dict):
         return []
-    found = [(f"{path}{name}", value) for name, value in state.items() if name.endswith("_sha256") and value]
-    return found + [pair for name, value in state.items() for pair in _digests(value, f"{path}{name}.")]
+    digests = [
+        (f"{path}{name}", value) for name, value in state.items() if name.endswith("_sha256") and value
+    ]
+    return digests + [pair for name, value in state.items() for pair in _digests(value, f"{path}{name}.")]
 
 
 def _text(run: str, name: str) -> str:

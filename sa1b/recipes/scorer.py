@@ -57,24 +57,24 @@ class ClickScorer:
     def add(self, module: nn.Module, inputs: Any, batch: Batch) -> None:
         rows = torch.nonzero(batch.valid[batch.masks.image]).flatten()
         if self.published:
-            found = module(*inputs, protocol=SamProtocol(source_truth(batch)))
+            outputs = module(*inputs, protocol=SamProtocol(source_truth(batch)))
         else:
-            found = module(*inputs, evaluate=True)
-            found = {name: values[rows] for name, values in found.items()}
+            outputs = module(*inputs, evaluate=True)
+            outputs = {name: values[rows] for name, values in outputs.items()}
         weights = torch.ones_like(batch.areas[rows]) if self.published else inputs[1].weights[rows]
-        self.score.add(found["intersections"], found["unions"], batch.areas[rows], weights)
+        self.score.add(outputs["intersections"], outputs["unions"], batch.areas[rows], weights)
         for name in sorted(set(batch.source)):
-            of_source = torch.tensor([one == name for one in batch.source], device=weights.device)
+            of_source = torch.tensor([source == name for source in batch.source], device=weights.device)
             counted = weights * of_source[batch.masks.image[rows]]
             score = self._by_source.setdefault(name, self._new_score())
-            score.add(found["intersections"], found["unions"], batch.areas[rows], counted)
+            score.add(outputs["intersections"], outputs["unions"], batch.areas[rows], counted)
         self.empty += (weights == 0).sum()
-        self._last = rows, weights, found
+        self._last = rows, weights, outputs
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
         assert self._last is not None
-        rows, weights, found = self._last
-        return prediction_lines(batch, rows[weights > 0], weights > 0, found)
+        rows, weights, outputs = self._last
+        return prediction_lines(batch, rows[weights > 0], weights > 0, outputs)
 
     def all_reduce(self) -> None:
         self.score.all_reduce()
@@ -102,8 +102,8 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
     for count, valid, size in zip(
         batch.masks.counts, batch.valid.tolist(), batch.source_sizes.tolist(), strict=True
     ):
-        own = offsets[start : start + (count if valid else 0) + 1]
-        masks = Runs(runs[own[0] : own[-1]], own - own[0], *size)
+        bounds = offsets[start : start + (count if valid else 0) + 1]
+        masks = Runs(runs[bounds[0] : bounds[-1]], bounds - bounds[0], *size)
         corners = geometry.bbox(masks).astype(np.float64)
         corners[:, 2:] += corners[:, :2] - 1
         made.append(ImageTruth(rasterize(masks, dtype=np.bool_).astype(np.bool_, copy=False), corners))
@@ -129,14 +129,16 @@ def prediction_lines(
     mask_ids = batch.mask_ids[rows].cpu().numpy()
     made = []
     for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
-        own = torch.nonzero(image == i).flatten().numpy()
-        if not len(own):
+        of_image = torch.nonzero(image == i).flatten().numpy()
+        if not len(of_image):
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
         taken = framed_size(*size, image_size)
-        runs = Runs.from_pixels(at_source(found["logits"][own], size, taken, image_size).numpy())
+        runs = Runs.from_pixels(at_source(found["logits"][of_image], size, taken, image_size).numpy())
         scale = np.array(size[::-1]) / taken[::-1]
-        some = Predicted(mask_ids[own], points[own] * scale, iou[own], predicted[own], runs)
+        some = Predicted(
+            mask_ids[of_image], points[of_image] * scale, iou[of_image], predicted[of_image], runs
+        )
         made.append((position, some.line(image_id)))
     return made
 

@@ -36,8 +36,8 @@ def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tu
     """The weights in a run, a checkpoint or a file, with low-rank changes added to the weights that they
     change; see `sa1b.engine.weights.find_weights`.
     """
-    where, found = weights.find_weights(source, read_weights, scratch)
-    return where, merged(found)
+    where, tensors = weights.find_weights(source, read_weights, scratch)
+    return where, merged(tensors)
 
 
 @check_arguments
@@ -57,12 +57,12 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
     if not isinstance(source, str | PathLike):
         raise UsageError(f"source {source!r}: not a path; pass {weights.KINDS}")
     _check_device(device)
-    where, found = find_weights(source)
-    if is_grounding(found):
+    where, tensors = find_weights(source)
+    if is_grounding(tensors):
         raise WeightsError(f"{where}: a grounding model; load its run with sa1b.load_grounding")
     try:
-        model = Sam(config_of(found))
-        model.load_state_dict(found)
+        model = Sam(config_of(tensors))
+        model.load_state_dict(tensors)
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise WeightsError(
@@ -73,10 +73,10 @@ def load_model(source: str | Path, device: torch.device | str = "cpu") -> Sam:
 
 def _check_device(device: torch.device | str) -> None:
     try:
-        found = torch.device(device)
+        target = torch.device(device)
     except (RuntimeError, TypeError):
         raise UsageError(f"device {device!r}: must be 'cpu', 'cuda' or 'cuda:N'") from None
-    if found.type == "cuda" and (found.index or 0) >= (count := torch.cuda.device_count()):
+    if target.type == "cuda" and (target.index or 0) >= (count := torch.cuda.device_count()):
         gpus = f"only {counted(count, 'GPU')}" if count else "no GPU"
         raise UsageError(f"device {str(device)!r}: torch finds {gpus}; pass device='cpu'")
 
@@ -223,7 +223,7 @@ def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig, model: Mod
     if config.cache is None or config.cache_bytes is None:
         return
     folder = Path(config.cache).expanduser()
-    there = next((one for one in (folder, *folder.parents) if os.path.lexists(one)), folder)
+    there = next((parent for parent in (folder, *folder.parents) if os.path.lexists(parent)), folder)
     if not there.is_dir():
         raise UsageError(f"{flag} {config.cache}: {there} is not a folder; pass another folder")
     ranks = _ranks_here()
@@ -252,9 +252,9 @@ def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> Embeddin
         ) from None
     left = max(cache_bytes - sum(sizes.values()), 0)
     if os.environ.get("RANK", "0") == "0":
-        found = sum(folder in path.parents for path in sizes)
+        count = sum(folder in path.parents for path in sizes)
         sys.stderr.write(
-            f"{flag} {folder}: {found:,} embeddings; up to {left:,} more bytes will be written\n"
+            f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
         )
     return EmbeddingCache(folder, left // _ranks_here(), flag)
 
@@ -293,7 +293,7 @@ def check_memory(model: ModelConfig) -> None:
         smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False, compile_decoder=False)
         try:
             with torch.device("meta"):
-                sizes.append(4 * sum(one.numel() for one in Sam(smaller).parameters()))
+                sizes.append(4 * sum(parameter.numel() for parameter in Sam(smaller).parameters()))
         except RuntimeError:  # torch's bytes of a tensor overflow
             sizes.append(1 << 63)
     needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()

@@ -24,8 +24,8 @@ class EarlyGradients:
     @property
     def sums(self) -> list[Tensor | None]:
         """The gradient of each source so far; None: it is not trained or not used."""
-        found: dict[int, Tensor] = dict(zip(self._places, self._found, strict=True))
-        return [found.get(place) for place in range(len(self._sources))]
+        gradients: dict[int, Tensor] = dict(zip(self._places, self._found, strict=True))
+        return [gradients.get(place) for place in range(len(self._sources))]
 
     def add(self, loss: Tensor) -> Tensor:
         """Compute and add the gradients of a scalar, free its graph, and return it without gradient."""

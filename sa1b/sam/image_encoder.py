@@ -146,7 +146,7 @@ class Backbone(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, S, S] -> tokens [B, S / patch, S / patch, width]."""
         features = self.get_submodule(self.name)(pixels)
-        fine, coarse = (layer(one) for layer, one in zip(self.lateral, features, strict=True))
+        fine, coarse = (layer(feature) for layer, feature in zip(self.lateral, features, strict=True))
         tokens: Tensor = fine + F.interpolate(coarse, scale_factor=2.0, mode="nearest")
         return tokens.permute(0, 2, 3, 1)
 

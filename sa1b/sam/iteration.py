@@ -273,7 +273,7 @@ class Graphs:
         return tree_map_only(Tensor, torch.clone, recording.outputs)
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recording:
-        graph, own = torch.cuda.CUDAGraph(), [x.detach().clone() for x in inputs]
+        graph, copies = torch.cuda.CUDAGraph(), [x.detach().clone() for x in inputs]
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # Weights that autocast has converted before would keep their values in all replays. Threads of the
         # loader go on, so only this thread's calls are checked.
@@ -281,6 +281,6 @@ class Graphs:
             torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"),
             torch.autocast("cuda", dtype, enabled, cache_enabled=False),
         ):
-            outputs = function(*own)
+            outputs = function(*copies)
         self._pool = graph.pool()
-        return _Recording(graph, own, outputs)
+        return _Recording(graph, copies, outputs)

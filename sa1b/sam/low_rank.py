@@ -55,10 +55,10 @@ def is_low_rank(name: str) -> bool:
 
 def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights by their published names: each with its low-rank change, if there is one."""
-    found = {name: tensor for name, tensor in weights.items() if not is_low_rank(name)}
-    for name in weights.keys() - found.keys():
+    full_rank = {name: tensor for name, tensor in weights.items() if not is_low_rank(name)}
+    for name in weights.keys() - full_rank.keys():
         layer, _, kind = name.rpartition(".")
-        if kind == _B and f"{layer}.{_A}" in weights and f"{layer}.weight" in found:
+        if kind == _B and f"{layer}.{_A}" in weights and f"{layer}.weight" in full_rank:
             change = torch.matmul(weights[name], weights[f"{layer}.{_A}"])
-            found[f"{layer}.weight"] = found[f"{layer}.weight"] + change
-    return found
+            full_rank[f"{layer}.weight"] = full_rank[f"{layer}.weight"] + change
+    return full_rank

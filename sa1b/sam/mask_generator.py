@@ -150,7 +150,7 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
         TypeError: a setting has another name.
     """
     check_model(model)
-    check_names("generate_masks", settings, [one.name for one in fields(GeneratorConfig)])
+    check_names("generate_masks", settings, [setting.name for setting in fields(GeneratorConfig)])
     return generate(model, rgb_pixels(image), GeneratorConfig(**settings))
 
 

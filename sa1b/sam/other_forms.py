@@ -129,7 +129,7 @@ def write_onnx(folder: Path, model: Sam) -> None:
         (Encoder(model), (image,), ENCODER, ["input_image"], ["image_embeddings"], ({0: rows, 1: columns},)),
         (Decoder(model), prompt, DECODER, [*_INPUTS], [*_OUTPUTS], shapes),
     ):
-        external = 4 * sum(one.numel() for one in module.parameters()) > _LARGEST
+        external = 4 * sum(parameter.numel() for parameter in module.parameters()) > _LARGEST
         with _quiet():
             torch.onnx.export(
                 module.eval(),
@@ -179,11 +179,13 @@ def largest_difference(folder: Path, model: Sam, prompts: int = 100) -> tuple[fl
             **_prompt(model, random, 1 + number % 12),
             "orig_im_size": source,
         }
-        found = [torch.from_numpy(x) for x in decode(None, {k: x.numpy() for k, x in inputs.items()})]
+        outputs = [torch.from_numpy(x) for x in decode(None, {k: x.numpy() for k, x in inputs.items()})]
         expected = Decoder(model)(*inputs.values())
-        differences += [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
-        differing += int(((found[0] > 0) != (expected[0] > 0)).sum())
-        pixels += found[0].numel()
+        differences += [
+            float((output - other).abs().max()) for output, other in zip(outputs, expected, strict=True)
+        ]
+        differing += int(((outputs[0] > 0) != (expected[0] > 0)).sum())
+        pixels += outputs[0].numel()
     return max(differences), differing / max(pixels, 1)
 
 

@@ -223,8 +223,8 @@ class _Masks:
         count = self.shape[1]
         common = np.zeros(self.shape, np.int64)
         for number in range(len(common)):
-            own = self.runs.select(np.arange(number * count, (number + 1) * count))
-            common[number] = intersection(own, truth.runs.select([number]))[:, 0]
+            predicted = self.runs.select(np.arange(number * count, (number + 1) * count))
+            common[number] = intersection(predicted, truth.runs.select([number]))[:, 0]
         either = area(self.runs).reshape(self.shape) + area(truth.runs)[:, None] - common
         return torch.from_numpy(common), torch.from_numpy(either)
 

@@ -132,7 +132,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         return _config_of(weights)
     except KeyError as error:
         name = str(error.args[0])
-        prefix = next((one.removesuffix(name) for one in weights if one.endswith(f".{name}")), None)
+        prefix = next((key.removesuffix(name) for key in weights if key.endswith(f".{name}")), None)
         advice = "" if prefix is None else f", but there is {prefix}{name}: remove the prefix {prefix!r}"
         raise ValueError(f"{name} must be in it{advice}") from None
 
@@ -177,7 +177,9 @@ def preset_of(config: ModelConfig) -> str | None:
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     """Why weights do not fit a model, in a sentence that names the flag; None: they fit."""
     with torch.device("meta"):
-        needed = {name: one.shape for name, one in Sam(replace(model, lora_rank=0)).state_dict().items()}
+        needed = {
+            name: tensor.shape for name, tensor in Sam(replace(model, lora_rank=0)).state_dict().items()
+        }
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     if shapes == needed:
         return None

@@ -226,8 +226,8 @@ class TwoWayLayer(nn.Module):
 
         attention = self.cross_attn_image_to_token
         rows = attention.projected(queries + tokens, queries)
-        if (found := attention.fused(image, *rows, self.norm4, image_position)) is not None:
-            return queries, found
+        if (fused := attention.fused(image, *rows, self.norm4, image_position)) is not None:
+            return queries, fused
         changed = attention.spread(image, *rows)
         changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
         return queries, OwnImage(changed, changed + image_position)

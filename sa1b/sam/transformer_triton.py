@@ -64,8 +64,8 @@ def normalised(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Rows with mean 0 and variance 1, the factor of each, their places, and which exist."""
     place, inside = row[:, None] * CHANNELS + tl.arange(0, CHANNELS), (row < rows)[:, None]
-    found, factor = standard(tl.load(x + place, mask=inside, other=0).to(tl.float32), eps, CHANNELS)
-    return found, factor, place, inside
+    normal, factor = standard(tl.load(x + place, mask=inside, other=0).to(tl.float32), eps, CHANNELS)
+    return normal, factor, place, inside
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def norm_forward(
     """Write BLOCK rows."""
     channel = tl.arange(0, CHANNELS)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found, _, place, inside = normalised(x, row, rows, eps, CHANNELS)
-    found = found * tl.load(weight + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
+    values, _, place, inside = normalised(x, row, rows, eps, CHANNELS)
+    values = values * tl.load(weight + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
     if GELU:
-        found, _ = gelu(found)
-    tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
+        values, _ = gelu(values)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -110,16 +110,16 @@ def norm_backward(
     of_bias = tl.zeros((BLOCK, CHANNELS), tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     while first < rows:
-        found, factor, place, inside = normalised(x, first + tl.arange(0, BLOCK), rows, eps, CHANNELS)
+        normal, factor, place, inside = normalised(x, first + tl.arange(0, BLOCK), rows, eps, CHANNELS)
         slope = tl.load(gradient + place, mask=inside, other=0).to(tl.float32)
         if GELU:
-            _, bend = gelu(found * gain + offset)
+            _, bend = gelu(normal * gain + offset)
             slope = slope * bend
-        of_gain += slope * found
+        of_gain += slope * normal
         of_bias += slope
         slope = slope * gain
-        along = tl.sum(slope * found, 1)[:, None] / CHANNELS
-        slope = (slope - tl.sum(slope, 1)[:, None] / CHANNELS - found * along) * factor
+        along = tl.sum(slope * normal, 1)[:, None] / CHANNELS
+        slope = (slope - tl.sum(slope, 1)[:, None] / CHANNELS - normal * along) * factor
         tl.store(of_x + place, slope.to(of_x.dtype.element_ty), mask=inside)
         first += tl.num_programs(0).to(tl.int64) * BLOCK
     sums += 2 * CHANNELS * tl.program_id(0)
@@ -237,14 +237,14 @@ def image_to_tokens_backward(
     token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
     channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
     place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
-    found, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
+    normal, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
     slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
     sums = of_norm + tl.program_id(0).to(tl.int64) * (2 * CHANNELS) + channel
-    tl.store(sums, tl.sum(slope * found, 0))
+    tl.store(sums, tl.sum(slope * normal, 0))
     tl.store(sums + CHANNELS, tl.sum(slope, 0))
     slope = slope * tl.load(gains + channel).to(tl.float32)
-    along = tl.sum(slope * found, 1)[:, None] / CHANNELS
-    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - found * along) * factor).to(form)
+    along = tl.sum(slope * normal, 1)[:, None] / CHANNELS
+    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - normal * along) * factor).to(form)
     tl.store(of_sum + place, slope)
     of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
     steep = tl.dot(tl.load(values + of_row), tl.trans(slope), input_precision=PRECISION)

@@ -47,12 +47,12 @@ class BucketLocation(Location):
     def fetch(self, step: int) -> Found:
         outcomes = self.ranks.on_all(partial(self._copy, step))
         local = self.folder / folder_name(step)
-        if errors := [one for one in outcomes if isinstance(one, CheckpointError)]:
+        if errors := [outcome for outcome in outcomes if isinstance(outcome, CheckpointError)]:
             if self.run.leads:
                 shutil.rmtree(local, ignore_errors=True)
-            raise next((one for one in errors if isinstance(one, RetrievalError)), errors[0])
-        found = next(one for one in outcomes if isinstance(one, Found))
-        return replace(found, folder=local)
+            raise next((outcome for outcome in errors if isinstance(outcome, RetrievalError)), errors[0])
+        checkpoint = next(outcome for outcome in outcomes if isinstance(outcome, Found))
+        return replace(checkpoint, folder=local)
 
     def drop(self, found: Found) -> None:
         if self.run.leads:

@@ -112,21 +112,21 @@ class Checkpoints:
             "state": state,
         }
         text = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-        own = tensors.share(
+        rank_tensors = tensors.share(
             tensors.gather(model, optimizer),
             self._ranks.rank,
             self._ranks.world_size,
             sharded=of_rank(optimizer) is not optimizer,
             staged=isinstance(model, Wrapper),
         )
-        copy = self._copied(own) if self.config.asynchronous else own
+        copy = self._copied(rank_tensors) if self.config.asynchronous else rank_tensors
         self._writing = self._writer.submit(self._write, step, copy, text)
         if not self.config.asynchronous:
             self._settle()
 
-    def _copied(self, own: dict[str, Tensor]) -> dict[str, Tensor] | CheckpointError:
+    def _copied(self, rank_tensors: dict[str, Tensor]) -> dict[str, Tensor] | CheckpointError:
         """A copy of the tensors in host memory, or why there is none: the write then fails on all ranks."""
-        cuda = any(tensor.is_cuda for tensor in own.values())
+        cuda = any(tensor.is_cuda for tensor in rank_tensors.values())
         try:
             if self._stager is None or not _REUSES_STAGER:
                 # The copy in host memory is kept and reused; it is pinned if that makes it faster.
@@ -137,7 +137,7 @@ class Checkpoints:
                     use_non_blocking_copy=cuda,
                 )
                 self._stager = DefaultStager(options)
-            staged = self._stager.stage(own)
+            staged = self._stager.stage(rank_tensors)
             return staged.result() if isinstance(staged, Future) else staged
         except (RuntimeError, MemoryError, OSError) as error:
             self._stager = None
@@ -197,11 +197,11 @@ class Checkpoints:
         refused: list[str] = []
         for step in reversed(self.steps()):
             try:
-                found = self._location.fetch(step)
+                checkpoint = self._location.fetch(step)
                 try:
-                    state = self.load(found, model, optimizer)
+                    state = self.load(checkpoint, model, optimizer)
                 finally:
-                    self._location.drop(found)
+                    self._location.drop(checkpoint)
                 self._good = {step}
                 return state
             except (MismatchError, RetrievalError):
@@ -214,14 +214,14 @@ class Checkpoints:
             raise checkpoint_files.none_good(self._location.root, refused)
         return None
 
-    def _write(self, step: int, own: dict[str, Tensor] | CheckpointError, state: bytes) -> int:
+    def _write(self, step: int, rank_tensors: dict[str, Tensor] | CheckpointError, state: bytes) -> int:
         """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
         location = self._location
         try:
-            self._ranks.on_all(lambda: _raise_error(own))
-            assert isinstance(own, dict)
+            self._ranks.on_all(lambda: _raise_error(rank_tensors))
+            assert isinstance(rank_tensors, dict)
             temporary = location.prepare(step)
-            self._ranks.on_all(lambda: tensors.write(temporary, own, self._ranks))
+            self._ranks.on_all(lambda: tensors.write(temporary, rank_tensors, self._ranks))
             parts = self._ranks.on_all(lambda: self._describe(temporary, state))
             self._ranks.on_first(lambda: self._commit(temporary, step, parts))
         except CheckpointError as error:
@@ -286,6 +286,6 @@ class Checkpoints:
         )
 
 
-def _raise_error(own: dict[str, Tensor] | CheckpointError) -> None:
-    if isinstance(own, CheckpointError):
-        raise own
+def _raise_error(outcome: dict[str, Tensor] | CheckpointError) -> None:
+    if isinstance(outcome, CheckpointError):
+        raise outcome

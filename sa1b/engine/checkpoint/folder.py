@@ -57,10 +57,10 @@ class Found:
 
 def run_around(path: str) -> str | None:
     """The run in whose checkpoints an absolute path or URL is; None if it is in no checkpoint."""
-    found = _INSIDE.fullmatch(path)
-    if found is None and path.endswith("/checkpoints") and steps(Path(path)):
+    match = _INSIDE.fullmatch(path)
+    if match is None and path.endswith("/checkpoints") and steps(Path(path)):
         return path.removesuffix("/checkpoints")
-    return found and found[1]
+    return match and match[1]
 
 
 def steps(folder: Path) -> list[int]:
@@ -73,8 +73,8 @@ def steps(folder: Path) -> list[int]:
 
 def step_of(name: str) -> int | None:
     """The step in the name of a checkpoint's folder; None for other names."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def read(folder: Path) -> Found:
@@ -123,7 +123,9 @@ def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name."""
     # Files that no run wrote stay, in the renamed folder.
     names = [f"{path.name}.deleted", *(f"{path.name}.{number}.deleted" for number in range(1, 100))]
-    temporary = next(one for one in map(path.with_name, names) if not one.exists() or clear(one))
+    temporary = next(
+        candidate for candidate in map(path.with_name, names) if not candidate.exists() or clear(candidate)
+    )
     commit(path, temporary)
     clear(temporary)
 

@@ -86,9 +86,9 @@ class RemoteRun:
     def check(self) -> None:
         """Raise LockedError if another run has taken over the claim; on rank 0."""
         if self._claim is None or not self._claim.is_held():
-            found = observe(self.store, _CLAIM)
+            claim = observe(self.store, _CLAIM)
             raise LockedError(
-                f"{self.store.root}: another run ({found or 'ended since'}) has taken over this --out, "
+                f"{self.store.root}: another run ({claim or 'ended since'}) has taken over this --out, "
                 "because this run sent no heartbeat for too long; stop one of them"
             )
 
@@ -164,21 +164,21 @@ class RemoteRun:
 
     def _take(self) -> Claim:
         began = time.monotonic()
-        told = False
+        logged = False
         while (claim := Claim.take(self.store, _CLAIM)) is None:
             waited = time.monotonic() - began
-            found = observe(self.store, _CLAIM)
-            if found is None:
+            holder = observe(self.store, _CLAIM)
+            if holder is None:
                 continue
-            terms = found.terms(self.store.url(_CLAIM))
+            terms = holder.terms(self.store.url(_CLAIM))
             # A holder on another machine is alive if it has sent a heartbeat since the wait began.
-            if waited > _PATIENCE and (found.is_here or found.age < waited - _CLOCKS):
+            if waited > _PATIENCE and (holder.is_here or holder.age < waited - _CLOCKS):
                 raise LockedError(
-                    f"--out {self.store.root}: in use by another run, process {found}; pass another --out, "
+                    f"--out {self.store.root}: in use by another run, process {holder}; pass another --out, "
                     f"or stop that run ({terms})"
                 )
-            if not told and waited > _QUIET:
-                told = True
+            if not logged and waited > _QUIET:
+                logged = True
                 _LOG.warning("waiting for the end of another run with this --out (%s)", terms)
             time.sleep(_POLL)
         return claim
@@ -221,7 +221,9 @@ class RemoteRun:
         """Upload what an earlier run on this machine wrote and could not upload."""
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             record = json.loads((self.folder / _SENT).read_bytes())
-            self._sent = {str(name): (int(one[0]), int(one[1]), one[2]) for name, one in record.items()}
+            self._sent = {
+                str(name): (int(entry[0]), int(entry[1]), entry[2]) for name, entry in record.items()
+            }
         for path, name in self._files():
             *sent, version = self._sent.get(name, (0, 0, None))
             state = _state(path)

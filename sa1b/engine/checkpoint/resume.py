@@ -38,9 +38,9 @@ def check_files(store: Store, out: str, *only: str) -> None:
         begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
         if begins is None:
             continue
-        found = store.read(name)[: len(begins)] if begins else b"not known"
-        if begins.startswith(found):  # or it is empty
-            if found and name == "config.json":
+        beginning = store.read(name)[: len(begins)] if begins else b"not known"
+        if begins.startswith(beginning):  # or it is empty
+            if beginning and name == "config.json":
                 return
         elif not only or name in only:
             raise UsageError(
@@ -51,7 +51,7 @@ def check_files(store: Store, out: str, *only: str) -> None:
 
 def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) -> NoReturn:
     """UsageError for another order of images, described by `error`; it names the flags and saved values."""
-    _refuse([one for one in _differences(saved, own) if one[0] in _SEQUENCE], out)
+    _refuse([difference for difference in _differences(saved, own) if difference[0] in _SEQUENCE], out)
     raise UsageError(
         f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are there "
         f"now, pass another --out with --init {out}"
@@ -64,13 +64,13 @@ def check_model(saved: Settings, own: Settings, out: str) -> None:
     if presets[0] != presets[1]:
         _refuse([("preset", *presets)], out)
     parts = ("model.", "optim.freeze")
-    _refuse([one for one in _differences(saved, own) if one[0].startswith(parts)], out)
+    _refuse([difference for difference in _differences(saved, own) if difference[0].startswith(parts)], out)
 
 
 def check_trained(saved: Settings, own: Settings, out: str) -> None:
     """UsageError for other frozen parts, or to resume without the running mean that the checkpoint has."""
-    frozen = [one for one in _differences(saved, own) if one[0] == "optim.freeze"]
-    _refuse([one for one in frozen if sorted(one[1]) != sorted(one[2])], out)
+    frozen = [difference for difference in _differences(saved, own) if difference[0] == "optim.freeze"]
+    _refuse([difference for difference in frozen if sorted(difference[1]) != sorted(difference[2])], out)
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
     if decays[0] and not decays[1]:
         raise UsageError(
@@ -90,12 +90,14 @@ def lines(saved: Settings, own: Settings, out: str, step: int, steps: int, posit
 
 def changes(saved: Settings, own: Settings, step: int) -> list[str]:
     """Lines to print: settings that affect training and differ from those of the checkpoint."""
-    found = [one for one in _differences(saved, own) if _of_training(one[0])]
+    differences = [difference for difference in _differences(saved, own) if _of_training(difference[0])]
     lines = []
-    if found:
-        named = ", ".join(f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in found)
+    if differences:
+        named = ", ".join(
+            f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in differences
+        )
         lines.append(f"settings that differ from those of step {step:,}: {named}")
-    if ("optim.ema", 0.0) in [(name, before) for name, before, _ in found]:
+    if ("optim.ema", 0.0) in [(name, before) for name, before, _ in differences]:
         lines.append(f"the running mean (--optim.ema) starts from the weights of step {step:,}")
     return lines
 
@@ -109,27 +111,27 @@ def _refuse(differing: list[tuple[str, Any, Any]], out: str) -> None:
     if not differing:
         return
     saved = ", ".join(_given(name, before) for name, before, _ in differing)
-    own = ", ".join(_given(name, now) for name, _, now in differing)
+    current = ", ".join(_given(name, now) for name, _, now in differing)
     remedy = ", ".join(
         f"pass {_given(name, before)}" if before not in (None, []) else f"drop {_flag(name)}"
         for name, before, _ in differing
     )
     raise UsageError(
-        f"--out {out}: was trained with {saved}, this run has {own}; {remedy}, or pass another --out with "
-        f"--init {out}"
+        f"--out {out}: was trained with {saved}, this run has {current}; {remedy}, or pass another --out "
+        f"with --init {out}"
     )
 
 
-def _differences(saved: Any, own: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Name, saved value and own value of each setting that both have."""
-    for name in own:
+def _differences(saved: Any, current: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, saved value and current value of each setting that both have."""
+    for name in current:
         if name not in saved:
             continue
         full = f"{path}{name}"
-        if isinstance(own[name], dict) and isinstance(saved[name], dict):
-            yield from _differences(saved[name], own[name], f"{full}.")
-        elif saved[name] != own[name]:
-            yield full, saved[name], own[name]
+        if isinstance(current[name], dict) and isinstance(saved[name], dict):
+            yield from _differences(saved[name], current[name], f"{full}.")
+        elif saved[name] != current[name]:
+            yield full, saved[name], current[name]
 
 
 def _flag(name: str) -> str:

@@ -63,13 +63,13 @@ def measure(path: Path) -> SealedFile:
 
 def seal(folder: Path, step: int, files: dict[str, SealedFile]) -> None:
     """Write the manifest of a folder of flushed files; CheckpointError: they are not exactly `files`."""
-    found = {path.name for path in folder.iterdir()}
-    if missing := sorted(set(files) - found):
+    names = {path.name for path in folder.iterdir()}
+    if missing := sorted(set(files) - names):
         raise CheckpointError(
             f"{folder / missing[0]}: written by another rank and not visible to rank 0; put --out on a file "
             "system that all ranks share"
         )
-    if foreign := sorted(found - set(files)):
+    if foreign := sorted(names - set(files)):
         raise CheckpointError(
             f"{folder / foreign[0]}: not written by this run; start one run at a time with this --out; a "
             "file of yours must be moved away"
@@ -83,11 +83,11 @@ def check(folder: Path, step: int) -> dict[str, SealedFile]:
     if not path.is_file():
         raise damaged(path, "missing (it is written last, so the checkpoint may be incomplete)")
     files = manifest_files(path, step)
-    found = {entry.name: entry for entry in os.scandir(folder)}
-    for name in sorted({*files, MANIFEST} ^ set(found)):
+    entries = {entry.name: entry for entry in os.scandir(folder)}
+    for name in sorted({*files, MANIFEST} ^ set(entries)):
         raise damaged(folder / name, "missing" if name in files else "not named by the manifest")
     for name, file in files.items():
-        status = found[name].stat(follow_symlinks=False)
+        status = entries[name].stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise damaged(folder / name, "a link or folder, not a plain file")
         if status.st_size != file.bytes:

@@ -50,7 +50,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     each rank has the optimizer state of its own parameters only. A stage of a pipeline has its own parameters
     and their state only.
     """
-    found = _present(_weights(model))
+    tensors = _present(_weights(model))
     if optimizer is not None:
         names = _names(model)
         for parameter, values in of_rank(optimizer).state.items():
@@ -58,12 +58,13 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
                 if not isinstance(value, Tensor):
                     keeper, kind = type(optimizer).__name__, type(value).__name__
                     raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
-                found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+                tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
         if (reduction := reduction_of(model)) is not None:
-            found |= {
-                f"{COMPRESSION}{dist.get_rank()}.{name}": one for name, one in reduction.tensors().items()
+            tensors |= {
+                f"{COMPRESSION}{dist.get_rank()}.{name}": tensor
+                for name, tensor in reduction.tensors().items()
             }
-    return found
+    return tensors
 
 
 def share(
@@ -72,18 +73,18 @@ def share(
     """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones. No
     other rank has the optimizer state if it is `sharded`, or a tensor of a stage of a pipeline, `staged`.
     """
-    own: dict[str, Tensor] = {}
+    rank_tensors: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
         alone = staged or name.startswith(COMPRESSION) or (sharded and name.startswith(OPTIMIZER))
         if isinstance(tensor, DTensor) or alone:
-            own[name] = tensor
+            rank_tensors[name] = tensor
             continue
         owner = load.index(min(load))
         load[owner] += tensor.nbytes
         if owner == rank:
-            own[name] = tensor
-    return own
+            rank_tensors[name] = tensor
+    return rank_tensors
 
 
 def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
@@ -117,7 +118,7 @@ def load(
     ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
     if (reduction := reduction_of(model)) is not None:
         of_own = f"{COMPRESSION}{ranks.rank}."
-        reduction.load_tensors({name.removeprefix(of_own): one for name, one in compression.items()})
+        reduction.load_tensors({name.removeprefix(of_own): tensor for name, tensor in compression.items()})
     if optimizer is not None:
         names, kept = _names(model), of_rank(optimizer)
         packed = kept.state_dict()
@@ -206,7 +207,7 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
 
 def _empty_compression(metadata: Metadata, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """Empty tensors for this rank's state of PowerSGD; none if other ranks have saved it."""
-    entries = {name: one for name, one in _entries(metadata).items() if name.startswith(COMPRESSION)}
+    entries = {name: entry for name, entry in _entries(metadata).items() if name.startswith(COMPRESSION)}
     savers = {name.split(".")[1] for name in entries}
     if reduction_of(model) is None or len(savers) != ranks.world_size:
         return {}
@@ -229,7 +230,7 @@ def _empty_states(
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
     }
     if isinstance(model, Wrapper):
-        trained |= {name: one for one, name in names.items() if name in model.elsewhere}
+        trained |= {name: parameter for parameter, name in names.items() if name in model.elsewhere}
     states: dict[str, dict[str, Tensor]] = {}
     for full, entry in _entries(metadata).items():
         if not full.startswith(OPTIMIZER):

@@ -122,13 +122,13 @@ class RunPlan:
         """Seconds of a step by each of the limits."""
         cluster, batch = self.cluster, self.config.data.global_batch
         gpu = "GPU compute" if self.compute >= self.exposed else "network"
-        found = {
+        seconds = {
             gpu: self.compute + self.exposed,
             "decoding": batch / (self.decode_rate * cluster.cpus * cluster.nodes),
         }
         if cluster.storage is not None:
-            found["storage"] = batch * self.image_bytes / cluster.storage
-        return found
+            seconds["storage"] = batch * self.image_bytes / cluster.storage
+        return seconds
 
     @property
     def limit(self) -> str:
@@ -265,35 +265,37 @@ def plan(config: Config, cluster: Cluster) -> RunPlan:
     trained = _numbers(module, trained=True)
     moments = 4 * trained * (3 if config.optim.ema else 2)
     compression = 4 * ranks * sum(kept_numbers(module, config.parallel))  # each rank has its own
-    found = RunPlan(
+    run_plan = RunPlan(
         config,
         cluster,
         data,
         parameters=_numbers(module),
         trained=trained,
-        saved=sum(one.nbytes for one in stored(module).state_dict().values()) + moments + compression,
+        saved=sum(tensor.nbytes for tensor in stored(module).state_dict().values()) + moments + compression,
         step_flops=declared(module).flops(batch, batch * config.data.masks),
         memory=memory,
     )
     size, _ = config.micro_batches(ranks)
-    if found.fits or size == 1:
-        return found
+    if run_plan.fits or size == 1:
+        return run_plan
     # The memory of batches and activations is proportional to the micro-batch.
-    one = _with_micro_batch(found, 1)
-    each = max((found.needed - one.needed) / (size - 1), 1.0)
-    fitting = min(int(1 + (cluster.gpu_memory - one.needed) // each), size - 1)
-    while fitting > 1 and not _with_micro_batch(found, fitting).fits:
+    smallest = _with_micro_batch(run_plan, 1)
+    each = max((run_plan.needed - smallest.needed) / (size - 1), 1.0)
+    fitting = min(int(1 + (cluster.gpu_memory - smallest.needed) // each), size - 1)
+    while fitting > 1 and not _with_micro_batch(run_plan, fitting).fits:
         fitting -= 1  # several micro-batches also need memory for gradients
-    return replace(found, fitting=fitting if one.fits else 0)
+    return replace(run_plan, fitting=fitting if smallest.fits else 0)
 
 
-def _with_micro_batch(found: RunPlan, size: int) -> RunPlan:
-    config = replace(found.config, data=replace(found.config.data, micro_batch=size))
-    return replace(found, config=config, memory=measure(config, found.cluster.world_size))
+def _with_micro_batch(run_plan: RunPlan, size: int) -> RunPlan:
+    config = replace(run_plan.config, data=replace(run_plan.config.data, micro_batch=size))
+    return replace(run_plan, config=config, memory=measure(config, run_plan.cluster.world_size))
 
 
 def _numbers(module: nn.Module, *, trained: bool = False) -> int:
-    return sum(one.numel() for one in module.parameters() if one.requires_grad or not trained)
+    return sum(
+        parameter.numel() for parameter in module.parameters() if parameter.requires_grad or not trained
+    )
 
 
 def _stored_images(config: Config, world_size: int) -> StoredImages:

@@ -105,13 +105,13 @@ def check_memory(config: Config, module: nn.Module, rank_info: RankInfo) -> None
     small = declared(module).flops(images, images * config.data.masks) < _MEASURED
     if small or resumes or not mode_of(config.parallel).divides_steps:
         return
-    found: list[Any] = [_share(config, rank_info) if rank_info.rank == 0 else None]
+    shared: list[Any] = [_share(config, rank_info) if rank_info.rank == 0 else None]
     several = rank_info.world_size > 1
     if several:
-        dist.broadcast_object_list(found, src=0)
-    if found[0] is None:  # it cannot be measured
+        dist.broadcast_object_list(shared, src=0)
+    if shared[0] is None:  # it cannot be measured
         return
-    verdicts = [_verdict(config, found[0], rank_info)] * rank_info.world_size
+    verdicts = [_verdict(config, shared[0], rank_info)] * rank_info.world_size
     if several:
         dist.all_gather_object(verdicts, verdicts[0])
     for kind, why in sorted(verdicts):
@@ -156,8 +156,8 @@ def _verdict(config: Config, memory: StepMemory, rank_info: RankInfo) -> tuple[s
     free = torch.cuda.mem_get_info(rank_info.device)[0]
     place, way = f"free on {rank_info.device}", "--parallel.mode fsdp"
     least = replace(memory, activations=int(memory.activations * _LEAST_ON_GPU))
-    for kind, one in ((_REFUSED, least), ("warning", memory)):
-        if why := _excess(config, one, rank_info.world_size, free, place, way):
+    for kind, needed in ((_REFUSED, least), ("warning", memory)):
+        if why := _excess(config, needed, rank_info.world_size, free, place, way):
             return kind, why
     return "", ""
 

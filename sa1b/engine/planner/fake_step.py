@@ -77,9 +77,9 @@ class LiveMemory(TorchDispatchMode):
         memory = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            found = memory._resize(storage, size)
+            resized = memory._resize(storage, size)
             memory._resized(storage)
-            return found
+            return resized
 
         setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  a method of a C++ class
         super().__enter__()
@@ -92,7 +92,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls the operation on local tensors, which come here
         if func is _DEVICE and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # most calls; the mode's own way is slower
@@ -122,10 +122,10 @@ class LiveMemory(TorchDispatchMode):
 
     def at_peak(self) -> dict[Purpose, int]:
         """Bytes of each purpose at the peak; their sum is `peak`."""
-        found: dict[Purpose, int] = {}
+        sizes: dict[Purpose, int] = {}
         for stored, size in self._largest:
-            found[stored.purpose] = found.get(stored.purpose, 0) + size
-        return found
+            sizes[stored.purpose] = sizes.get(stored.purpose, 0) + size
+        return sizes
 
     def _set(self, tensor: Tensor, purpose: Purpose, only: Purpose | None = None) -> None:
         stored = self._live.get(_key(_local(tensor).untyped_storage()))
@@ -155,7 +155,7 @@ class LiveMemory(TorchDispatchMode):
     def _look(self) -> None:
         if self.bytes > self.peak:
             self.peak = self.bytes
-            self._largest = [(one, one.bytes) for one in self._live.values()]
+            self._largest = [(stored, stored.bytes) for stored in self._live.values()]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -218,12 +218,12 @@ def measure(config: Config, world_size: int) -> StepMemory:
             module = build(config, None)
         stack.enter_context(FakeTensorMode())
         memory = stack.enter_context(LiveMemory())
-        found = _step(config, parallel, module, rank_info, memory)
+        step_memory = _step(config, parallel, module, rank_info, memory)
     # PowerSGD keeps the errors of the last two steps, because the last one may be skipped.
     errors, factors = kept_numbers(module, config.parallel)
-    found = replace(found, gradients=found.gradients + 4 * (2 * errors + 3 * factors))
-    offloaded = found.parameters + found.gradients + found.optimizer
-    return replace(found, offloaded=offloaded if config.parallel.offload != "none" else 0)
+    step_memory = replace(step_memory, gradients=step_memory.gradients + 4 * (2 * errors + 3 * factors))
+    offloaded = step_memory.parameters + step_memory.gradients + step_memory.optimizer
+    return replace(step_memory, offloaded=offloaded if config.parallel.offload != "none" else 0)
 
 
 def _step(
@@ -249,8 +249,8 @@ def _step(
         batches = [replace(batch, texts=_blank_texts(micro * data.masks, data)) for batch in batches]
     for batch in batches:
         parts = (batch, batch.masks, *([] if batch.texts is None else [batch.texts]))
-        tensors = [getattr(one, name.name) for one in parts for name in fields(one)]
-        memory.mark((one for one in tensors if isinstance(one, Tensor)), "batches")
+        tensors = [getattr(part, name.name) for part in parts for name in fields(part)]
+        memory.mark((tensor for tensor in tensors if isinstance(tensor, Tensor)), "batches")
     memory.mark([*module.parameters(), *module.buffers()], "parameters")
 
     def run() -> Tensor:
@@ -287,8 +287,8 @@ def _step(
         with micro_batch(module, last=number + 1 == passes):
             masks = run()
     update(masks)
-    found = memory.at_peak()
-    return StepMemory(**{name: found.get(name, 0) for name in PURPOSES})
+    peak = memory.at_peak()
+    return StepMemory(**{name: peak.get(name, 0) for name in PURPOSES})
 
 
 @contextmanager

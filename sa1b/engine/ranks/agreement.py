@@ -57,9 +57,9 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
     while not token.exists() and time.monotonic() < end and rank_info.rank > 0:
         list(folder.iterdir())  # listing makes NFS refresh the folder
         time.sleep(0.05)
-    own = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
-    of_all = [own] * rank_info.world_size
-    dist.all_gather_object(of_all, own)
+    observation = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
+    of_all = [observation] * rank_info.world_size
+    dist.all_gather_object(of_all, observation)
     token.unlink(missing_ok=True)
     if others := [where for seen, where in of_all if not seen]:
         raise UsageError(
@@ -128,10 +128,10 @@ def agree(module: nn.Module, rank_info: RankInfo) -> None:
         for shard in range(shards):
             holders = list(range(shard, rank_info.world_size, shards))
             values = zip(holders, digests[holders, column].tolist(), strict=True)
-            found = {rank: value for rank, value in values if value != _ELSEWHERE}
-            if len(set(found.values())) > 1:
+            by_rank = {rank: value for rank, value in values if value != _ELSEWHERE}
+            if len(set(by_rank.values())) > 1:
                 raise DisagreementError(
-                    f"{name}: differs between ranks: {_by_value(found)}; "
+                    f"{name}: differs between ranks: {_by_value(by_rank)}; "
                     "build the model from the same seed and load the same checkpoint on every rank"
                 )
 
@@ -141,8 +141,8 @@ def _compare_descriptions(described: list[str], digests: Tensor, rank_info: Rank
         return
     lists: list[list[str]] = [[] for _ in range(rank_info.world_size)]
     dist.all_gather_object(lists, described)
-    longest = max(len(one) for one in lists)
-    padded = [[*one, *["nothing"] * (longest - len(one))] for one in lists]
+    longest = max(len(parts) for parts in lists)
+    padded = [[*parts, *["nothing"] * (longest - len(parts))] for parts in lists]
     first = next(column for column in zip(*padded, strict=True) if len(set(column)) > 1)
     raise DisagreementError(
         f"ranks 0 to {rank_info.world_size - 1}: their models differ: {_by_value(dict(enumerate(first)))}; "
@@ -176,7 +176,7 @@ def _digest(tensor: Tensor) -> int:
 
 def _gather(numbers: list[int], rank_info: RankInfo) -> Tensor:
     """int64 [world_size, len(numbers)] on the CPU."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=rank_info.device)
-    gathered = [torch.empty_like(own) for _ in range(rank_info.world_size)]
-    dist.all_gather(gathered, own)
+    values = torch.tensor(numbers, dtype=torch.int64, device=rank_info.device)
+    gathered = [torch.empty_like(values) for _ in range(rank_info.world_size)]
+    dist.all_gather(gathered, values)
     return torch.stack(gathered).cpu()

@@ -66,7 +66,7 @@ class Compression:
 
     def kept(self, module: nn.Module) -> tuple[int, int]:
         """Numbers that PowerSGD keeps of a step on each rank: errors and factors; 0 for the other values."""
-        trained = [one for one in stored(module).parameters() if one.requires_grad]
+        trained = [parameter for parameter in stored(module).parameters() if parameter.requires_grad]
         sizes = [_sizes(parameter, self._rank or 0) for parameter in trained]
         return sum(n * m for n, m, r in sizes if r), sum(m * r for _, m, r in sizes)
 
@@ -172,7 +172,9 @@ class PowerSGD:
     def tensors(self) -> dict[str, Tensor]:
         """The state of this rank, not copied: "error.NAME" and "q.NAME" of a parameter."""
         kept = sorted(self._kept.items())
-        return {f"error.{name}": one.error for name, one in kept} | {f"q.{name}": one.q for name, one in kept}
+        return {f"error.{name}": state.error for name, state in kept} | {
+            f"q.{name}": state.q for name, state in kept
+        }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the state by the result of `tensors` of an earlier run."""
@@ -228,8 +230,10 @@ def _sizes(tensor: Tensor, rank: int) -> tuple[int, int, int]:
 
 def _average(tensors: list[Tensor]) -> None:
     if tensors:
-        flat = torch.cat([one.reshape(-1) for one in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(flat, group=_world())
         flat /= dist.get_world_size()
-        for one, mean in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
-            one.copy_(mean.view_as(one))
+        for tensor, mean in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
+            tensor.copy_(mean.view_as(tensor))

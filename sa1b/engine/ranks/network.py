@@ -57,15 +57,15 @@ class NetworkChoice:
 
     def apply(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Set the variables, by default for this process."""
-        for one in self.settings:
-            if one.value is not None:
-                environment[one.variable] = one.value
+        for setting in self.settings:
+            if setting.value is not None:
+                environment[setting.variable] = setting.value
 
     def __str__(self) -> str:
         lines = [f"network       {self.title}"]
-        for one in self.settings:
-            value = "" if one.value is None else f"{one.value}  "
-            lines.append(f"  {one.variable}  {value}({one.reason})")
+        for setting in self.settings:
+            value = "" if setting.value is None else f"{setting.value}  "
+            lines.append(f"  {setting.variable}  {value}({setting.reason})")
         return "\n".join(lines)
 
 
@@ -90,11 +90,11 @@ def choose(
     world_size = int(environment.get("WORLD_SIZE", "1"))
     if world_size > 1:
         _check_interface(environment.get("GLOO_SOCKET_IFNAME", ""), root)
-    found = {**configured(environment, root), **environment}
+    variables = {**configured(environment, root), **environment}
     if int(environment.get("LOCAL_WORLD_SIZE", world_size)) >= world_size:
         if not gpus or world_size == 1:
             return NetworkChoice("one machine: nothing is set")
-        return NetworkChoice("one machine", tuple(_kept(one, found) for one in _recorder(out)))
+        return NetworkChoice("one machine", tuple(_kept(setting, variables) for setting in _recorder(out)))
     ports = active_ports(root)
     if kind == "infiniband" and not ports:
         raise UsageError(
@@ -112,7 +112,7 @@ def choose(
         wanted += [
             Setting("NCCL_BUFFSIZE", None, "not set: NCCL's 4 MiB; no other size is better in general")
         ]
-    kept = (_kept(one, found) for one in wanted)
+    kept = (_kept(setting, variables) for setting in wanted)
     how = "demanded" if kind != "auto" else "a port is active" if infiniband else "no active InfiniBand port"
     return NetworkChoice(f"{'infiniband' if infiniband else 'ethernet'} ({how})", tuple(kept))
 
@@ -139,11 +139,11 @@ def _recorder(out: Path) -> Iterator[Setting]:
     )
 
 
-def _kept(setting: Setting, found: MutableMapping[str, str]) -> Setting:
+def _kept(setting: Setting, variables: MutableMapping[str, str]) -> Setting:
     """The setting, or a note that the variable is set already."""
     for name in (setting.variable, _SAME.get(setting.variable)):
-        if name is not None and name in found:
-            return Setting(name, None, f"kept: {found[name]!r} is set already")
+        if name is not None and name in variables:
+            return Setting(name, None, f"kept: {variables[name]!r} is set already")
     return setting
 
 
@@ -239,14 +239,14 @@ def _address(host: str) -> int | None:
 
 def configured(environment: Mapping[str, str], root: Path) -> dict[str, str]:
     """The variables in NCCL's configuration files, over which the environment would have priority."""
-    own = environment.get("NCCL_CONF_FILE") or Path(environment.get("HOME", "/"), ".nccl.conf")
-    found = {}
-    for path in (root / "etc/nccl.conf", Path(own)):
+    user_file = environment.get("NCCL_CONF_FILE") or Path(environment.get("HOME", "/"), ".nccl.conf")
+    variables = {}
+    for path in (root / "etc/nccl.conf", Path(user_file)):
         for line in _text(path).splitlines():
             name, equals, value = line.strip().partition("=")
             if equals and not name.startswith("#"):
-                found[name.strip()] = value.strip()
-    return found
+                variables[name.strip()] = value.strip()
+    return variables
 
 
 def _text(path: Path) -> str:

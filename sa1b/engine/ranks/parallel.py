@@ -69,7 +69,7 @@ class Mode:
 
     def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
         """Distribute a model over the ranks, which exchange no values here."""
-        if any(one.device != rank_info.device for one in (*module.parameters(), *module.buffers())):
+        if any(tensor.device != rank_info.device for tensor in (*module.parameters(), *module.buffers())):
             module.to(rank_info.device)
         return module
 

@@ -61,7 +61,9 @@ class Pipeline(Wrapper):
         self._stages, self._rank_info = stages, rank_info
         self._schedule_name, self._autocast = schedule, autocast
         owners = owners_of(module, stages)
-        trained = {name for name, one in self._model.weights().named_parameters() if one.requires_grad}
+        trained = {
+            name for name, parameter in self._model.weights().named_parameters() if parameter.requires_grad
+        }
         self.elsewhere = frozenset(name for name in trained if owners[name] != rank_info.rank)
         _drop(self._model.weights(), {name for name, rank in owners.items() if rank != rank_info.rank})
         move: Callable[..., nn.Module] = module._apply  # `to` refuses tensors on the meta device
@@ -83,7 +85,7 @@ class Pipeline(Wrapper):
         self._sums = self._zeros()
         if not self.last:
             return self._sums
-        shapes = {self._model.stream(*one).shape for one in self._inputs}
+        shapes = {self._model.stream(*arguments).shape for arguments in self._inputs}
         if len(shapes) > 1:
             self._inputs = []
             raise BadValue(
@@ -201,7 +203,7 @@ def divide(module: nn.Module, count: int) -> list[range]:
 def owners_of(module: nn.Module, stages: list[range]) -> dict[str, int]:
     """The rank that has each entry of the state dict of `weights()`."""
     model = declared(module)
-    blocks = {block: rank for rank, one in enumerate(stages) for block in one}
+    blocks = {block: rank for rank, stage in enumerate(stages) for block in stage}
     owners = {}
     for name in model.weights().state_dict():
         layer = model.layer_of(name)

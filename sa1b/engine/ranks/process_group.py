@@ -157,7 +157,7 @@ def start(config: ParallelConfig) -> RankInfo:
 
 def stop() -> None:
     """Destroy the group if `start` created it. Do not call this after an error of one rank only."""
-    if dist.is_initialized() and any(one is dist.group.WORLD for one in _created):
+    if dist.is_initialized() and any(group is dist.group.WORLD for group in _created):
         dist.destroy_process_group()
 
 
@@ -203,12 +203,12 @@ def _bound(device: torch.device) -> torch.device | None:
 
 def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:
     """Raise UsageError if two ranks have the same GPU: NCCL would hang or fail without naming them."""
-    own = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"gpu/{rank}", own)
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"gpu/{rank}", gpu)
     for other in range(world_size):
-        if other != rank and store.get(f"gpu/{other}").decode() == own:
+        if other != rank and store.get(f"gpu/{other}").decode() == gpu:
             raise UsageError(
-                f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({own}); start one "
+                f"ranks {min(rank, other)} and {max(rank, other)}: have the same GPU ({gpu}); start one "
                 "process for each GPU, or let each task see its own (srun --gpus-per-task=1)"
             )
 

@@ -57,10 +57,10 @@ class Ranks:
         """Do `work` on every rank and return the results of all ranks, in the order of ranks.
         CheckpointError: it failed on any rank; the message contains the errors of all ranks.
         """
-        own = _attempt(work)
-        outcomes: list[_Outcome[T]] = [own] * self.world_size
+        outcome = _attempt(work)
+        outcomes: list[_Outcome[T]] = [outcome] * self.world_size
         if self.group is not None:
-            dist.all_gather_object(outcomes, own, group=self.group)
+            dist.all_gather_object(outcomes, outcome, group=self.group)
         return _values(outcomes)
 
     def on_first(self, work: Callable[[], T]) -> T:

@@ -55,8 +55,8 @@ class Reduction(Protocol):
 
 def reduction_of(module: nn.Module) -> Reduction | None:
     """The state of the reduction of a wrapped module; None: it has none."""
-    found: Reduction | None = vars(module).get("reduction")
-    return found
+    reduction: Reduction | None = vars(module).get("reduction")
+    return reduction
 
 
 @contextmanager
@@ -142,11 +142,11 @@ def unused_named(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is None:
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if match is None:
             raise
-        trained = [name for name, one in module.named_parameters() if one.requires_grad]
-        names = [trained[int(number)].removeprefix("module.") for number in found[1].split()]
+        trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        names = [trained[int(number)].removeprefix("module.") for number in match[1].split()]
         raise UsageError(
             f"{first_names(names, 4)}: has no gradient in a step of this rank, and the other ranks wait "
             "for it; pass --parallel.find-unused if only some steps use it, or --optim.freeze"
@@ -189,9 +189,9 @@ def finish(
     for parameter in module.parameters():  # DDP has zeros for a parameter that no rank has used
         if parameter.requires_grad and parameter.grad is None and not parameter.is_meta:
             parameter.grad = torch.zeros_like(parameter)
-    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
-    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in found]
+    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     averaged = 1 if isinstance(module, Wrapper) else rank_info.world_size
     factor = torch.where(total > 0, averaged / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
@@ -211,31 +211,31 @@ class Buffers:
     """The buffers of a module, which forward passes change; `shared`: all ranks take those of rank 0."""
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        self._buffers = [one for one in module.buffers() if not one.is_meta]
+        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
         self._shared = shared and bool(self._buffers)
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the values, before a step."""
-        self._kept = [one.clone() for one in self._buffers]
+        self._kept = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Return to the last copy: the step is skipped."""
-        for one, before in zip(self._buffers, self._kept, strict=True):
-            one.copy_(before)
+        for buffer, before in zip(self._buffers, self._kept, strict=True):
+            buffer.copy_(before)
 
     @torch.no_grad()
     def share(self) -> None:
         """Take the values of rank 0, if they are shared; collective."""
         if not self._shared:
             return
-        flat = torch.cat([one.reshape(-1).double() for one in self._buffers])
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in self._buffers])
         dist.broadcast(flat, src=0)
-        parts = torch.split(flat, [one.numel() for one in self._buffers])
-        for one, values in zip(self._buffers, parts, strict=True):
-            one.copy_(values.view_as(one))
+        parts = torch.split(flat, [buffer.numel() for buffer in self._buffers])
+        for buffer, values in zip(self._buffers, parts, strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
@@ -246,10 +246,10 @@ def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, acc
     UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
     """
     norms = nn.modules.batchnorm._BatchNorm
-    found = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not found or rank_info.world_size == 1 or accepted:
+    layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
+    if not layers or rank_info.world_size == 1 or accepted:
         return module
-    named = f"{found[0]} and {len(found) - 1} more layers" if len(found) > 1 else found[0]
+    named = f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
     if not sync:
         raise UsageError(
             f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "

@@ -191,9 +191,9 @@ def _swap(module: nn.Module, optimizer: Optimizer) -> None:
             part.reshard()  # gathered copies would be out of date
     for parameter, state in of_rank(optimizer).state.items():
         if "ema" in state:
-            own, mean = _local(parameter.detach()), _local(state["ema"])
-            before = own.clone()
-            own.copy_(mean)
+            weight, mean = _local(parameter.detach()), _local(state["ema"])
+            before = weight.clone()
+            weight.copy_(mean)
             mean.copy_(before)
     if isinstance(optimizer, Sharded):
         optimizer.send_weights()  # each rank has the means of its share only

@@ -92,8 +92,8 @@ class TrainStep:
     ) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch; see the function of this name."""
         inputs, precision = inputs_of(self.model, batch, self.config.seed), self.config.parallel.precision
-        own = self.module, inputs, self.divisor, precision, self.rank_info, self.scaler
-        return forward_backward(*own, backward)
+        arguments = self.module, inputs, self.divisor, precision, self.rank_info, self.scaler
+        return forward_backward(*arguments, backward)
 
     def finish(self, count: Tensor) -> Tensor:
         """Turn the sums into the gradient of the global batch; `count`: of this rank's micro-batches."""
@@ -189,22 +189,22 @@ class Run:
             raise UsageError(
                 f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
             )
-        out, own = self.config.out, self.config.document()
+        out, settings = self.config.out, self.config.document()
         try:
             state = self.checkpoints.resume(self.module, self.optimizer)
         except MismatchError as error:
-            resume.check_model(error.state.get("config", {}), own, out)
+            resume.check_model(error.state.get("config", {}), settings, out)
             raise
         if state is not None:
             saved = state.get("config", {})
-            resume.check_trained(saved, own, out)
+            resume.check_trained(saved, settings, out)
             self.step = int(state["step"])
             try:
                 with catch_warnings(record=True) as noted:
                     simplefilter("always")
                     self.feed.load_state_dict(state["stream"])
             except ResumeError as error:
-                resume.refuse_sequence(saved, own, out, error)
+                resume.refuse_sequence(saved, settings, out, error)
             if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
                 self.scaler.load_state_dict(state["scaler"])
             reduction, of_reduction = reduction_of(self.module), state.get("compression")
@@ -214,9 +214,9 @@ class Run:
                     print(note)
             if self.rank_info.rank == 0:
                 steps, position = self.config.optim.steps, state["stream"]["position"]
-                print("\n".join(resume.lines(saved, own, out, self.step, steps, position)))
-                for one in noted:  # on all ranks, as warnings, they would be printed many times
-                    print(f"warning: {one.message}")
+                print("\n".join(resume.lines(saved, settings, out, self.step, steps, position)))
+                for warning in noted:  # on all ranks, as warnings, they would be printed many times
+                    print(f"warning: {warning.message}")
         agree(self.module, self.rank_info)
         return None if state is None else state.get("metrics")
 
@@ -321,9 +321,9 @@ class Run:
         self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
         epochs = {f"epochs/{name}": seen for name, (_, seen) in self.feed.seen().items()}
         self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal) | epochs)
-        asked = self.control.take_table_request()
+        requested = self.control.take_table_request()
         if self.window is not None:
-            self.window.add(self.step, figures.ranks, asked=asked)
+            self.window.add(self.step, figures.ranks, asked=requested)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_if_missing(self) -> None:
@@ -332,10 +332,10 @@ class Run:
             self._evaluate_if_due(saved=self.step > 0)
 
     def _evaluate_if_due(self, saved: bool) -> None:
-        own, last = self.config.evaluation, self.step == self.config.optim.steps
-        first = own.best is not None and self.step == 0  # which refuses an unknown score early
-        every = own.every > 0 and self.step % own.every == 0
-        due = own.view is not None and (first or last or every)
+        settings, last = self.config.evaluation, self.step == self.config.optim.steps
+        first = settings.best is not None and self.step == 0  # which refuses an unknown score early
+        every = settings.every > 0 and self.step % settings.every == 0
+        due = settings.view is not None and (first or last or every)
         if self.control.stopping or not due:
             return
         self.evaluate()
@@ -364,8 +364,8 @@ def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
 def fitted(config: Config, world_size: int) -> Config:
     """The settings for this number of ranks; UsageError, on every rank, names a flag that does not fit."""
     window = config.logging.window != metrics.LoggingConfig().window
-    asked = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
-    for place in [place for place, is_asked in asked if is_asked]:
+    techniques = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
+    for place in [place for place, is_asked in techniques if is_asked]:
         place.load()
     check_ranks(config.parallel, world_size)
     mode = mode_of(config.parallel)

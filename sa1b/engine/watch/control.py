@@ -77,11 +77,11 @@ class Control(Requests):
         device, of_rank = self._rank_info.device, of_rank or {}
         names = [name for name in totals if name != "count"]
         values = [*(totals[name] for name in names), totals["count"], norm]
-        own = [
+        on_device = [
             value.detach().to(device, torch.float64, non_blocking=True)
             for value in (*values, *of_rank.values())
         ]
-        rows = self._gather(torch.stack(own), [*numbers.values(), images])
+        rows = self._gather(torch.stack(on_device), [*numbers.values(), images])
         columns = list(zip(*rows, strict=True))
         *sums, count, _ = (sum(column) for column in columns[: len(values)])
         mine = rows[self._rank_info.rank]
@@ -107,10 +107,10 @@ class Control(Requests):
 
     def take_table_request(self) -> bool:
         """Whether the table was requested on any rank since the last call; the same on all ranks."""
-        asked, self._table = self._table, False
-        return asked
+        requested, self._table = self._table, False
+        return requested
 
-    def _gather(self, own: Tensor, numbers: list[float]) -> list[list[float]]:
+    def _gather(self, values: Tensor, numbers: list[float]) -> list[list[float]]:
         """Gather the values and numbers of each rank, together with requests and failures."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
         table, self.table_asked = self.table_asked, False
@@ -119,9 +119,9 @@ class Control(Requests):
             dtype=torch.float64,
             pin_memory=device.type == "cuda",
         )
-        own = torch.cat((own, of_host.to(device, non_blocking=True)))
-        gathered = torch.zeros((ranks, len(own)), dtype=torch.float64, device=device)
-        gathered[self._rank_info.rank] = own
+        values = torch.cat((values, of_host.to(device, non_blocking=True)))
+        gathered = torch.zeros((ranks, len(values)), dtype=torch.float64, device=device)
+        gathered[self._rank_info.rank] = values
         if ranks > 1:
             dist.all_reduce(gathered)  # zeros of other ranks do not change the sum
         rows: list[list[float]] = gathered.tolist()  # waits for the device

@@ -231,12 +231,12 @@ def _of_gpu(device: torch.device, nvml: Any) -> Callable[[], dict[str, float]] |
     }
 
     def sample() -> dict[str, float]:
-        found = {}
+        values = {}
         for name, read in readings.items():
             try:
-                found[name] = read()
+                values[name] = read()
             except nvml.NVMLError:  # not supported by this GPU
-                found[name] = math.nan
-        return found
+                values[name] = math.nan
+        return values
 
     return sample

@@ -159,7 +159,7 @@ def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Settings by their flags: data.view, optim.lr."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
-    return found
+        values |= flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
+    return values

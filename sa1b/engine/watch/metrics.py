@@ -212,7 +212,7 @@ class Metrics:
         """Remove the lines of steps after `done`; return the steps whose lines remain."""
         if not self.path.exists():
             return set()
-        kept, found = [], set()
+        kept, steps = [], set()
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 document = json.loads(line)
@@ -227,9 +227,9 @@ class Metrics:
                 if "evaluation" in document:
                     self.evaluations[step] = document["evaluation"]
                 elif not {"run", "ranks", "loader"} & document.keys():
-                    found.add(step)
+                    steps.add(step)
         write_whole(self.path, "".join(kept).encode())
-        return found
+        return steps
 
 
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,26 +305,26 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     total = phases.total()
     parts = {name: phases.seconds[name] for name in PARTS}
     waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
-    own = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
+    work = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
-    found: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
-    found |= _worst_image(figures.ranks) | {"lr": lr, "grad_norm": figures.norm}
-    found |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
-    found |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
-    found |= {f"seconds_{name}": value for name, value in parts.items()}
-    found |= {"seconds_other": total - sum(parts.values())}
-    if not any(map(math.isnan, own)):
-        found |= {"slowest_rank": own.index(max(own)), "seconds_slowest": max(own)}
-    found |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
-    found |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
-    found |= {"peak_memory_rank": memory.index(max(memory))}
+    recorded: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
+    recorded |= _worst_image(figures.ranks) | {"lr": lr, "grad_norm": figures.norm}
+    recorded |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
+    recorded |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
+    recorded |= {f"seconds_{name}": value for name, value in parts.items()}
+    recorded |= {"seconds_other": total - sum(parts.values())}
+    if not any(map(math.isnan, work)):
+        recorded |= {"slowest_rank": work.index(max(work)), "seconds_slowest": max(work)}
+    recorded |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
+    recorded |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
+    recorded |= {"peak_memory_rank": memory.index(max(memory))}
     for name in (*GPU, *CPU):
         if known := [value for value in figures.ranks.get(name, ()) if not math.isnan(value)]:
             mean = sum(known) / len(known)
-            found |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
+            recorded |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
     if utilisation is not None:
-        found["mfu"] = utilisation / total
-    return found
+        recorded["mfu"] = utilisation / total
+    return recorded
 
 
 def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:

@@ -234,14 +234,14 @@ class RankTime:
         if not marks:
             return dict.fromkeys((*WORK, "sync"), math.nan)
         marks[-1][1].synchronize()
-        found: defaultdict[str, float] = defaultdict(float)
+        totals: defaultdict[str, float] = defaultdict(float)
         for (name, begin), (_, end) in pairwise(marks):
-            found[name] += begin.elapsed_time(end) / 1e3
+            totals[name] += begin.elapsed_time(end) / 1e3
         for name, begin, end in waits:
             end.synchronize()
-            found[name] -= begin.elapsed_time(end) / 1e3
-            found["sync"] += begin.elapsed_time(end) / 1e3
-        return {name: found[name] for name in (*WORK, "sync")}
+            totals[name] -= begin.elapsed_time(end) / 1e3
+            totals["sync"] += begin.elapsed_time(end) / 1e3
+        return {name: totals[name] for name in (*WORK, "sync")}
 
     def _enter(self, phase: Phase) -> None:
         if phase.name != OTHER and (phase.name not in PARTS or self._step < 0):
@@ -300,5 +300,5 @@ def _fsdp_groups(module: nn.Module) -> Iterator[object]:
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
             # Before torch 2.12 a state has one group, or None.
-            one = getattr(state, "_fsdp_param_group", state)
-            yield from getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+            group = getattr(state, "_fsdp_param_group", state)
+            yield from getattr(state, "_fsdp_param_groups", [] if group is None else [group])

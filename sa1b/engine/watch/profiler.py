@@ -107,23 +107,29 @@ class StepProfiler:
         """The operations with the largest own time, which excludes the operations that they call."""
         device = "device" if self._rank_info.device.type == "cuda" else "cpu"
         # Rows of a GPU are its kernels. Their time is also the time of the operation that started them.
-        found: list[Any] = [one for one in recorded.key_averages() if one.device_type.name == "CPU"]
+        operations: list[Any] = [
+            operation for operation in recorded.key_averages() if operation.device_type.name == "CPU"
+        ]
         rows = [
-            (getattr(one, f"self_{device}_time_total") / 1e3, getattr(one, f"{device}_time_total") / 1e3, one)
-            for one in found
-            if not one.key.startswith("ProfilerStep")
+            (
+                getattr(operation, f"self_{device}_time_total") / 1e3,
+                getattr(operation, f"{device}_time_total") / 1e3,
+                operation,
+            )
+            for operation in operations
+            if not operation.key.startswith("ProfilerStep")
         ]
         rows.sort(key=lambda row: row[0], reverse=True)
-        of_all = sum(own for own, _, _ in rows)
+        of_all = sum(own_ms for own_ms, _, _ in rows)
         lines = [
             f"the {_ROWS} costliest operations in {counted(self._recorded, 'step')} of rank "
             f"{self._rank_info.rank}, by their own time on the {'GPU' if device == 'device' else 'CPU'}",
             f"{'operation':<{_NAME}}{'calls':>10}{'own ms':>12}{'share':>8}{'total ms':>12}",
         ]
         lines += [
-            f"{one.key[: _NAME - 1]:<{_NAME}}{one.count:>10,}{own:>12,.2f}"
-            f"{own / of_all if of_all else 0:>8.1%}{total:>12,.2f}"
-            for own, total, one in rows[:_ROWS]
+            f"{operation.key[: _NAME - 1]:<{_NAME}}{operation.count:>10,}{own_ms:>12,.2f}"
+            f"{own_ms / of_all if of_all else 0:>8.1%}{total:>12,.2f}"
+            for own_ms, total, operation in rows[:_ROWS]
         ]
         lines.append("own: without the operations that it calls; share: of the own time of all operations")
         return "\n".join(lines) + "\n"

@@ -232,8 +232,8 @@ def timestamp(text: str, since: float) -> float:
     The text is HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
     date and time, of the machine's time zone if it names none.
     """
-    found = _CLOCK.fullmatch(text)
-    if found is None:
+    match = _CLOCK.fullmatch(text)
+    if match is None:
         try:
             if "T" not in text and " " not in text:  # fromisoformat accepts a date alone: midnight
                 raise ValueError
@@ -243,7 +243,7 @@ def timestamp(text: str, since: float) -> float:
         if moment <= since:
             raise UsageError(f"--deadline {text}: is past; pass a later time")
         return moment
-    relative, hours, minutes = found[1] == "+", int(found[2]), int(found[3])
+    relative, hours, minutes = match[1] == "+", int(match[2]), int(match[3])
     if minutes > 59 or (hours > 23 and not relative):
         raise _format_error(text)
     if relative:

@@ -107,7 +107,7 @@ class Stragglers:
         if means.shape[1] < 2:
             return []
         total = means.sum(axis=0)
-        found = []
+        stragglers = []
         for rank in np.flatnonzero(total >= np.median(total)):
             others = np.delete(means, rank, axis=1)
             middle = float(np.median(others.sum(axis=0)))
@@ -115,7 +115,7 @@ class Stragglers:
                 continue
             of_parts = np.median(others, axis=1)
             part = int(np.argmax(means[:, rank] - of_parts))
-            found.append(
+            stragglers.append(
                 Straggler(
                     int(rank),
                     self._hosts[rank],
@@ -125,7 +125,7 @@ class Stragglers:
                     float(of_parts[part]),
                 )
             )
-        return found
+        return stragglers
 
     def better_shares(self) -> list[int] | None:
         """Shares with which all ranks take the same time; None: none is slow, or they do not divide steps."""
@@ -142,10 +142,10 @@ class Stragglers:
 
     def judge(self) -> list[Straggler]:
         """At the end of a window, the ranks that were slow in the last two windows, once per incident."""
-        slow = {one.rank: one for one in self.slow()}
+        slow = {straggler.rank: straggler for straggler in self.slow()}
         for rank in range(len(self._hosts)):
             self._windows[rank] = self._windows[rank] + 1 if rank in slow else 0
-        return [one for rank, one in slow.items() if self._windows[rank] == 2]
+        return [straggler for rank, straggler in slow.items() if self._windows[rank] == 2]
 
     def document(self) -> dict[str, Any]:
         """The table as JSON values: seconds of each rank in each part, median and maximum."""
@@ -154,7 +154,7 @@ class Stragglers:
             name: {"median": _rounded(median[part]), "max": _rounded(largest[part])}
             for part, name in enumerate(PARTS)
         }
-        slow = [one.document() for one in self.slow()]
+        slow = [straggler.document() for straggler in self.slow()]
         return {"steps": self.steps, "hosts": self._hosts, "seconds": seconds, "slow": slow}
 
     def table(self) -> str:
@@ -162,14 +162,14 @@ class Stragglers:
         if not self.steps:
             return "times of the ranks: no complete step yet"
         median, largest = self._summary()
-        slow = {one.rank: one for one in self.slow()}
-        own = self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)
+        slow = {straggler.rank: straggler for straggler in self.slow()}
+        work = self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)
         width = max(map(len, self._hosts))
         lines = [
             f"times of the ranks in the last {self.steps} steps, in seconds: median and maximum",
             f"{'rank':>5}  {'host':<{width}}" + "".join(f"{name:>17}" for name in PARTS),
         ]
-        for rank in np.argsort(-own, kind="stable")[:_ROWS]:
+        for rank in np.argsort(-work, kind="stable")[:_ROWS]:
             columns = "".join(
                 f"{m:>9.3f}{x:>8.3f}" for m, x in zip(median[:, rank], largest[:, rank], strict=True)
             )

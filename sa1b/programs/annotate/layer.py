@@ -85,14 +85,16 @@ class LayerTarget:
             ids = self.dataset.table.image_id[self.rows].tolist()
             if not folder.complete.union(folder.refused).issuperset(ids):
                 return None
-            found = self._write([one for one in ids if one in folder.complete], folder, settings, quiet)
+            info = self._write(
+                [image_id for image_id in ids if image_id in folder.complete], folder, settings, quiet
+            )
         except (FileNotFoundError, UsageError, LockedError) as error:
             other = self.written(settings)  # by another process
             if other is None and not isinstance(error, LockedError):
                 raise
             return other
         self._remove()
-        return found
+        return info
 
     def _write(
         self, ids: list[int], folder: AnnotationFolder, settings: dict[str, Any], quiet: bool
@@ -106,8 +108,8 @@ class LayerTarget:
                 rows = [dataset.row(image_id) for image_id in block]
                 for image_id, row, base in zip(block, rows, dataset.masks(rows), strict=True):
                     text = folder.path(image_id, "json").read_bytes()
-                    own = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
-                    change, _ = make_change(base, own, self.existing)
+                    annotations = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
+                    change, _ = make_change(base, annotations, self.existing)
                     if len(change):
                         writer.add(change, int(dataset.table.masks_crc32c[row]))
                     shown.update(1)
@@ -149,7 +151,7 @@ def open_target(
             "all processes share"
         )
     chosen, dataset = view_of(dataset, view)
-    own = {
+    settings = {
         "existing": existing,
         "view": None if view is None else chosen.digest,
         "on": [layer.info.digest for layer in dataset.layers],
@@ -158,4 +160,4 @@ def open_target(
     work = Path(dataset.root) / annotated_folder(name) if out is None else out
     flags = {"view": view, "existing": None if existing == "keep" else existing, "on": on, "out": out}
     given = {flag: value for flag, value in flags.items() if value is not None}
-    return LayerTarget(dataset, name, rows, existing, own, work, out is None, given)
+    return LayerTarget(dataset, name, rows, existing, settings, work, out is None, given)

@@ -155,7 +155,7 @@ def main(
     layer = None
     if shards is not None and name is not None:
         layer = open_target(shards, name, view=view, existing=existing, on=on, out=out)
-    own = _part(part)
+    share = _part(part)
     where = _device(device)
     summary = annotate(
         images,
@@ -167,13 +167,13 @@ def main(
         quality=quality,
         max_pixels=max_pixels,
         precision=precision,
-        part=own,
+        part=share,
         weights=weights,
-        quiet=json_output or own.index > 0,
+        quiet=json_output or share.index > 0,
     )
     present(summary, json_output)
     if part is None:
-        _wait_for_ranks(own.count)
+        _wait_for_ranks(share.count)
     return summary.exit_code()
 
 

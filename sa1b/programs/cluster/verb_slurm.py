@@ -173,30 +173,30 @@ def _check_train(arguments: tuple[str, ...], ranks: int, gpus: int) -> None:
         from sa1b.engine.ranks import parallel
         from sa1b.engine.ranks.process_group import replicas_note
         from sa1b.recipes.presets import PRESETS
-    found = config.parse(arguments, None, PRESETS, command("train"), world_size=ranks)
-    parallel.check_ranks(found.parallel, ranks)
-    if not found.evaluate_only:
-        found.micro_batches(ranks)
-    if found.parallel.device == "cpu" and gpus:
+    run_config = config.parse(arguments, None, PRESETS, command("train"), world_size=ranks)
+    parallel.check_ranks(run_config.parallel, ranks)
+    if not run_config.evaluate_only:
+        run_config.micro_batches(ranks)
+    if run_config.parallel.device == "cpu" and gpus:
         raise UsageError(
             f"--parallel.device cpu: would not use the {gpus} GPUs of each node; drop it, or pass --gpus 0"
         )
-    if not gpus and (found.parallel.device == "cuda" or found.parallel.offload == "pinned"):
-        flag = "offload pinned" if found.parallel.offload == "pinned" else "device cuda"
+    if not gpus and (run_config.parallel.device == "cuda" or run_config.parallel.offload == "pinned"):
+        flag = "offload pinned" if run_config.parallel.offload == "pinned" else "device cuda"
         raise UsageError(f"--parallel.{flag}: needs a GPU, and --gpus 0 requests none; drop one")
-    sys.stderr.write(replicas_note(ranks, found.parallel.replicas))
+    sys.stderr.write(replicas_note(ranks, run_config.parallel.replicas))
 
 
 def _seconds(time: str | None) -> int | None:
     """The seconds of --time; None: no limit is known."""
     if time is None or time.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise UsageError(
             f"--time {time}: must be minutes, such as 90, or HH:MM:SS or days-HH:MM:SS, such as 1-12:00:00"
         )
-    days, *numbers = (None if part is None else int(part) for part in found.groups())
+    days, *numbers = (None if part is None else int(part) for part in match.groups())
     fields = [number for number in numbers if number is not None]
     if days is not None:
         hours, minutes, seconds = (*fields, 0, 0)[:3]
@@ -211,10 +211,10 @@ def _check_memory(memory: str | None, count: int, what: str, each: int) -> None:
     """Refuse --memory that sbatch cannot read, or in which the processes of a node would be killed."""
     if memory is None:
         return
-    found = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
-    if found is None:
+    match = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
+    if match is None:
         raise UsageError(f"--memory {memory}: must be a number with K, M, G or T, such as 64G")
-    size = int(found[1]) * _UNITS[found[2] or "M"]
+    size = int(match[1]) * _UNITS[match[2] or "M"]
     if 0 < size < count * each:  # 0: all memory of the node
         raise UsageError(
             f"--memory {memory}: is less than {each >> 20} MiB for each {what} of a node, of which there are "

@@ -215,9 +215,9 @@ def _no_root() -> tuple[State, str, str]:
 @contextmanager
 def _opened(process: RankProcess) -> Iterator[Dataset]:
     assert process.root is not None
-    found = Dataset(process.root, deadline=process.deadline)
-    with closing(found.reader):
-        yield found
+    directory = Dataset(process.root, deadline=process.deadline)
+    with closing(directory.reader):
+        yield directory
 
 
 def _measured(process: RankProcess, dataset: Dataset) -> Rates:

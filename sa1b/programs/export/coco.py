@@ -88,13 +88,15 @@ class Coco(Format):
 
     def of(self, dataset: Dataset, rows: Rows) -> Format:
         readings: dict[str, Any] = dataset.manifest.get(READING, {})
-        found: dict[int, dict[str, Any]] = {}
+        categories: dict[int, dict[str, Any]] = {}
         for name, _ in by_source(dataset, rows) if readings else ():
             for category in readings.get(name, {}).get("categories", ()):
-                _add(found, category, name)
-        object_id = max(found) + 1 if 1 in found else 1
-        object_id = next((key for key, one in found.items() if one.get("name") == "object"), object_id)
-        return replace(self, categories=tuple(map(json.dumps, found.values())), object_id=object_id)
+                _add(categories, category, name)
+        object_id = max(categories) + 1 if 1 in categories else 1
+        object_id = next(
+            (key for key, category in categories.items() if category.get("name") == "object"), object_id
+        )
+        return replace(self, categories=tuple(map(json.dumps, categories.values())), object_id=object_id)
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         return blocks([("annotations", rows)], self.images_per_file or IMAGES_PER_PART)
@@ -105,21 +107,23 @@ class Coco(Format):
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
         entries = []
-        categories = {one["id"]: one for one in map(json.loads, self.categories)}
+        categories = {category["id"]: category for category in map(json.loads, self.categories)}
         first = 1
         with files.open(self._path(part)) as file:
             file.write(_HEAD.encode())
             for sample in samples:
                 if not self.annotations_only:
                     files.write(_image_path(sample.image_id), sample.jpeg)
-                values = {one.name: joined_value(one, sample) for one in self.columns}
-                of_masks = [one.name for one in self.columns if one.key == "mask_id"]
+                values = {column.name: joined_value(column, sample) for column in self.columns}
+                of_masks = [column.name for column in self.columns if column.key == "mask_id"]
                 lists = {name: values.pop(name) for name in of_masks}
-                for index, one in enumerate(annotations(sample, first, self.segmentation, self.object_id)):
-                    one |= {name: given[index] for name, given in lists.items() if given is not None}
-                    category = one.pop("category", _OBJECT["name"])
-                    _add(categories, {**_OBJECT, "id": one["category_id"], "name": category}, part)
-                    file.write(b",\n" * (first > 1) + json.dumps(one).encode())
+                for index, annotation in enumerate(
+                    annotations(sample, first, self.segmentation, self.object_id)
+                ):
+                    annotation |= {name: given[index] for name, given in lists.items() if given is not None}
+                    category = annotation.pop("category", _OBJECT["name"])
+                    _add(categories, {**_OBJECT, "id": annotation["category_id"], "name": category}, part)
+                    file.write(b",\n" * (first > 1) + json.dumps(annotation).encode())
                     first += 1
                 values |= {"texts": sample.annotations.texts()} if self.texts else {}
                 further = {name: value for name, value in values.items() if value is not None}
@@ -164,12 +168,12 @@ class Coco(Format):
                 yield from _section(file, _MIDDLE, _CATEGORIES)
 
     def _categories(self, out: Path, parts: list[str]) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        categories: dict[int, dict[str, Any]] = {}
         for part in parts:
             with (out / self._path(part)).open(encoding="ascii") as file:
                 for line in _section(file, _CATEGORIES, _TAIL):
-                    _add(found, json.loads(line), part)
-        return found
+                    _add(categories, json.loads(line), part)
+        return categories
 
 
 def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
@@ -184,12 +188,15 @@ def _section(lines: Iterable[str], begin: str, end: str) -> Iterator[str]:
         yield line.rstrip().removesuffix(",")
 
 
-def _add(categories: dict[int, dict[str, Any]], one: dict[str, Any], part: str) -> None:
+def _add(categories: dict[int, dict[str, Any]], category: dict[str, Any], part: str) -> None:
     """Add a category to those of a file, in which each id is one category."""
-    names = [str(found.get("name", one["id"])) for found in (categories.setdefault(one["id"], one), one)]
+    names = [
+        str(entry.get("name", category["id"]))
+        for entry in (categories.setdefault(category["id"], category), category)
+    ]
     if names[0] != names[1]:
         raise UsageError(
-            f"category {one['id']} of {part}: is {names[0]!r} in one source and {names[1]!r} in "
+            f"category {category['id']} of {part}: is {names[0]!r} in one source and {names[1]!r} in "
             "another; export the sources apart, each with a view"
         )
 
@@ -227,7 +234,7 @@ def annotations(
     sample: Sample, first: int, segmentation: Segmentation, object_id: int
 ) -> Iterator[dict[str, Any]]:
     """The annotations of an image in COCO's form, numbered from `first`."""
-    found, runs = sample.annotations, sample.runs
+    stored, runs = sample.annotations, sample.runs
     boxes, areas = geometry.bbox(runs).tolist(), geometry.area(runs).tolist()
     masks: list[Any]
     if segmentation == "rle":
@@ -238,28 +245,28 @@ def annotations(
         empty = [index for index, mask in enumerate(masks) if not mask]
         for index, mask in zip(empty, runs.select(empty).to_coco(text=True), strict=True):
             masks[index] = mask
-    origin = found.origin()
+    origin = stored.origin()
     further = [{}] * len(masks) if origin is None else list(map(json.loads, origin["fields"].tolist()))
     for index, mask in enumerate(masks):
-        own = further[index]
-        if type(own.get("category_id")) is not int:
-            own = {key: value for key, value in own.items() if key not in ("category_id", "category")}
-        elif type(own.get("category")) is not str:
-            own = {**own, "category": str(own["category_id"])}
+        fields = further[index]
+        if type(fields.get("category_id")) is not int:
+            fields = {key: value for key, value in fields.items() if key not in ("category_id", "category")}
+        elif type(fields.get("category")) is not str:
+            fields = {**fields, "category": str(fields["category_id"])}
         yield {
             "id": first + index,
             "image_id": sample.image_id,
             "category_id": object_id,
             "iscrowd": 0,
-            **{key: value for key, value in own.items() if key not in ("id", "image_id", "mask_id")},
+            **{key: value for key, value in fields.items() if key not in ("id", "image_id", "mask_id")},
             "bbox": boxes[index],
             "area": areas[index],
             "segmentation": mask,
-            "mask_id": int(found.mask_id[index]),
-            "predicted_iou": _number(found.predicted_iou[index]),
-            "stability_score": _number(found.stability_score[index]),
-            "point_coords": [[_number(value) for value in found.point_coords[index]]],
-            "crop_box": [_number(value) for value in found.crop_box[index]],
+            "mask_id": int(stored.mask_id[index]),
+            "predicted_iou": _number(stored.predicted_iou[index]),
+            "stability_score": _number(stored.stability_score[index]),
+            "point_coords": [[_number(value) for value in stored.point_coords[index]]],
+            "crop_box": [_number(value) for value in stored.crop_box[index]],
         }
 
 

@@ -225,12 +225,12 @@ def _run(
 
 
 def _without_images(form: Format, dataset: Dataset) -> Format:
-    found = form.without_images()
-    if found is None:
+    masks_only = form.without_images()
+    if masks_only is None:
         check_images(
             dataset, "an export in this format", "export the annotations with --to coco or --to folders, or "
         )
-    return found or form
+    return masks_only or form
 
 
 def _error_of(failure: Failure) -> Exception:

@@ -161,7 +161,7 @@ def check_joined(
 
 def joined_identity(columns: Sequence[JoinedColumn]) -> list[tuple[str, str, str]]:
     """What differs between exports with other columns."""
-    return [(one.name, one.key, one.path.name) for one in columns]
+    return [(column.name, column.key, column.path.name) for column in columns]
 
 
 def joined_value(column: JoinedColumn, sample: Sample) -> Any:
@@ -255,19 +255,21 @@ def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
     of_source = np.array([numbers[sources[stem]] for stem in stems])[table.shard[rows]]
     rows = rows[np.argsort(of_source, kind="stable")]
     ends = np.cumsum(np.bincount(of_source, minlength=len(names)))
-    own = np.split(rows, ends[:-1])
-    return [(name, part) for name, part in zip(names, own, strict=True) if len(part)]
+    parts = np.split(rows, ends[:-1])
+    return [(name, part) for name, part in zip(names, parts, strict=True) if len(part)]
 
 
 def joined(named: Iterable[tuple[str, Rows]], images: int) -> Iterator[tuple[str, Rows]]:
     """Join consecutive sources of few images, up to `images` images; the name is that of the first source."""
     # A list of ids has a few images of each source. A part for each source would cost more than its images.
     name, rows = "", np.empty(0, np.int64)
-    for own_name, own in named:
-        if len(rows) and len(rows) + len(own) > images:
+    for source_name, source_rows in named:
+        if len(rows) and len(rows) + len(source_rows) > images:
             yield name, rows
             rows = rows[:0]
-        name, rows = (own_name, own) if not len(rows) else (name, np.concatenate([rows, own]))
+        name, rows = (
+            (source_name, source_rows) if not len(rows) else (name, np.concatenate([rows, source_rows]))
+        )
     if len(rows):
         yield name, rows
 

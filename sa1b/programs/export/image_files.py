@@ -167,8 +167,8 @@ class Images(Format):
         if self.image_size is None:
             return sample.jpeg
         try:
-            found = jpeg.frame(sample.jpeg)
-            return jpeg.scale_down(sample.jpeg, found, self.image_size, self.quality)[0]
+            frame = jpeg.frame(sample.jpeg)
+            return jpeg.scale_down(sample.jpeg, frame, self.image_size, self.quality)[0]
         except BadSample as error:
             raise ShardError(
                 f"{sample.shard}: image {image_name(sample.image_id)} cannot be scaled: {error}; export "

@@ -100,7 +100,10 @@ class Parquet(Format):
         return [f"{part}.parquet"]
 
     def write(self, part: str, samples: Iterable[Sample], files: PartFiles) -> None:
-        kinds = {one.name: one.kind if one.key == "image_id" else pa.list_(one.kind) for one in self.columns}
+        kinds = {
+            column.name: column.kind if column.key == "image_id" else pa.list_(column.kind)
+            for column in self.columns
+        }
         schema = _schema(kinds | ({"texts": pa.list_(pa.string())} if self.texts else {}))
         group: list[dict[str, Any]] = []
         size = 0
@@ -109,7 +112,7 @@ class Parquet(Format):
             pq.ParquetWriter(file, schema, compression="zstd") as writer,
         ):
             for sample in samples:
-                row = _row(sample) | {one.name: joined_value(one, sample) for one in self.columns}
+                row = _row(sample) | {column.name: joined_value(column, sample) for column in self.columns}
                 group.append(row | ({"texts": sample.annotations.texts() or []} if self.texts else {}))
                 size += len(sample.jpeg)
                 if size >= _GROUP_BYTES:
@@ -124,21 +127,21 @@ def _write(writer: pq.ParquetWriter, group: list[dict[str, Any]], schema: pa.Sch
 
 
 def _row(sample: Sample) -> dict[str, Any]:
-    found, runs = sample.annotations, sample.runs
+    annotations, runs = sample.annotations, sample.runs
     columns = {
-        "id": found.mask_id.tolist(),
+        "id": annotations.mask_id.tolist(),
         "counts": [string.decode("ascii") for string in coco.encode(runs)],
         "bbox": geometry.bbox(runs).tolist(),
         "area": geometry.area(runs).tolist(),
-        "predicted_iou": found.predicted_iou.tolist(),
-        "stability_score": found.stability_score.tolist(),
-        "point_coords": found.point_coords.tolist(),
-        "crop_box": found.crop_box.tolist(),
+        "predicted_iou": annotations.predicted_iou.tolist(),
+        "stability_score": annotations.stability_score.tolist(),
+        "point_coords": annotations.point_coords.tolist(),
+        "crop_box": annotations.crop_box.tolist(),
     }
     return {
         "image_id": sample.image_id,
         "image": {"bytes": sample.jpeg, "path": member_name(sample.image_id, "jpg")},
-        "width": found.width,
-        "height": found.height,
+        "width": annotations.width,
+        "height": annotations.height,
         "masks": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
     }

@@ -67,7 +67,7 @@ class SourceTars(Format):
         sources: Iterable[tuple[str, Rows]] = by_source(dataset, rows)
         if self.images_per_tar is not None:
             sources = blocks(sources, self.images_per_tar)
-        return ((f"{name}.tar", own) for name, own in sources)
+        return ((f"{name}.tar", part) for name, part in sources)
 
     def paths(self, part: str, ids: Ids) -> list[str]:
         return [part]
@@ -134,7 +134,7 @@ class WebDataset(Format):
         return f"webdataset {joined_identity(self.columns)}" + ", texts" * self.texts
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterator[tuple[str, Rows]]:
-        ordered = np.concatenate([own for _, own in by_source(dataset, rows)])
+        ordered = np.concatenate([part for _, part in by_source(dataset, rows)])
         for number, start in enumerate(range(0, len(ordered), self.images_per_tar)):
             yield f"sa1b-{number:06d}.tar", ordered[start : start + self.images_per_tar]
 

@@ -89,7 +89,7 @@ def main(
             raise UsageError(f"{source}: not a dataset directory; pass one, or omit --view and --warnings")
         opened, dataset = view_of(open_dataset(source, layers=layers), view)
         images = opened.image_ids(dataset.table)
-        layers = layers or tuple(one for one, _ in opened.layers)
+        layers = layers or tuple(layer for layer, _ in opened.layers)
         name = "" if opened.digest.startswith(view) else f"{view}, "
         facts.append(("View", f"{name}{opened.digest}"))
         if opened.masks_where is not None:

@@ -88,15 +88,20 @@ class MaskFiles:
                 yield from self._results(path) if _is_list(path) else self._coco(path)
                 self._read(path, "coco", sha256_of(path))
             else:
-                found = discover([path], _IMAGES)
-                self.not_taken += len(found.not_taken)
-                for source in found.sources:
+                discovered = discover([path], _IMAGES)
+                self.not_taken += len(discovered.not_taken)
+                for source in discovered.sources:
                     yield from self._pairs(source)
 
     def _read(self, path: Path, kind: str, sha256: str | None) -> None:
         entry = {"name": path.resolve().name, "kind": kind, "sha256": sha256}
         settings = next(
-            (one for folder in (path, path.resolve().parent) if (one := _annotate_settings(folder))), None
+            (
+                recorded
+                for folder in (path, path.resolve().parent)
+                if (recorded := _annotate_settings(folder))
+            ),
+            None,
         )
         self.sources.append(entry if settings is None else entry | {"annotate": settings})
 
@@ -138,21 +143,23 @@ class MaskFiles:
     def _of_coco(
         self, path: Path, file: CocoFile, image: CocoImage, image_id: int, height: int, width: int
     ) -> Annotations:
-        own = image.entry.get("height"), image.entry.get("width")
-        if (own[0] or height, own[1] or width) != (height, width):
-            raise BadSample("image_size", _sizes(f"{path}: image {image_id}", own[1], own[0], width, height))
+        size = image.entry.get("height"), image.entry.get("width")
+        if (size[0] or height, size[1] or width) != (height, width):
+            raise BadSample(
+                "image_size", _sizes(f"{path}: image {image_id}", size[1], size[0], width, height)
+            )
         provenance = {"format": "coco", "file": path.name, "image": image.entry}
         pair = coco_pair(image_id, height, width, file.annotations(image), file.categories, provenance)
         return self._parsed(path, image_id, pair)
 
     def _results(self, path: Path) -> Iterator[FoundImage]:
         groups: dict[int, list[Any]] = {}
-        for one in read_results(path):
-            key = one.get("image_id") if isinstance(one, dict) else None
+        for result in read_results(path):
+            key = result.get("image_id") if isinstance(result, dict) else None
             if type(key) is not int:
                 self.refusals.add("image_unlisted", f"{path}: an entry without an integer as image_id")
             else:
-                groups.setdefault(key, []).append(one)
+                groups.setdefault(key, []).append(result)
         provenance = {"format": "coco results", "file": path.name}
 
         def parse(image_id: int, annotations: list[Any], height: int, width: int) -> Annotations:
@@ -170,16 +177,16 @@ class MaskFiles:
 
 
 def _pair(image_id: int, text: bytes, height: int, width: int) -> Annotations:
-    found = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
-    if (found.height, found.width) != (height, width):
+    annotations = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
+    if (annotations.height, annotations.width) != (height, width):
         what = f"annotation file of image {image_id}"
-        raise BadSample("image_size", _sizes(what, found.width, found.height, width, height))
-    return found
+        raise BadSample("image_size", _sizes(what, annotations.width, annotations.height, width, height))
+    return annotations
 
 
 def _sizes(what: str, width: Any, height: Any, stored_width: int, stored_height: int) -> str:
-    found = f"{str(width)[:20]} x {str(height)[:20]}"
-    return f"{what}: masks of {found} pixels, the image has {stored_width} x {stored_height}"
+    size = f"{str(width)[:20]} x {str(height)[:20]}"
+    return f"{what}: masks of {size} pixels, the image has {stored_width} x {stored_height}"
 
 
 def _is_list(path: Path) -> bool:
@@ -191,8 +198,8 @@ def _is_list(path: Path) -> bool:
 def _annotate_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of `sa1b annotate` in its output folder, among them the digest of the weights."""
     try:
-        found = json.loads((folder / ANNOTATE_SETTINGS).read_bytes())
-        return dict(found) if found["format"] == ANNOTATE_FORMAT else None
+        settings = json.loads((folder / ANNOTATE_SETTINGS).read_bytes())
+        return dict(settings) if settings["format"] == ANNOTATE_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -291,7 +298,9 @@ def add_layer(
                 shown.update(len(batch))
         if not len(writer.columns["image_id"]) and (why := _nothing(root, files, summary)):
             raise UsageError(why)
-        weights = {str(one["annotate"].get("weights_sha256")) for one in files.sources if "annotate" in one}
+        weights = {
+            str(source["annotate"].get("weights_sha256")) for source in files.sources if "annotate" in source
+        }
         origin = provenance(
             "sa1b layer add",
             {"existing": existing, "image_ids": image_ids},
@@ -329,12 +338,12 @@ def _add_batch(
     summary: AddSummary,
     existing: Existing,
 ) -> None:
-    for one, row, base in _with_stored(dataset, batch, seen, summary):
+    for image, row, base in _with_stored(dataset, batch, seen, summary):
         try:
-            own = one.parse(base.height, base.width)
-            change, renumbered = make_change(base, own, existing)
+            annotations = image.parse(base.height, base.width)
+            change, renumbered = make_change(base, annotations, existing)
         except BadSample as error:
-            files.refusals.add(error.reason, f"image {one.image_id}: {error}")
+            files.refusals.add(error.reason, f"image {image.image_id}: {error}")
             continue
         if not len(change):
             summary.unchanged += 1
@@ -347,17 +356,17 @@ def _with_stored(
     dataset: Dataset, batch: list[FoundImage], seen: set[int], summary: AddSummary
 ) -> Iterator[tuple[FoundImage, int, Annotations]]:
     """The images of the dataset directory that were not read before, with their rows and stored masks."""
-    found, rows = [], []
-    for one in batch:
+    images, rows = [], []
+    for image in batch:
         try:
-            row = dataset.row(one.image_id)
+            row = dataset.row(image.image_id)
         except KeyError:
-            summary.missing.append(one.image_id)
+            summary.missing.append(image.image_id)
             continue
-        if one.image_id in seen:
-            summary.twice.append(one.image_id)
+        if image.image_id in seen:
+            summary.twice.append(image.image_id)
             continue
-        seen.add(one.image_id)
-        found.append(one)
+        seen.add(image.image_id)
+        images.append(image)
         rows.append(row)
-    return zip(found, rows, dataset.masks(rows), strict=True)
+    return zip(images, rows, dataset.masks(rows), strict=True)

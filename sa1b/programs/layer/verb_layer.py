@@ -89,15 +89,15 @@ def main(
         return 0
     if action == "verify":
         checks: list[LayerCheck] = []
-        for one in files:
-            checks.append(verify_layer(root, one, quiet=json_output))
+        for layer in files:
+            checks.append(verify_layer(root, layer, quiet=json_output))
             present(checks[-1], json_output)
         return max(check.exit_code() for check in checks)
     if action == "drop":
-        for one in files:
-            drop(open_store(root), one)
+        for layer in files:
+            drop(open_store(root), layer)
             if not json_output:
-                print(f"Dropped: {one}", flush=True)
+                print(f"Dropped: {layer}", flush=True)
         return 0
     assert name is not None
     summary = add_layer(
@@ -129,12 +129,12 @@ class LayerList:
         """The list as a JSON document."""
         layers = [
             {
-                **one.figures(),
-                "bytes": one.masks.bytes + one.index.bytes,
-                "parent": None if one.parent is None else one.parent.name,
-                "provenance": one.provenance,
+                **layer.figures(),
+                "bytes": layer.masks.bytes + layer.index.bytes,
+                "parent": None if layer.parent is None else layer.parent.name,
+                "provenance": layer.provenance,
             }
-            for one in self.layers
+            for layer in self.layers
         ]
         others = {"unfinished": self.unfinished, "damaged": self.damaged, "annotated": self.annotated}
         return {"layers": layers, **others}
@@ -143,18 +143,20 @@ class LayerList:
         """The list as text."""
         head = ("name", "digest", "images", "added", "replaced", "hidden", "on", "made")
         rows: list[tuple[str, ...]] = [head] if self.layers else []
-        for one in self.layers:
-            numbers = (f"{n:,}" for n in (one.images, one.added, one.replaced, one.hidden))
-            above = "-" if one.parent is None else one.parent.name
-            rows.append((one.name, one.digest[:12], *numbers, above, str(one.provenance.get("date", "-"))))
+        for layer in self.layers:
+            numbers = (f"{n:,}" for n in (layer.images, layer.added, layer.replaced, layer.hidden))
+            above = "-" if layer.parent is None else layer.parent.name
+            rows.append(
+                (layer.name, layer.digest[:12], *numbers, above, str(layer.provenance.get("date", "-")))
+            )
         lines = aligned(rows, right=(False, False, True, True, True, True, False, False))
         again = f"run `{command('layer')} add` with the same name again, or `{command('layer')} drop`"
         lines += [f"unfinished {name}: its command was stopped; {again}" for name in self.unfinished]
         lines += [f"damaged {message}" for message in self.damaged.values()]
         lines += [
-            f"annotating {name}: {counted(one['images'], 'image')} so far; `{one['command']}` goes on, "
+            f"annotating {name}: {counted(record['images'], 'image')} so far; `{record['command']}` goes on, "
             f"`{command('layer')} drop {self.root} {name}` removes them"
-            for name, one in self.annotated.items()
+            for name, record in self.annotated.items()
         ]
         return "\n".join(lines) or f"{self.root}: no layers"
 
@@ -167,16 +169,16 @@ def list_layers(root: str) -> LayerList:
         from sa1b.shards.layer_writer import annotated
         from sa1b.storage.open import open_store
     store = open_store(Dataset(root).root)
-    found = LayerList(root)
-    for name, one in annotated(store).items():
-        again = one.get("command", f"{command('annotate')} --shards {root} --name {name}")
-        found.annotated[name] = {"images": one["images"], "command": again}
+    listing = LayerList(root)
+    for name, record in annotated(store).items():
+        again = record.get("command", f"{command('annotate')} --shards {root} --name {name}")
+        listing.annotated[name] = {"images": record["images"], "command": again}
     for name, is_complete in layer_names(store).items():
         try:
             if is_complete:
-                found.layers.append(read_info(store.reader, name))
+                listing.layers.append(read_info(store.reader, name))
             else:
-                found.unfinished.append(name)
+                listing.unfinished.append(name)
         except ManifestError as error:
-            found.damaged[name] = str(error)
-    return found
+            listing.damaged[name] = str(error)
+    return listing

@@ -152,8 +152,8 @@ def plan(
     can be read. SourceError or UsageError: a path, link or option is not valid.
     """
     store = None if root is None else open_store(root)
-    own = [] if store is None else [store.scratch]
-    discovered = admitted(paths, {}, own, ignore) if paths else Discovered()
+    scratch = [] if store is None else [store.scratch]
+    discovered = admitted(paths, {}, scratch, ignore) if paths else Discovered()
     local, remote = by_name(discovered, links)
     tasks = {} if store is None else known_tasks(store)
     options = Options(
@@ -161,8 +161,10 @@ def plan(
     )
     if store is not None and tasks:
         used = next(iter(tasks.values())).options
-        asked = replace(used, image_size=image_size, quality=used.quality, annotations_only=annotations_only)
-        check_options(store, tasks, asked)
+        requested = replace(
+            used, image_size=image_size, quality=used.quality, annotations_only=annotations_only
+        )
+        check_options(store, tasks, requested)
     known = {
         name: (int(task.source["size"]), int(task.source["mtime_ns"]))
         for name, task in tasks.items()
@@ -173,13 +175,15 @@ def plan(
     sources = sorted([*local.values(), *linked], key=lambda source: source.name)
     sizes = None if store is None else store.listed_size()
     finished = [
-        one.name
-        for one in sources
-        if store is not None and one.name in tasks and is_unchanged(tasks[one.name], one, store, sizes)
+        source.name
+        for source in sources
+        if store is not None
+        and source.name in tasks
+        and is_unchanged(tasks[source.name], source, store, sizes)
     ]
-    left = [one for one in sources if one.name not in set(finished)]
+    left = [source for source in sources if source.name not in set(finished)]
     size = image_size or EXAMPLE_SIZE
-    found = IngestPlan(
+    ingest_plan = IngestPlan(
         None if store is None else str(store),
         workers,
         available_cpus(),
@@ -190,19 +194,19 @@ def plan(
         finished,
         failed,
         len(discovered.not_taken),
-        sum(one.size for one in left),
+        sum(source.size for source in left),
         needed_space(left, replace(options, image_size=None, quality=None), workers),
         needed_space(left, replace(options, image_size=size, quality=95), workers),
         annotations_only,
     )
     if store is not None:
-        _add_disk(found, store)
-    return found
+        _add_disk(ingest_plan, store)
+    return ingest_plan
 
 
-def _add_disk(found: IngestPlan, store: Store) -> None:
-    found.is_local = store.is_local
+def _add_disk(ingest_plan: IngestPlan, store: Store) -> None:
+    ingest_plan.is_local = store.is_local
     folder = store.scratch.absolute()
     while not folder.exists():
         folder = folder.parent
-    found.scratch, found.free = str(store.scratch), shutil.disk_usage(folder).free
+    ingest_plan.scratch, ingest_plan.free = str(store.scratch), shutil.disk_usage(folder).free

@@ -100,7 +100,7 @@ class OrderPlan:
     def document(self) -> dict[str, Any]:
         cases = []
         for case in self.cases:
-            epochs = [{**asdict(one), "hit_rate": one.hit_rate} for one in case.epochs]
+            epochs = [{**asdict(epoch), "hit_rate": epoch.hit_rate} for epoch in case.epochs]
             shown = {"name": case.name, "images": case.images, "steps": case.steps}
             cases.append({**shown, "batch": asdict(case.batch), "epochs": epochs})
         settings = {"root": self.root, "ranks": self.ranks, "global_batch": self.global_batch}
@@ -118,9 +118,9 @@ class OrderPlan:
         batches = [_BATCH_HEADS, *([name, *_batch_cells(case)] for name, case in orders.items())]
         reads = [_EPOCH_HEADS]
         for case in self.cases:
-            cells = [_epoch_cells(case, number, one) for number, one in enumerate(case.epochs)]
+            cells = [_epoch_cells(case, number, epoch) for number, epoch in enumerate(case.epochs)]
             reads += [[case.name if not number else "", *row] for number, row in enumerate(cells)]
-        if not any(one.seconds for case in self.cases for one in case.epochs):
+        if not any(epoch.seconds for case in self.cases for epoch in case.epochs):
             reads = [row[:6] for row in reads]
         tables = [aligned(rows, (False, *(True for _ in rows[0][1:]))) for rows in (batches, reads)]
         return "\n".join([self.heading(), "", *tables[0], "", *tables[1]])
@@ -129,19 +129,19 @@ class OrderPlan:
         """The figures as an HTML page with charts."""
         read = [Line(case.name, _by_step(case.bytes / 1e6)) for case in self.cases]
         hits = [
-            Line(case.name, [(n + 1, 100 * one.hit_rate) for n, one in enumerate(case.epochs)])
+            Line(case.name, [(n + 1, 100 * epoch.hit_rate) for n, epoch in enumerate(case.epochs)])
             for case in self.cases
             if case.epochs[-1].hits + case.epochs[-1].misses
         ]
         rates = [
-            Line(case.name, [(n + 1, one.images_per_second or 0) for n, one in enumerate(case.epochs)])
+            Line(case.name, [(n + 1, epoch.images_per_second or 0) for n, epoch in enumerate(case.epochs)])
             for case in self.cases
         ]
         epochs = range(1, len(self.cases[0].epochs) + 1)
         shown = [line_chart("What a node reads from the store in a step", read, ("step", "MB"))]
         if hits:
             shown.append(line_chart("Ranges that the cache has", hits, ("epoch", "%"), epochs))
-        if any(one.seconds for case in self.cases for one in case.epochs):
+        if any(epoch.seconds for case in self.cases for epoch in case.epochs):
             shown.append(line_chart("Images per second", rates, ("epoch", "images/s"), epochs))
         parts = {
             "VERDICT": "",
@@ -177,10 +177,15 @@ def _batch_cells(case: OrderFigures) -> list[str]:
     return [f"{case.images:,}", f"{case.steps:,}", *counts, *spread]
 
 
-def _epoch_cells(case: OrderFigures, number: int, one: EpochFigures) -> list[str]:
-    reads = [str(number + 1), f"{one.requests:,}", size_text(one.bytes), size_text(one.bytes / case.steps)]
-    reads.append(f"{one.hit_rate:.1%}" if one.hits + one.misses else "")
-    if not one.seconds:
+def _epoch_cells(case: OrderFigures, number: int, epoch: EpochFigures) -> list[str]:
+    reads = [
+        str(number + 1),
+        f"{epoch.requests:,}",
+        size_text(epoch.bytes),
+        size_text(epoch.bytes / case.steps),
+    ]
+    reads.append(f"{epoch.hit_rate:.1%}" if epoch.hits + epoch.misses else "")
+    if not epoch.seconds:
         return reads
-    rates = f"{one.requests / one.seconds:,.0f}/s, {size_text(one.bytes / one.seconds)}/s"
-    return [*reads, f"{one.images_per_second:,.0f}", one.limit or "", rates, duration_text(one.seconds)]
+    rates = f"{epoch.requests / epoch.seconds:,.0f}/s, {size_text(epoch.bytes / epoch.seconds)}/s"
+    return [*reads, f"{epoch.images_per_second:,.0f}", epoch.limit or "", rates, duration_text(epoch.seconds)]

@@ -47,11 +47,11 @@ def simulate(case: OrderCase, epochs: int, limits: Limits, bar: Bar) -> OrderFig
     steps = plan.steps_per_epoch
     counts = _node_counts(case, epochs * steps, limits.gpus, bar)
     images = rank_stops(plan)[min(limits.gpus, plan.world_size) - 1]
-    found = []
+    figures = []
     for first in range(0, epochs * steps, steps):
-        of_epoch = {name: one[first : first + steps] for name, one in counts.items()}
-        found.append(_epoch(of_epoch, int(images), plan, limits))
-    return OrderFigures(case.name, case.order, plan.order.count, steps, case.batch, found, counts["bytes"])
+        of_epoch = {name: numbers[first : first + steps] for name, numbers in counts.items()}
+        figures.append(_epoch(of_epoch, int(images), plan, limits))
+    return OrderFigures(case.name, case.order, plan.order.count, steps, case.batch, figures, counts["bytes"])
 
 
 def rank_stops(plan: Plan) -> Int64:
@@ -78,7 +78,7 @@ class _Ranges:
 def ranges_of(stream: BatchStream, positions: Int64, pieces: Int64) -> list[_Ranges]:
     """The ranges of each source of a stream, for positions [n] and the numbers of their micro-batches [n]."""
     which, local, _ = stream.plan.order.locate(positions)
-    found = []
+    ranges = []
     for number, source in enumerate(stream.sources()):
         here = np.flatnonzero(which == number)
         if not len(here):
@@ -90,8 +90,8 @@ def ranges_of(stream: BatchStream, positions: Int64, pieces: Int64) -> list[_Ran
         apart = (piece[1:] != piece[:-1]) | (shard[1:] != shard[:-1]) | (gap < 0) | (gap > NEAR)
         starts = np.flatnonzero(np.append(True, apart))
         ends = np.append(starts[1:], len(rows)) - 1
-        found.append(_Ranges(source.dataset, rows, starts, stop[ends] - start[starts], piece[starts]))
-    return found
+        ranges.append(_Ranges(source.dataset, rows, starts, stop[ends] - start[starts], piece[starts]))
+    return ranges
 
 
 def _rows(source: SampleSource, local: Int64) -> Int64:
@@ -104,7 +104,7 @@ class _Cache:
     """What a cache of a dataset directory holds, as its node reads."""
 
     def __init__(self, dataset: Dataset, limit: int) -> None:
-        names = {one.name for one in choose(dataset.stored_shards(), limit)}
+        names = {shard.name for shard in choose(dataset.stored_shards(), limit)}
         self._included = np.array([name in names for name in dataset.shards], np.bool_)
         self._present = np.zeros(len(dataset.table), np.bool_)
 
@@ -163,7 +163,7 @@ def _epoch(counts: dict[str, Int64], images: int, plan: Plan, limits: Limits) ->
             seconds[name] = work / rate
     total = float(np.max(list(seconds.values()), axis=0).sum()) if seconds else None
     return EpochFigures(
-        **{name: int(one.sum()) for name, one in counts.items()},
+        **{name: int(numbers.sum()) for name, numbers in counts.items()},
         seconds=total,
         limit=max(seconds, key=lambda name: float(seconds[name].sum())) if seconds else None,
         images_per_second=None if total is None else steps * plan.global_batch / total,
@@ -180,11 +180,11 @@ def batch_figures(stream: BatchStream) -> BatchFigures:
     tars = [_tars(source.dataset) for source in sources]
     rank = np.searchsorted(rank_stops(plan), np.arange(plan.global_batch), "right")
     figures = np.array([_batch(plan, sources, places, tars, rank, step) for step in steps.tolist()])
-    shards, rank_shards, found, neighbours, distance = figures.mean(axis=0).tolist()
+    shards, rank_shards, batch_tars, neighbours, distance = figures.mean(axis=0).tolist()
     return BatchFigures(
         shards=shards,
         rank_shards=rank_shards,
-        tars=found,
+        tars=batch_tars,
         tars_at_random=_at_random(plan, sources, tars),
         neighbours=neighbours,
         distance=distance,
@@ -201,7 +201,7 @@ def _batch(
 ) -> tuple[float, float, float, float, float]:
     """Of a global batch: shards, shards of a rank, tars, part with neighbours, and median distance."""
     which, local, _ = plan.order.locate(step * plan.global_batch + np.arange(plan.global_batch))
-    shards = rank_shards = found = near = 0
+    shards = rank_shards = batch_tars = near = 0
     distances = []
     for number, source in enumerate(sources):
         here = np.flatnonzero(which == number)
@@ -209,14 +209,14 @@ def _batch(
         shard = source.dataset.table.shard[rows].astype(np.int64)
         shards += len(np.unique(shard))
         rank_shards += len(np.unique(rank[here] * len(source.dataset.shards) + shard))
-        found += len(np.unique(tars[number][shard]))
+        batch_tars += len(np.unique(tars[number][shard]))
         place = places[number][rows]
         distances.append(np.abs(np.diff(place)))
         adjacent = np.diff(np.sort(place)) == 1
         near += int((np.append(adjacent, False) | np.append(False, adjacent)).sum()) if len(rows) else 0
     every = np.concatenate(distances)
     median = float(np.median(every)) if len(every) else 0.0
-    return shards, rank_shards / plan.world_size, found, near / plan.global_batch, median
+    return shards, rank_shards / plan.world_size, batch_tars, near / plan.global_batch, median
 
 
 def _at_random(plan: Plan, sources: Sequence[SampleSource], tars: list[Int64]) -> float:
@@ -255,13 +255,13 @@ def streams(
 def mixture(file: str, settings: dict[str, Any]) -> BatchStream:
     """The mixture of a file of `--data.mix`. UsageError names file and source."""
     sources, schedule = read_mix(DataConfig(mix=file, global_batch=settings["global_batch"]), "--mix")
-    found = {}
+    weighted = {}
     for source in sources:
         data = source.data
-        own = settings if source.seed is None else {**settings, "seed": source.seed}
-        found[source.name] = _stream(data.root, data.view, data.block_size, own), source.weight
+        source_settings = settings if source.seed is None else {**settings, "seed": source.seed}
+        weighted[source.name] = _stream(data.root, data.view, data.block_size, source_settings), source.weight
     try:
-        return Mix(found, schedule=schedule)
+        return Mix(weighted, schedule=schedule)
     except ValueError as error:
         raise with_flags(error, "--") from None
 

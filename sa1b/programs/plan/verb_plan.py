@@ -74,7 +74,7 @@ def main(
     store = None if out is None else store_of(out, scratch, endpoint, source)
     with loading():
         from sa1b.programs.plan.ingest_plan import plan
-    found = plan(
+    ingest_plan = plan(
         paths_of(source),
         linked(source, links, CONNECTIONS, None, endpoint),
         store,
@@ -85,5 +85,5 @@ def main(
         ignore=ignore,
         quiet=json_output,
     )
-    present(found, json_output)
-    return found.exit_code()
+    present(ingest_plan, json_output)
+    return ingest_plan.exit_code()

@@ -109,10 +109,10 @@ def main(
             for size in caches:
                 case = OrderCase(name, stream, batch, int(size * 1e9))
                 figures.append(simulate(case, epochs, limits, progress))
-    found = OrderPlan(root or str(mix), ranks, global_batch, limits, figures)
+    order_plan = OrderPlan(root or str(mix), ranks, global_batch, limits, figures)
     if report is not None:
-        write_whole(report, found.page().encode())
-    present(found, json_output)
+        write_whole(report, order_plan.page().encode())
+    present(order_plan, json_output)
     if report is not None and not json_output:
         print(f"\ncharts: {report}")
     return 0

@@ -118,9 +118,9 @@ def main(
     )
     if not json_output:
         sys.stderr.write("measuring the memory of a step without computing it: 10 to 40 s\n")
-    found = plan(config, cluster)
-    show(json.dumps(found.document(), indent=1) if json_output else table(found))
-    return found.exit_code()
+    run_plan = plan(config, cluster)
+    show(json.dumps(run_plan.document(), indent=1) if json_output else table(run_plan))
+    return run_plan.exit_code()
 
 
 def table(found: "RunPlan") -> str:
@@ -132,16 +132,18 @@ def table(found: "RunPlan") -> str:
     return "\n".join(lines)
 
 
-def _work(found: "RunPlan") -> list[tuple[str, str]]:
-    cluster, data, config, parallel = found.cluster, found.data, found.config, found.config.parallel
+def _work(plan: "RunPlan") -> list[tuple[str, str]]:
+    cluster, data, config, parallel = plan.cluster, plan.data, plan.config, plan.config.parallel
     ranks, batch, steps = cluster.world_size, config.data.global_batch, config.optim.steps
     size, count = config.micro_batches(ranks)
     mode = f"{parallel.mode} {parallel.shard}" if parallel.mode == "fsdp" else parallel.mode
     nodes = f"{counted(cluster.nodes, 'node')} x {cluster.gpus} {cluster.gpu} = {counted(ranks, 'rank')}"
-    model = f"{found.parameters / 1e6:,.1f} M parameters, mode {mode}, precision {parallel.precision}"
+    model = f"{plan.parameters / 1e6:,.1f} M parameters, mode {mode}, precision {parallel.precision}"
     stored = f"{_size(data.bytes)} in {counted(data.files, data.kind)}"
-    stored += f", {size_text(found.image_bytes)} an image"
-    own = f"{data.images / ranks:,.0f} images an epoch, the number in {data.files / ranks:,.1f} {data.kind}s"
+    stored += f", {size_text(plan.image_bytes)} an image"
+    share = (
+        f"{data.images / ranks:,.0f} images an epoch, the number in {data.files / ranks:,.1f} {data.kind}s"
+    )
     batches = f"{counted(batch, 'image')} = {counted(ranks, 'rank')} x {counted(count, 'micro-batch', 'es')}"
     epoch = counted(-(-data.images // batch), "step")
     return [
@@ -149,44 +151,42 @@ def _work(found: "RunPlan") -> list[tuple[str, str]]:
         ("model", model),
         ("data", f"{counted(data.images, 'image')} of {data.source}"),
         ("", stored),
-        ("each rank", f"{own}; it reads from all {data.kind}s"),
+        ("each rank", f"{share}; it reads from all {data.kind}s"),
         ("batch", f"{batches} of up to {size}"),
-        ("run", f"{counted(steps, 'step')} = {rounded(found.epochs)} epochs of {epoch}"),
+        ("run", f"{counted(steps, 'step')} = {rounded(plan.epochs)} epochs of {epoch}"),
     ]
 
 
-def _time(found: "RunPlan") -> list[tuple[str, str]]:
-    cluster, masks = found.cluster, found.config.data.masks
-    others = [f"{name} {_seconds(value)}" for name, value in found.limits.items() if name != found.limit]
-    epoch = duration_text(3600 * found.hours / found.epochs)
-    gpu_hours = found.hours * cluster.world_size
+def _time(plan: "RunPlan") -> list[tuple[str, str]]:
+    cluster, masks = plan.cluster, plan.config.data.masks
+    others = [f"{name} {_seconds(value)}" for name, value in plan.limits.items() if name != plan.limit]
+    epoch = duration_text(3600 * plan.hours / plan.epochs)
+    gpu_hours = plan.hours * cluster.world_size
     price = "" if cluster.price is None else f", {rounded(gpu_hours * cluster.price)} dollars"
-    sent = (
-        f"{_seconds(found.communication)} of communication, of which {_seconds(found.exposed)} is not hidden"
-    )
+    sent = f"{_seconds(plan.communication)} of communication, of which {_seconds(plan.exposed)} is not hidden"
     return [
-        ("step", f"{_seconds(found.seconds)}, limited by: {found.limit} ({', '.join(others)})"),
-        ("", f"{rounded(found.step_flops / 1e12)} TFLOP for up to {masks} masks an image"),
-        ("", f"{_seconds(found.compute)} of computation; {sent}"),
-        ("time", f"{epoch} an epoch, {duration_text(3600 * found.hours)} the run"),
+        ("step", f"{_seconds(plan.seconds)}, limited by: {plan.limit} ({', '.join(others)})"),
+        ("", f"{rounded(plan.step_flops / 1e12)} TFLOP for up to {masks} masks an image"),
+        ("", f"{_seconds(plan.compute)} of computation; {sent}"),
+        ("time", f"{epoch} an epoch, {duration_text(3600 * plan.hours)} the run"),
         ("cost", f"{rounded(gpu_hours)} GPU hours{price}"),
     ]
 
 
-def _storage(found: "RunPlan") -> list[tuple[str, str]]:
-    cluster, node = found.cluster, found.read_rate / found.cluster.nodes
-    written, kept = found.checkpoints
-    disk = f"at most {kept} are kept, and one is being written: {_size((kept + 1) * found.saved)}"
+def _storage(plan: "RunPlan") -> list[tuple[str, str]]:
+    cluster, node = plan.cluster, plan.read_rate / plan.cluster.nodes
+    written, kept = plan.checkpoints
+    disk = f"at most {kept} are kept, and one is being written: {_size((kept + 1) * plan.saved)}"
     return [
-        ("reads", f"{_size(found.read_rate)}/s of all nodes, {_size(node)}/s of each node"),
-        ("decoding", f"{found.cores:,.1f} of {counted(cluster.cpus, 'CPU core')} of each node"),
-        ("checkpoints", f"{written:,} of {_size(found.saved)}: {_size(written * found.saved)} written"),
+        ("reads", f"{_size(plan.read_rate)}/s of all nodes, {_size(node)}/s of each node"),
+        ("decoding", f"{plan.cores:,.1f} of {counted(cluster.cpus, 'CPU core')} of each node"),
+        ("checkpoints", f"{written:,} of {_size(plan.saved)}: {_size(written * plan.saved)} written"),
         ("", disk),
     ]
 
 
-def _memory(found: "RunPlan") -> list[tuple[str, str]]:
-    memory, cluster = found.memory, found.cluster
+def _memory(plan: "RunPlan") -> list[tuple[str, str]]:
+    memory, cluster = plan.memory, plan.cluster
     parts = [
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
@@ -198,19 +198,19 @@ def _memory(found: "RunPlan") -> list[tuple[str, str]]:
         ("allocator", memory.peak * cluster.fragmentation),
         ("reserved", cluster.reserved),
     ]
-    verdict = "fits" if found.fits else "does not fit"
+    verdict = "fits" if plan.fits else "does not fit"
     return [
         ("memory", f"{_size(memory.peak)} of tensors on each rank at the peak of a step, measured"),
         *[("", f"{name:<14}{_size(value):>10}") for name, value in parts if value],
-        ("", f"{_size(found.needed)} of {_size(cluster.gpu_memory)}: {verdict}"),
-        *[("", line) for line in _ways_out(found)],
+        ("", f"{_size(plan.needed)} of {_size(cluster.gpu_memory)}: {verdict}"),
+        *[("", line) for line in _ways_out(plan)],
     ]
 
 
-def _ways_out(found: "RunPlan") -> list[str]:
-    if found.fits:
+def _ways_out(plan: "RunPlan") -> list[str]:
+    if plan.fits:
         return []
-    parallel = found.config.parallel
+    parallel = plan.config.parallel
     others = ["--model.checkpoint-blocks all"]
     if parallel.mode != "fsdp":
         others.append("--parallel.mode fsdp")
@@ -219,16 +219,16 @@ def _ways_out(found: "RunPlan") -> list[str]:
     if parallel.precision in ("fp32", "tf32"):
         others.append("--parallel.precision bf16")
     lines = [f"pass {', '.join(others)}, or use a larger GPU"]
-    if found.fitting:
-        lines.insert(0, f"pass --data.micro-batch {found.fitting}, the largest that fits (measured)")
+    if plan.fitting:
+        lines.insert(0, f"pass --data.micro-batch {plan.fitting}, the largest that fits (measured)")
         lines[1] = f"or {lines[1]}"
-    elif found.fitting == 0:
+    elif plan.fitting == 0:
         lines.insert(0, "no micro-batch fits with these settings")
     return lines
 
 
-def _assumptions(found: "RunPlan") -> list[tuple[str, str]]:
-    cluster = found.cluster
+def _assumptions(plan: "RunPlan") -> list[tuple[str, str]]:
+    cluster = plan.cluster
     storage = "not a limit" if cluster.storage is None else f"{_size(cluster.storage)}/s for all nodes"
     return [
         ("--mfu", f"{cluster.mfu:g} of the peak is reached"),
@@ -238,7 +238,7 @@ def _assumptions(found: "RunPlan") -> list[tuple[str, str]]:
         ("--link-rate", f"{cluster.link / 1e9:,.0f} GB/s between GPUs of a node"),
         ("--storage-rate", storage),
         ("--cpus", f"{counted(cluster.cpus, 'core')} of a node decode"),
-        ("--decode-rate", f"{found.decode_rate:,.0f} images per second are decoded by a core"),
+        ("--decode-rate", f"{plan.decode_rate:,.0f} images per second are decoded by a core"),
         ("--gpu-memory", f"{_size(cluster.gpu_memory)} of a GPU"),
         ("--reserved", f"{_size(cluster.reserved)} of it for the CUDA context, cuBLAS and NCCL"),
         ("--fragmentation", f"{cluster.fragmentation:g} of the tensors' memory is lost in the allocator"),

@@ -52,21 +52,21 @@ def write_changed(dataset: Dataset, layers: Sequence[str], path: Path, *, quiet:
             stored = dataset.masks([dataset.row(image_id) for image_id in block])
             for image_id, base in zip(block, stored, strict=True):
                 # The column is not part of the file, and follows its mask through every change.
-                found = replace(base, number_types=np.zeros(len(base), np.uint8))
+                annotations = replace(base, number_types=np.zeros(len(base), np.uint8))
                 for number, layer in enumerate(opened, 1):
                     pending = layer.submit(dataset.reader, image_id)
-                    found = found if pending is None else pending.apply(found, mark=number)
-                _append(columns, found, names)
+                    annotations = annotations if pending is None else pending.apply(annotations, mark=number)
+                _append(columns, annotations, names)
             writer.write_table(pa.table(columns, schema=_SCHEMA))
             shown.update(len(block))
     return opened
 
 
-def _append(columns: dict[str, list[object]], found: Annotations, names: np.ndarray) -> None:
-    columns["image_id"].append(found.image_id)
+def _append(columns: dict[str, list[object]], annotations: Annotations, names: np.ndarray) -> None:
+    columns["image_id"].append(annotations.image_id)
     for name in (*COLUMNS, *FURTHER):
-        columns[name].append(found.column(name).tolist())
-    columns["layer"].append(names[found.number_types].tolist())
+        columns[name].append(annotations.column(name).tolist())
+    columns["layer"].append(names[annotations.number_types].tolist())
 
 
 def with_layers(select: str, changed: str, *, of_coco: bool) -> str:

@@ -216,7 +216,7 @@ def open_query(
             changed = Path(spill) / "layers.parquet" if layers else None
             if changed is not None:
                 opened = write_changed(dataset, layers, changed, quiet=quiet)
-                query.layers.extend((one.info.name, one.info.digest) for one in opened)
+                query.layers.extend((layer.info.name, layer.info.digest) for layer in opened)
             for statement in _views(dataset, changed):
                 connection.execute(statement)
             described = connection.execute(f"SELECT * FROM query({_literal(text)}) LIMIT 0").description

@@ -109,10 +109,10 @@ def main(
     quiet = csv_output or json_output
     with open_query(root, sql, layers=layers, workers=workers, memory=memory, quiet=quiet) as query:
         if as_view is not None:
-            found = write_query_view(
+            written = write_query_view(
                 query, name=as_view, out=out, masks_where=masks_where, overwrite=overwrite
             )
-            present(found, json_output)
+            present(written, json_output)
         elif parquet is not None:
             show(f"{counted(_write_parquet(query, parquet), 'row')}\nWritten: {parquet}")
         elif csv_output:
@@ -151,7 +151,9 @@ def _print_csv(query: "Query") -> None:
     head: list[tuple[Any, ...]] = [tuple(query.columns)]
     for rows in chain([head], query.rows()):
         if sys.stdout.isatty():  # files and programs get the values as they are
-            writer.writerows([_harmless(one) if isinstance(one, str) else one for one in row] for row in rows)
+            writer.writerows(
+                [_harmless(value) if isinstance(value, str) else value for value in row] for row in rows
+            )
         else:
             writer.writerows(rows)
 
@@ -176,20 +178,20 @@ def _number(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_number(one) for one in value]
+        return [_number(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): _number(one) for name, one in value.items()}
+        return {str(name): _number(item) for name, item in value.items()}
     return value
 
 
 def _table(query: "Query", limit: int) -> str:
-    found = [row for rows in query.rows(limit + 1) for row in rows]
-    shown = [[_cell(value) for value in row] for row in found[:limit]]
+    fetched = [row for rows in query.rows(limit + 1) for row in rows]
+    shown = [[_cell(value) for value in row] for row in fetched[:limit]]
     cells = [list(query.columns), *shown]
-    right = [isinstance(value, int | float | Decimal) for value in (found[0] if found else ())]
+    right = [isinstance(value, int | float | Decimal) for value in (fetched[0] if fetched else ())]
     lines = aligned(cells, right)
     more = f"the first {counted(limit, 'row')}; --limit N prints more, --csv all"
-    lines.append(more if len(found) > limit else counted(len(shown), "row"))
+    lines.append(more if len(fetched) > limit else counted(len(shown), "row"))
     return "\n".join(lines)
 
 

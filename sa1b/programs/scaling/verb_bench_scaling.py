@@ -80,9 +80,9 @@ def main(
         from sa1b.shards.dataset import Dataset, check_images
     machine = Machine.of_this_process(device)
     counts = machine.ranks(
-        None if ranks is None else [int(one) for one in numbers_of("--ranks", ranks, int, 1)], threads
+        None if ranks is None else [int(number) for number in numbers_of("--ranks", ranks, int, 1)], threads
     )
-    found = series(
+    cases = series(
         counts,
         modes_for(counts) if modes is None else _words("--modes", modes, tuple(MODES)),
         _words("--precisions", precisions, get_args(Precision)),
@@ -104,7 +104,7 @@ def main(
         rounds=rounds,
         timeout=timeout,
     )
-    result = measure(found, settings, quiet=json_output)
+    result = measure(cases, settings, quiet=json_output)
     verdict = judge(result)
     if report is not None:
         write_whole(report, page(result, verdict).encode())

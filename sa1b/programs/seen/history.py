@@ -114,12 +114,12 @@ def spans(run: str, data: bytes, before: int | None) -> list[Span]:
         )
     if before is not None and not 0 <= before <= done:
         raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")
-    last, found = done if before is None else before, []
+    last, result = done if before is None else before, []
     for start, following in zip(starts, [*starts[1:], {"step": last}], strict=True):
         stop = min(following["step"], last)
         if start["step"] < stop:
-            found.append(Span(start["step"], stop, start["data"]["stream"]["position"], start))
-    return found
+            result.append(Span(start["step"], stop, start["data"]["stream"]["position"], start))
+    return result
 
 
 def sources_of(span: Span) -> tuple[list[Source], Mixture | None]:
@@ -127,12 +127,12 @@ def sources_of(span: Span) -> tuple[list[Source], Mixture | None]:
     is no longer that of the run.
     """
     opened = [
-        _opened(name, json.dumps(one), json.dumps({**span.states[name], "position": 0}))
-        for name, one in span.receipt["sources"].items()
+        _opened(name, json.dumps(source), json.dumps({**span.states[name], "position": 0}))
+        for name, source in span.receipt["sources"].items()
     ]
     if span.phases is None:
         return opened, None
-    return opened, Mixture(tuple(len(one.view) for one in opened), span.phases)
+    return opened, Mixture(tuple(len(source.view) for source in opened), span.phases)
 
 
 @lru_cache(maxsize=64)  # all starts of a run have the same datasets
@@ -145,7 +145,7 @@ def _opened(name: str, source_json: str, state_json: str) -> Source:
         view = view.by_location(dataset.table)
     if view.ids_digest != state["ids_sha256"] and which is None:
         view = before_growth(dataset, source, state) or view
-    own = {
+    current = {
         **state,
         "ids_sha256": view.ids_digest,
         "masks_where": None if view.masks_where is None else view.masks_where.text,
@@ -153,7 +153,7 @@ def _opened(name: str, source_json: str, state_json: str) -> Source:
     }
     named = "all images of the directory" if which is None else f"the view {which!r}"
     try:
-        check_state(own, state, named, root, grown=view.digest == dataset.table.ids_digest)
+        check_state(current, state, named, root, grown=view.digest == dataset.table.ids_digest)
     except ResumeError as error:
         raise UsageError(f"{root}: {error}") from None
     order = Order(len(view), view.ids_digest, state["seed"], state["block_size"])
@@ -191,12 +191,12 @@ def seen_images(found: list[Span]) -> list[SeenImages]:
     images: dict[str, SeenImages] = {}
     for span in found:
         sources, mixture = sources_of(span)
-        for one, (start, stop) in zip(sources, ranges_of(span, mixture), strict=True):
-            times = _times(one.order, start, stop)
-            if one.name in images:
-                times = times + images[one.name].times
-            ids = one.view.image_ids(one.table).astype(np.int64)
-            images[one.name] = SeenImages(one.name, one.root, ids, times)
+        for source, (start, stop) in zip(sources, ranges_of(span, mixture), strict=True):
+            times = _times(source.order, start, stop)
+            if source.name in images:
+                times = times + images[source.name].times
+            ids = source.view.image_ids(source.table).astype(np.int64)
+            images[source.name] = SeenImages(source.name, source.root, ids, times)
     return list(images.values())
 
 
@@ -215,17 +215,17 @@ def visits(found: list[Span], image_id: int) -> list[tuple[Span, Source, list[in
     there = []
     for span in found:
         sources, mixture = sources_of(span)
-        for number, (one, (start, stop)) in enumerate(zip(sources, ranges_of(span, mixture), strict=True)):
-            row = _row(one, image_id)
+        for number, (source, (start, stop)) in enumerate(zip(sources, ranges_of(span, mixture), strict=True)):
+            row = _row(source, image_id)
             if row is None:
                 continue
-            epochs = range(start // one.order.count, -(-stop // one.order.count))
-            local = [one.order.position_of(row, epoch) for epoch in epochs]
+            epochs = range(start // source.order.count, -(-stop // source.order.count))
+            local = [source.order.position_of(row, epoch) for epoch in epochs]
             positions = [position for position in local if start <= position < stop]
             if mixture is not None:
-                own = (mixture.position_of(number, position) for position in positions)
-                positions = [position for position in own if position is not None]
-            there.append((span, one, positions))
+                of_run = (mixture.position_of(number, position) for position in positions)
+                positions = [position for position in of_run if position is not None]
+            there.append((span, source, positions))
     return there
 
 

@@ -62,15 +62,17 @@ class Prompts:
             return
         where, known = nearest_checkpoint(weights, step - 1)
         known = known if _is_of(run, where) else None
-        self.weights, found = find_weights(where, read_initial_weights, mean=False)
+        self.weights, tensors = find_weights(where, read_initial_weights, mean=False)
         sizes: dict[str, Any] = {**config["model"], **_PLAIN}
         sizes["global_blocks"] = tuple(sizes["global_blocks"])
         self._module = Interactive(Sam(ModelConfig(**sizes)), self._recipe)
-        own = self._module.model.state_dict()
-        if {name: one.shape for name, one in own.items()} == {name: one.shape for name, one in found.items()}:
-            self._module.model.load_state_dict(found)  # as they are, also low-rank changes
+        initial = self._module.model.state_dict()
+        if {name: tensor.shape for name, tensor in initial.items()} == {
+            name: tensor.shape for name, tensor in tensors.items()
+        }:
+            self._module.model.load_state_dict(tensors)  # as they are, also low-rank changes
         else:
-            self._module.load_weights(found)
+            self._module.load_weights(tensors)
         if known is None and span.start.get("weights") == state_digest(self._module.model):
             known = 0  # those of --init
         self._module.traced = True
@@ -92,14 +94,16 @@ class Prompts:
         inputs = inputs_of(batch.to(self._device), self._config["seed"])
         if self._module is None:
             points, labels = first_prompts(self._recipe, inputs[1], batch.images.shape[-1])
-            return [{"prompts": one} for one in prompts_of(points, labels)]
+            return [{"prompts": prompts} for prompts in prompts_of(points, labels)]
         precision = self._config["parallel"]["precision"]
         set_float32(precision, self._device)
         with torch.no_grad(), autocast(precision, self._device):
-            found = self._module(*inputs)
-        weights, ious, losses = (one.tolist() for one in (inputs[1].weights, found["ious"], found["losses"]))
+            outputs = self._module(*inputs)
+        weights, ious, losses = (
+            values.tolist() for values in (inputs[1].weights, outputs["ious"], outputs["losses"])
+        )
         masks: list[dict[str, Any]] = []
-        for i, prompts in enumerate(prompts_of(found["points"], found["labels"])):
+        for i, prompts in enumerate(prompts_of(outputs["points"], outputs["labels"])):
             loss = {"loss": losses[i] if math.isfinite(losses[i]) else None} if weights[i] else {}
             masks.append({"prompts": prompts, "ious": ious[i], **loss})
         return masks
@@ -129,7 +133,7 @@ def _distance(known: int | None, step: int, other: str) -> str:
 
 def prompts_of(points: Tensor, labels: Tensor) -> list[list[dict[str, Any]]]:
     """Points [M, P, 2] and labels [M, P] as iteration, kind and coordinates of each prompt."""
-    found = []
+    prompts = []
     for at, kinds in zip(points.tolist(), labels.tolist(), strict=True):
         first = {"iteration": 1, "kind": "box", "at": [*at[0], *at[1]]}
         if kinds[0] != TOP_LEFT:
@@ -139,5 +143,5 @@ def prompts_of(points: Tensor, labels: Tensor) -> list[list[dict[str, Any]]]:
             for i, kind in enumerate(kinds[2:], 2)
             if kind != NOTHING
         ]
-        found.append([first, *later])
-    return found
+        prompts.append([first, *later])
+    return prompts

@@ -45,8 +45,8 @@ class Drawing:
 
     def dense(self, mask: int) -> npt.NDArray[np.uint8]:
         """One mask at the size of the image, uint8 [h, w], 0 or 1."""
-        found: npt.NDArray[np.uint8] = rasterize(self.masks, *self.pixels.shape[:2], select=[mask])[0]
-        return found
+        dense: npt.NDArray[np.uint8] = rasterize(self.masks, *self.pixels.shape[:2], select=[mask])[0]
+        return dense
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,9 @@ class Replayed:
         lines = [f"warning: {change}" for change in self.changes]
         lines += [f"prompts: {self.prompts}"] if self.prompts else []
         lines.append(f"{self.run}, step {self.step:,}: {counted(len(self.samples), 'image')}")
-        return "\n".join([*lines, *(f"{one['position']:>12,}  {caption(one)}" for one in self.samples)])
+        return "\n".join(
+            [*lines, *(f"{sample['position']:>12,}  {caption(sample)}" for sample in self.samples)]
+        )
 
 
 def caption(sample: dict[str, Any]) -> str:
@@ -97,7 +99,8 @@ def number_text(value: float | None) -> str:
 def by_loss(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Masks or samples, those whose loss is not finite first, then by loss, then those without."""
     losses = [
-        -math.inf if "loss" not in one else math.inf if one["loss"] is None else one["loss"] for one in found
+        -math.inf if "loss" not in item else math.inf if item["loss"] is None else item["loss"]
+        for item in found
     ]
     return [found[i] for i in sorted(range(len(found)), key=lambda i: -losses[i])]
 
@@ -117,7 +120,7 @@ def rebuilt(
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         opened = Samples(span)
-    changes = [*changes_of(span.start), *(str(one.message) for one in noted)]
+    changes = [*changes_of(span.start), *(str(warning.message) for warning in noted)]
     config = span.start.get("config")
     samples: list[dict[str, Any]] = []
     drawings: list[Drawing] = []
@@ -132,14 +135,14 @@ def rebuilt(
                 wanted = [i for i in range(len(batch)) if positions is None or at[i] in positions]
                 samples += [_sample(batch, i, masks) for i in wanted]
                 drawings += [_drawing(batch, i) for i in wanted] if draw else []
-    changes += _other_damage(run, opened.damaged, {one["position"] for one in samples})
+    changes += _other_damage(run, opened.damaged, {sample["position"] for sample in samples})
     return Replayed(run, step, samples, changes, prompts.note, drawings)
 
 
 def _readable(stream: Samples, piece: MicroBatch, changes: list[str]) -> Iterator[Batch]:
     """The batch of a micro-batch, or those of its samples that can be read; `changes` gets the others."""
     singles = [MicroBatch(at, at + 1, at + 1) for at in range(piece.start, piece.stop)]
-    lacking = [stream.why_not(one.start) for one in singles]
+    lacking = [stream.why_not(single.start) for single in singles]
     if not any(lacking):
         try:
             yield stream.submit(piece).finish()
@@ -148,11 +151,11 @@ def _readable(stream: Samples, piece: MicroBatch, changes: list[str]) -> Iterato
             if len(singles) == 1:
                 changes.append(f"position {piece.start:,}: not rebuilt: {error}")
                 return
-    for one, reason in zip(singles, lacking, strict=True):
+    for single, reason in zip(singles, lacking, strict=True):
         if reason is None:
-            yield from _readable(stream, one, changes)
+            yield from _readable(stream, single, changes)
         else:
-            changes.append(f"position {one.start:,}: not rebuilt: {reason}")
+            changes.append(f"position {single.start:,}: not rebuilt: {reason}")
 
 
 def _other_damage(run: str, now: set[tuple[int, int]], shown: set[int]) -> list[str]:
@@ -162,10 +165,10 @@ def _other_damage(run: str, now: set[tuple[int, int]], shown: set[int]) -> list[
     except (MissingError, FileNotFoundError):
         lines = []
     before = {(line["position"], line["image_id"]) for line in lines}
-    now, before = ({one for one in some if one[0] in shown} for some in (now, before))
+    now, before = ({sample for sample in some if sample[0] in shown} for some in (now, before))
     new = "is damaged now, and was not in the run: a substitute is shown"
-    texts = [f"{_named(one)} {new}" for one in now - before]
-    texts += [f"{_named(one)} was damaged in the run, which had a substitute" for one in before - now]
+    texts = [f"{_named(sample)} {new}" for sample in now - before]
+    texts += [f"{_named(sample)} was damaged in the run, which had a substitute" for sample in before - now]
     return sorted(texts)
 
 
@@ -176,29 +179,29 @@ def _named(sample: tuple[int, int]) -> str:
 def digest(batch: Batch, i: int) -> str:
     """SHA-256 of the tensors of a sample: its image, and its dense masks with boxes and points."""
     assert batch.dense is not None
-    found = hashlib.sha256(batch.images[i].contiguous().numpy().tobytes())
+    sha256 = hashlib.sha256(batch.images[i].contiguous().numpy().tobytes())
     masks = batch.masks.image == i
     for value in (batch.boxes, batch.points, batch.mask_ids, batch.mask_index, batch.dense):
-        found.update(value[masks].numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(value[masks].numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def _sample(batch: Batch, i: int, masks: list[dict[str, Any]]) -> dict[str, Any]:
-    own = np.flatnonzero((batch.masks.image == i).numpy()).tolist()
+    of_image = np.flatnonzero((batch.masks.image == i).numpy()).tolist()
     ids, indices = batch.mask_ids.tolist(), batch.mask_index.tolist()
-    found = {
+    sample = {
         "position": int(batch.positions[i]),
         "source": batch.source[i] if batch.source else None,
         "image_id": int(batch.ids[i]),
         "window": batch.windows[i].tolist(),
         "mirrored": bool(batch.flipped[i]),
         "sha256": digest(batch, i),
-        "masks": [{"mask_id": ids[mask], "mask_index": indices[mask], **masks[mask]} for mask in own],
+        "masks": [{"mask_id": ids[mask], "mask_index": indices[mask], **masks[mask]} for mask in of_image],
     }
-    losses = [masks[mask]["loss"] for mask in own if "loss" in masks[mask]]
+    losses = [masks[mask]["loss"] for mask in of_image if "loss" in masks[mask]]
     if losses:
-        found["loss"] = None if None in losses else sum(losses) / len(losses)
-    return found
+        sample["loss"] = None if None in losses else sum(losses) / len(losses)
+    return sample
 
 
 def _drawing(batch: Batch, i: int) -> Drawing:
@@ -222,14 +225,16 @@ def write_page(out: Path, title: str, replayed: Sequence[Replayed]) -> None:
         "Points and coordinates are prompts in the order of the iterations: + foreground, \u2212 background."
     )
     notes, sections = {f"<p>{legend}</p>": None}, list[str]()
-    for one in replayed:
-        notes |= dict.fromkeys(f'<p class="warning">{escape(change)}</p>' for change in one.changes)
-        notes |= dict.fromkeys([f"<p>Prompts: {escape(one.prompts)}</p>"] if one.prompts else [])
-        drawn = dict(zip((sample["position"] for sample in one.samples), one.drawings, strict=True))
-        for sample in by_loss(one.samples):
-            shown = _section(out, one.step, sample, drawn[sample["position"]], several=len(replayed) > 1)
+    for replay in replayed:
+        notes |= dict.fromkeys(f'<p class="warning">{escape(change)}</p>' for change in replay.changes)
+        notes |= dict.fromkeys([f"<p>Prompts: {escape(replay.prompts)}</p>"] if replay.prompts else [])
+        drawn = dict(zip((sample["position"] for sample in replay.samples), replay.drawings, strict=True))
+        for sample in by_loss(replay.samples):
+            shown = _section(out, replay.step, sample, drawn[sample["position"]], several=len(replayed) > 1)
             sections.append(shown)
-    if not any("prompts" in mask for one in replayed for sample in one.samples for mask in sample["masks"]):
+    if not any(
+        "prompts" in mask for replay in replayed for sample in replay.samples for mask in sample["masks"]
+    ):
         del notes[f"<p>{legend}</p>"]
     fields = {"TITLE": escape(title), "NOTES": "\n".join(notes), "SAMPLES": "\n".join(sections)}
     template = files("sa1b.programs.seen").joinpath("page.html").read_text(encoding="utf-8")
@@ -285,7 +290,7 @@ def _card(image: str, mask: dict[str, Any], drawing: Drawing, number: int) -> st
 
 def _drawn(prompt: dict[str, Any], side: float) -> str:
     """A prompt as SVG: a box, or a point with the number of its iteration."""
-    at = [one + 0.5 for one in prompt["at"]]
+    at = [coordinate + 0.5 for coordinate in prompt["at"]]
     if prompt["kind"] == "box":
         x, y, right, bottom = at
         return (
@@ -301,13 +306,14 @@ def _drawn(prompt: dict[str, Any], side: float) -> str:
 def _described(mask: dict[str, Any]) -> str:
     signs = {"box": "box", "foreground": "+", "background": "\u2212"}
     prompts = "; ".join(
-        f"{one['iteration']} {signs[one['kind']]} {', '.join(f'{number:.1f}' for number in one['at'])}"
-        for one in mask.get("prompts", ())
+        f"{prompt['iteration']} {signs[prompt['kind']]} "
+        f"{', '.join(f'{number:.1f}' for number in prompt['at'])}"
+        for prompt in mask.get("prompts", ())
     )
     figures = ""
     if "ious" in mask:
         loss = f"loss {number_text(mask['loss'])}" if "loss" in mask else "no pixel in the targets"
-        ious = " \u2192 ".join(f"{one:.2f}" for one in mask["ious"])
+        ious = " \u2192 ".join(f"{iou:.2f}" for iou in mask["ious"])
         figures = f", {loss}, IoU {ious}"
     return f"mask {mask['mask_id']}{figures}<br><span>{prompts}</span>"
 

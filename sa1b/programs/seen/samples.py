@@ -47,8 +47,8 @@ def micro_batches(span: Span, order: Order | Sequential | Mixture, step: int) ->
         largest = largest_share(size, ranks, shares)
         micro_batch = min(config["data"]["micro_batch"] or largest, largest)
     plans = [Plan(order, size, micro_batch, rank, ranks, shares) for rank in range(ranks)]
-    found = [piece for plan in plans for piece in islice(plan.micro_batches(position), plan.count)]
-    return [piece for piece in found if piece.start < piece.stop]
+    pieces = [piece for plan in plans for piece in islice(plan.micro_batches(position), plan.count)]
+    return [piece for piece in pieces if piece.start < piece.stop]
 
 
 class Samples:
@@ -84,12 +84,12 @@ class Samples:
         self.order = self._streams[0].plan.order
         names = [None] if span.phases is None else list(sources)
         self._sources = [
-            replace(one, name=name, damage_log=log)
+            replace(source, name=name, damage_log=log)
             for name, stream in zip(names, opened.values(), strict=True)
-            for one in (self._streams[0] if stream is None else stream).sources()
+            for source in (self._streams[0] if stream is None else stream).sources()
         ]
         if span.phases is not None:
-            self.order = Mixture(tuple(len(one.view) for one in self._sources), span.phases)
+            self.order = Mixture(tuple(len(source.view) for source in self._sources), span.phases)
 
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch, none of a missing source."""
@@ -161,9 +161,9 @@ def _opened(source: dict[str, Any], state: dict[str, Any], path: Path) -> Stream
 
 def changes_of(start: dict[str, Any]) -> list[str]:
     """What has changed since a start of a run in what decides its samples: code and libraries."""
-    found = []
+    changes = []
     if start.get("code", code_digest()) != code_digest():
-        found.append(
+        changes.append(
             f"the code that decides samples and prompts has changed since the run (sa1b {start['sa1b']}, "
             f"{start['code']}; now {__version__}, {code_digest()}): they may differ; install that version"
         )
@@ -172,11 +172,11 @@ def changes_of(start: dict[str, Any]) -> list[str]:
     if start.get("torch", torch.__version__) != torch.__version__:
         changed.append(f"torch {start['torch']}, now {torch.__version__}")
     if changed:
-        found.append(
+        changes.append(
             f"libraries have changed since the run: {', '.join(changed)}; pixels, and prompts after the "
             "first iteration, may differ in their last bits"
         )
-    return found
+    return changes
 
 
 def seen_masks(pieces: Sequence[tuple[Span, Sequence[int]]]) -> pa.Table:
@@ -192,7 +192,7 @@ def seen_masks(pieces: Sequence[tuple[Span, Sequence[int]]]) -> pa.Table:
             for start in range(0, len(positions), _READ):
                 some = positions[start : start + _READ]
                 pending = [stream.submit(MicroBatch(at, at + 1, at + 1)) for at in some]
-                parts = pa.concat_tables([total, *(_picked(one, names) for one in pending)])
+                parts = pa.concat_tables([total, *(_picked(batch, names) for batch in pending)])
                 summed = parts.group_by(_KEYS, use_threads=False).aggregate([("times", "sum")])
                 total = summed.rename_columns([*_KEYS, "times"])
     ordered = total.sort_by([(name, "ascending") for name in _KEYS])
@@ -206,5 +206,5 @@ def _picked(pending: PendingBatch, names: Sequence[str]) -> pa.Table:
     assert sample is not None
     masks, count = sample.masks, len(sample.masks.mask_ids)
     numbers = np.full(count, masks.image_id), masks.mask_ids, masks.mask_index, np.ones(count, np.int64)
-    columns = dict(zip((*_KEYS[1:], "times"), (one.astype(np.int64) for one in numbers), strict=True))
+    columns = dict(zip((*_KEYS[1:], "times"), (values.astype(np.int64) for values in numbers), strict=True))
     return pa.table({"source": pa.repeat(names[pending.which[0]], count), **columns})

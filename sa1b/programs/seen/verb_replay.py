@@ -89,9 +89,9 @@ def main(
         images = []
         if out is not None or weights is not None:
             positions = positions_of(listed.steps, "--weights" if out is None else "--out")
-            found = spans(run, data, None)
+            starts = spans(run, data, None)
             images = [
-                _replayed(run, found, number, weights, {position}, draw=out is not None)
+                _replayed(run, starts, number, weights, {position}, draw=out is not None)
                 for number, position in positions.items()
             ]
         title, answer = listed.title(), replace(listed, images=images)
@@ -100,16 +100,18 @@ def main(
     present(answer, json_output)
     if out is not None and not json_output:
         show(f"page: {out}/index.html")
-    return max((one.exit_code() for one in images), default=0)
+    return max((image.exit_code() for image in images), default=0)
 
 
 def _replayed(
-    run: str, found: "list[Span]", step: int, weights: str | None, positions: set[int] | None, *, draw: bool
+    run: str, starts: "list[Span]", step: int, weights: str | None, positions: set[int] | None, *, draw: bool
 ) -> "Replayed":
     from sa1b.programs.seen.prompts import Prompts
     from sa1b.programs.seen.replayed import rebuilt
 
-    span = next((one for one in reversed(found) if one.first < step <= one.stop), None)
+    span = next(
+        (candidate for candidate in reversed(starts) if candidate.first < step <= candidate.stop), None
+    )
     if span is None:
         raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
     with warnings.catch_warnings():

@@ -45,19 +45,19 @@ class Seen:
 
     def table(self) -> str:
         if self.images:
-            return "\n".join(first_lines([line for one in self.images for line in _lines(one)]))
+            return "\n".join(first_lines([line for answer in self.images for line in _lines(answer)]))
         lines = [f"{self.run}: {counted(self.steps, 'step')}"]
-        for one in self.sources:
+        for source in self.sources:
             lines.append(
-                f"{one['source']} ({one['root']}): {counted(one['used'], 'image')} used, "
-                f"{one['distinct']:,} of {one['images']:,} seen, "
-                f"each {one['least']:,} to {one['most']:,} times"
+                f"{source['source']} ({source['root']}): {counted(source['used'], 'image')} used, "
+                f"{source['distinct']:,} of {source['images']:,} seen, "
+                f"each {source['least']:,} to {source['most']:,} times"
             )
         return "\n".join(lines)
 
     def exit_code(self) -> int:
-        seen = {one["image_id"] for one in self.images if one["times"]}  # in any source
-        return int(not seen.issuperset(one["image_id"] for one in self.images))
+        seen = {answer["image_id"] for answer in self.images if answer["times"]}  # in any source
+        return int(not seen.issuperset(answer["image_id"] for answer in self.images))
 
 
 @takes_endpoint
@@ -89,47 +89,49 @@ def main(
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
         from sa1b.programs.seen.history import read_metrics, spans
-    found = spans(run, read_metrics(run), before_step)
-    steps = sum(span.stop - span.first for span in found)
-    sources, answers = ([], _answers(found, image, masks)) if image else (_sources(found), [])
+    starts = spans(run, read_metrics(run), before_step)
+    steps = sum(span.stop - span.first for span in starts)
+    sources, answers = ([], _answers(starts, image, masks)) if image else (_sources(starts), [])
     answer = Seen(run, steps, sources, answers)
     if out is not None:
-        _write(out, found, image, masks)
+        _write(out, starts, image, masks)
     present(answer, json_output)
     return answer.exit_code()
 
 
-def _lines(one: dict[str, Any]) -> list[str]:
-    there = f" in {one['source']}" if one["source"] else "; not an image of this run"
-    masks = [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in one.get("masks", ())]
-    return [f"image {one['image_id']}: seen {counted(one['times'], 'time')}{there}", *masks]
+def _lines(answer: dict[str, Any]) -> list[str]:
+    there = f" in {answer['source']}" if answer["source"] else "; not an image of this run"
+    masks = [
+        f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in answer.get("masks", ())
+    ]
+    return [f"image {answer['image_id']}: seen {counted(answer['times'], 'time')}{there}", *masks]
 
 
-def _sources(found: "list[Span]") -> list[dict[str, Any]]:
+def _sources(starts: "list[Span]") -> list[dict[str, Any]]:
     from sa1b.programs.seen.history import seen_images
 
     return [
         {
-            "source": one.source,
-            "root": one.root,
-            "images": len(one.ids),
-            "used": int(one.times.sum()),
-            "distinct": int((one.times > 0).sum()),
-            "least": int(one.times.min()),
-            "most": int(one.times.max()),
+            "source": seen.source,
+            "root": seen.root,
+            "images": len(seen.ids),
+            "used": int(seen.times.sum()),
+            "distinct": int((seen.times > 0).sum()),
+            "least": int(seen.times.min()),
+            "most": int(seen.times.max()),
         }
-        for one in seen_images(found)
+        for seen in seen_images(starts)
     ]
 
 
-def _answers(found: "list[Span]", images: tuple[int, ...], masks: bool) -> list[dict[str, Any]]:
+def _answers(starts: "list[Span]", images: tuple[int, ...], masks: bool) -> list[dict[str, Any]]:
     """How often each image was used, in each dataset that has it; with `masks` also each of its masks."""
     from sa1b.programs.seen.history import visits
 
     answers: list[dict[str, Any]] = []
     for wanted in images:
         known: dict[str, dict[str, Any]] = {}
-        for span, source, positions in visits(found, wanted):
+        for span, source, positions in visits(starts, wanted):
             answer = known.setdefault(source.name, {"image_id": wanted, "source": source.name, "times": 0})
             answer["times"] += len(positions)
             if masks:
@@ -146,7 +148,7 @@ def _answers(found: "list[Span]", images: tuple[int, ...], masks: bool) -> list[
     return answers
 
 
-def _write(out: Path, found: "list[Span]", images: tuple[int, ...], masks: bool) -> None:
+def _write(out: Path, starts: "list[Span]", images: tuple[int, ...], masks: bool) -> None:
     """Write the table of --out."""
     import numpy as np
     import pyarrow as pa
@@ -158,16 +160,16 @@ def _write(out: Path, found: "list[Span]", images: tuple[int, ...], masks: bool)
     if masks:
         from sa1b.programs.seen.samples import seen_masks
 
-        pieces = [(span, positions) for wanted in images for span, _, positions in visits(found, wanted)]
-        whole = [(span, range(span.position, span.end)) for span in found]
+        pieces = [(span, positions) for wanted in images for span, _, positions in visits(starts, wanted)]
+        whole = [(span, range(span.position, span.end)) for span in starts]
         table = seen_masks(pieces if images else whole)
     else:
-        parts = seen_images(found)
-        used = [(one.times > 0) & (not images or np.isin(one.ids, images)) for one in parts]
+        parts = seen_images(starts)
+        used = [(part.times > 0) & (not images or np.isin(part.ids, images)) for part in parts]
         columns = {
-            "image_id": [one.ids[some] for one, some in zip(parts, used, strict=True)],
-            "times": [one.times[some] for one, some in zip(parts, used, strict=True)],
-            "source": [np.full(int(some.sum()), one.source) for one, some in zip(parts, used, strict=True)],
+            "image_id": [part.ids[some] for part, some in zip(parts, used, strict=True)],
+            "times": [part.times[some] for part, some in zip(parts, used, strict=True)],
+            "source": [np.full(int(some.sum()), part.source) for part, some in zip(parts, used, strict=True)],
         }
         table = pa.table({name: np.concatenate(arrays) for name, arrays in columns.items()})
     buffer = io.BytesIO()

@@ -47,7 +47,7 @@ class WorstSteps:
     images: list[Replayed] = field(default_factory=list)  # rebuilt, one of each step
 
     def document(self) -> dict[str, Any]:
-        images = [one.document() for one in self.images]
+        images = [image.document() for image in self.images]
         return {**asdict(replace(self, images=[])), "images": images}
 
     def title(self) -> str:
@@ -58,19 +58,19 @@ class WorstSteps:
         rows = [("step", "loss", "rise", "grad_norm", "image", "its loss")]
         rows += [
             (
-                f"{one.step:,}",
-                *map(number_text, (one.loss, one.rise, one.grad_norm)),
+                f"{step.step:,}",
+                *map(number_text, (step.loss, step.rise, step.grad_norm)),
                 *(
                     ("not recorded",)
-                    if one.image_id is None
-                    else (str(one.image_id), number_text(one.image_loss))
+                    if step.image_id is None
+                    else (str(step.image_id), number_text(step.image_loss))
                 ),
             )
-            for one in self.steps
+            for step in self.steps
         ]
         lines = [self.title(), *aligned(rows, [True] * 6, "  ")]
-        for one in self.images:
-            lines += one.table().splitlines()
+        for image in self.images:
+            lines += image.table().splitlines()
         for view in self.views:
             left_out = counted(view["of_images"] - view["images"], "image")
             lines.append(
@@ -117,13 +117,13 @@ def check_path(out: Path) -> None:
 
 def positions_of(steps: Sequence[WorstStep], flag: str) -> dict[int, int]:
     """Step -> position of its worst image; UsageError with `flag`: no step has one."""
-    found = {one.step: one.position for one in steps if one.position is not None}
-    if not found:
+    positions = {step.step: step.position for step in steps if step.position is not None}
+    if not positions:
         raise UsageError(
             f"{flag}: metrics.jsonl has no worst images, as of earlier versions and models without sums of "
             "images; find them with --step N --out PAGE and pass the others to `sa1b view --ids`"
         )
-    return found
+    return positions
 
 
 def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[str, Any]]:
@@ -136,9 +136,11 @@ def write_views(span: Span, steps: Sequence[WorstStep], out: Path) -> list[dict[
     which = np.zeros(len(positions), np.int64)
     if mixture is not None:
         which, _, _ = mixture.locate(np.array(positions))
-    ids = np.array([one.image_id for one in steps if one.position is not None], np.uint64)
+    ids = np.array([step.image_id for step in steps if step.position is not None], np.uint64)
     used = [number for number in range(len(sources)) if (which == number).any()]
-    names = [one.name if is_short_name(one.name) else str(number) for number, one in enumerate(sources)]
+    names = [
+        source.name if is_short_name(source.name) else str(number) for number, source in enumerate(sources)
+    ]
     targets = {0: out}
     if mixture is not None:
         targets = {number: out.with_name(f"{out.stem}-{names[number]}.json") for number in used}

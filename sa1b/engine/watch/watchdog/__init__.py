@@ -157,13 +157,13 @@ class Watchdog:
 
     def _report(self, idle: float) -> None:
         """Print the state of all ranks if this rank is the one that reports; write this rank's stacks."""
-        own = self._rank_info
+        rank_info = self._rank_info
         before = time.monotonic() - self._long
         ranks = self._observed({rank for rank, seen in self._states.seen.items() if seen.at < before})
-        if lost := self._states.reached < before and own.world_size > 1:
-            self._reports = own.local_rank == 0  # nothing is known about the other ranks
+        if lost := self._states.reached < before and rank_info.world_size > 1:
+            self._reports = rank_info.local_rank == 0  # nothing is known about the other ranks
         else:
-            self._reports = all(one.silent for one in ranks if one.state.rank < own.rank)
+            self._reports = all(observed.silent for observed in ranks if observed.state.rank < rank_info.rank)
         if self._reports:
             lines = [_lost_store(self._states.error)] if lost else self._verdict(ranks)
             lines += [*table(ranks).splitlines(), *self._advice()]
@@ -173,7 +173,7 @@ class Watchdog:
             self._write_stacks(idle)
             if self._reports:
                 append(self._out / "stall.txt", f"{_now()} {text}\n\n".encode())
-        if self._reports and own.device.type == "cuda":
+        if self._reports and rank_info.device.type == "cuda":
             with suppress(OSError, ValueError):
                 write_whole(self._out / "nccl-ras.txt", nccl_status().encode())
 
@@ -187,23 +187,23 @@ class Watchdog:
         while quiet and time.monotonic() < end:
             time.sleep(self._interval / 2)
             self._states.read(_ANSWERS_WITHIN)
-            seen = {rank: one.state for rank, one in self._states.seen.items()}
+            seen = {rank: observed.state for rank, observed in self._states.seen.items()}
             quiet = {rank for rank in quiet if not seen[rank].ended and seen[rank].beat == before[rank]}
         return self._verdict(self._observed(quiet))
 
     def _observed(self, silent: set[int]) -> list[Observed]:
         """All ranks whose state is known, in ascending order; this one by its own state."""
-        now, own = time.monotonic(), self._states.own()
-        found = {
+        now, state = time.monotonic(), self._states.own()
+        by_rank = {
             rank: Observed(seen.state, now - seen.at, rank in silent)
             for rank, seen in self._states.seen.items()
         }
-        found[own.rank] = Observed(own, 0.0, False)
-        return [found[rank] for rank in sorted(found)]
+        by_rank[state.rank] = Observed(state, 0.0, False)
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def _verdict(self, ranks: list[Observed]) -> list[str]:
         lines = verdict(ranks).splitlines()
-        known = {one.state.rank for one in ranks}
+        known = {observed.state.rank for observed in ranks}
         if missing := [rank for rank in range(self._rank_info.world_size) if rank not in known]:
             lines.append(f"nothing is known about ranks {missing}: they ended before their first step")
         return lines

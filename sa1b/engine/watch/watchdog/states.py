@@ -219,34 +219,36 @@ def culprits(ranks: Sequence[Observed]) -> list[Observed]:
     and, among these, started the fewest collectives. If all ranks have made the same progress, it is all of
     them.
     """
-    failed = [one for one in ranks if one.state.ended == "failed"]
-    silent = [one for one in ranks if one.silent and not one.state.ended]
+    failed = [rank for rank in ranks if rank.state.ended == "failed"]
+    silent = [rank for rank in ranks if rank.silent and not rank.state.ended]
     if failed or silent:
         return failed or silent
-    running = [one for one in ranks if not one.state.ended] or list(ranks)
-    done = [(one.state.number, one.state.collectives) for one in running]
-    return [one for one, own in zip(running, done, strict=True) if own == min(done)]
+    running = [rank for rank in ranks if not rank.state.ended] or list(ranks)
+    done = [(rank.state.number, rank.state.collectives) for rank in running]
+    return [rank for rank, progress in zip(running, done, strict=True) if progress == min(done)]
 
 
 def verdict(ranks: Sequence[Observed]) -> str:
     """Sentences that name the ranks that the others wait for, and their states; one line for each."""
-    found = culprits(ranks)
-    if len(found) == len(ranks) > 1 and not any(one.silent or one.state.ended for one in found):
-        if all(_waits_for_data(one.state) for one in found):
+    suspects = culprits(ranks)
+    if len(suspects) == len(ranks) > 1 and not any(
+        suspect.silent or suspect.state.ended for suspect in suspects
+    ):
+        if all(_waits_for_data(suspect.state) for suspect in suspects):
             return "\n".join(
                 [
                     f"all {len(ranks)} ranks wait for data, and none for another rank: the storage that they "
                     "share does not answer, or their decoders hang",
-                    *(_sentence(one, alone=True) for one in found[:_SHOWN]),
+                    *(_sentence(suspect, alone=True) for suspect in suspects[:_SHOWN]),
                 ]
             )
         return (
-            f"all {len(ranks)} ranks are in the same collective operation ({found[0].where()}), so "
+            f"all {len(ranks)} ranks are in the same collective operation ({suspects[0].where()}), so "
             "the network between their hosts is interrupted, or one rank is stuck inside the operation"
         )
-    lines = [_sentence(one, alone=len(ranks) == 1) for one in found[:_SHOWN]]
-    if len(found) > _SHOWN:
-        lines.append(f"{len(found) - _SHOWN} more ranks are in the same state")
+    lines = [_sentence(suspect, alone=len(ranks) == 1) for suspect in suspects[:_SHOWN]]
+    if len(suspects) > _SHOWN:
+        lines.append(f"{len(suspects) - _SHOWN} more ranks are in the same state")
     return "\n".join(lines)
 
 
@@ -256,21 +258,21 @@ def _waits_for_data(state: RankState) -> bool:
     return state.phase == "data" or reads or (bool(state.reading) and "/threading.py:" in state.code)
 
 
-def _sentence(one: Observed, *, alone: bool) -> str:
-    state = one.state
+def _sentence(rank: Observed, *, alone: bool) -> str:
+    state = rank.state
     if state.ended == "failed":
-        return f"{one.name} failed in {one.where()}; see its message"
-    if one.silent:
+        return f"{rank.name} failed in {rank.where()}; see its message"
+    if rank.silent:
         return (
-            f"{one.name} does not answer: it is stopped or dead, or its host is lost; last seen at least "
-            f"{one.age:.0f} s ago in {one.where()}"
+            f"{rank.name} does not answer: it is stopped or dead, or its host is lost; last seen at least "
+            f"{rank.age:.0f} s ago in {rank.where()}"
         )
     reads = (
         f"; it waits for {state.reading}" if state.reading and state.phase in ("data", "evaluation") else ""
     )
     code = f", at {state.code}" if state.code else ""
     waits = "" if alone else ", and the others wait for it"
-    return f"{one.name} is in {one.where()}, for {state.seconds + one.age:.0f} s{code}{reads}{waits}"
+    return f"{rank.name} is in {rank.where()}, for {state.seconds + rank.age:.0f} s{code}{reads}{waits}"
 
 
 def table(ranks: Sequence[Observed]) -> str:
@@ -278,38 +280,40 @@ def table(ranks: Sequence[Observed]) -> str:
 
     If there are many ranks, those in the same phase and in the same code share a row.
     """
-    marked = {one.state.rank for one in culprits(ranks)}
+    marked = {rank.state.rank for rank in culprits(ranks)}
     header = ("", "rank", "host", "step", "phase", "micro-batch", "for", "collectives", "main thread")
     if len(ranks) <= _SHOWN:
-        rows = [_row(one, str(one.state.rank), one.state.host, one.state.rank in marked) for one in ranks]
+        rows = [
+            _row(rank, str(rank.state.rank), rank.state.host, rank.state.rank in marked) for rank in ranks
+        ]
     else:
         rows = _grouped(ranks, marked)
     return "\n".join(aligned([header, *rows]))
 
 
-def _row(one: Observed, ranks: str, host: str, marked: bool) -> tuple[str, ...]:
-    state = one.state
-    code = "does not answer" if one.silent and not state.ended else state.ended or state.code
+def _row(rank: Observed, ranks: str, host: str, marked: bool) -> tuple[str, ...]:
+    state = rank.state
+    code = "does not answer" if rank.silent and not state.ended else state.ended or state.code
     return (
         ">" if marked else "", ranks, host, str(state.step + 1), state.phase, str(state.micro_batch or ""),
-        f"{state.seconds + one.age:.0f} s", str(state.collectives), code,
+        f"{state.seconds + rank.age:.0f} s", str(state.collectives), code,
     )  # fmt: skip
 
 
 def _grouped(ranks: Sequence[Observed], marked: set[int]) -> list[tuple[str, ...]]:
-    def key(one: Observed) -> tuple[bool, int, str, int, bool, str]:
-        state = one.state
+    def key(rank: Observed) -> tuple[bool, int, str, int, bool, str]:
+        state = rank.state
         return (
-            state.rank not in marked, state.step, state.phase, state.micro_batch, one.silent,
+            state.rank not in marked, state.step, state.phase, state.micro_batch, rank.silent,
             state.ended or state.code,
         )  # fmt: skip
 
     rows = []
     for _, members in groupby(sorted(ranks, key=key), key):
         same = list(members)
-        hosts = {one.state.host for one in same}
+        hosts = {rank.state.host for rank in same}
         host = same[0].state.host if len(hosts) == 1 else f"{len(hosts)} hosts"
-        numbers = ranges(sorted(one.state.rank for one in same))
+        numbers = ranges(sorted(rank.state.rank for rank in same))
         rows.append(_row(same[0], numbers, host, same[0].state.rank in marked))
     return rows
 
