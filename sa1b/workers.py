@@ -360,8 +360,10 @@ def failure_of(error: Exception) -> Failure:
     kind, message = type(error).__name__, str(error)
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
-        return Failure(kind, message, trace, True, error.errno, path)
-    return Failure(kind, message, trace, isinstance(error, Sa1bError))
+        return Failure(
+            kind=kind, message=message, trace=trace, expected=True, errno=error.errno, filename=path
+        )
+    return Failure(kind=kind, message=message, trace=trace, expected=isinstance(error, Sa1bError))
 
 
 def _end_with_parent(pipe: Connection) -> None:

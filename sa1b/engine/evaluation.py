@@ -1,7 +1,6 @@
 """Evaluation on held-out images, with the scorer that the settings bring."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sa1b.console import command
-from sa1b.engine.data_config import DataConfig
+from sa1b.engine.config import Config
 from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import EvaluationConfig, ParallelConfig, autocast
+from sa1b.engine.settings import autocast
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.phase import Phases
@@ -23,43 +22,38 @@ from sa1b.stream.batch_stream import BatchStream
 _PREFETCHED = 8  # images that each rank prepares in advance
 
 
-def held_out_feed(
-    config: EvaluationConfig,
-    data: DataConfig,
-    image_size: int,
-    rank_info: RankInfo,
-    run: Path,
-    training: BatchStream | None,
-) -> Feed | None:
+def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | None) -> Feed | None:
     """The feed of an evaluation: every image of the view once over all ranks; None without a view. UsageError
     if it shares images with the feed `training`, which is None if nothing is trained.
     """
-    if config.view is None:
+    evaluation = config.evaluation
+    if evaluation.view is None:
         return None
     # One image at a time: larger batches round differently in matrix products, and the number of ranks and
     # --data.micro-batch would change the scores.
     settings = replace(
-        data,
-        layers=config.layers,
-        masks=config.masks,
+        config.data,
+        layers=evaluation.layers,
+        masks=evaluation.masks,
         strategy="uniform",
         global_batch=rank_info.world_size,
         micro_batch=1,
-        prefetch=max(data.prefetch, _PREFETCHED),
+        prefetch=max(config.data.prefetch, _PREFETCHED),
     )
     # The seed is constant: another seed would choose other masks, and runs could not be compared.
-    feed = Feed(settings, image_size, rank_info, run, seed=0, view=config.view, order="sequential")
+    size, view = config.image_size, evaluation.view
+    feed = Feed(settings, size, rank_info, config.folder, seed=0, view=view, order="sequential")
     if training is None:
         return feed
     shared = 0
     for source in feed.stream.sources():
         for other in training.sources():
             if source.dataset.root == other.dataset.root:
-                rows = [view.table_rows(np.arange(len(view))) for view in (source.view, other.view)]
+                rows = [part.view.table_rows(np.arange(len(part.view))) for part in (source, other)]
                 shared += len(np.intersect1d(rows[0], rows[1]))
     if shared:
         raise UsageError(
-            f"--evaluation.view {config.view}: shares {shared:,} images with the training data; make two "
+            f"--evaluation.view {view}: shares {shared:,} images with the training data; make two "
             f"views with the same `{command('view')} --held-out PART`, one with --split train and one with "
             "--split held-out, and pass the first as --data.view"
         )
@@ -71,10 +65,9 @@ def evaluate(
     module: nn.Module,
     feed: Feed,
     scorer: Scorer,
-    config: EvaluationConfig,
-    parallel: ParallelConfig,
+    config: Config,
     rank_info: RankInfo,
-    out: Path,
+    *,
     control: Control,
     phases: Phases,
 ) -> dict[str, float] | None:
@@ -92,7 +85,7 @@ def evaluate(
     module.eval()
     model = declared(module)
     damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
-    images = feed.images
+    images, show = feed.images, config.evaluation.show
     shown: list[tuple[int, str]] = []
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:
@@ -102,11 +95,11 @@ def evaluate(
             phases.enter("evaluation", number)
             if control.poll():
                 return None
-            with autocast(parallel.precision, rank_info.device):
+            with autocast(config.parallel.precision, rank_info.device):
                 scorer.add(module, model.inputs(batch, seed=0), batch)
             damaged += (~batch.valid & (batch.positions < images)).sum()
-            if bool((batch.positions < config.show).any()):
-                shown += [line for line in scorer.predictions(batch) if line[0] < config.show]
+            if bool((batch.positions < show).any()):
+                shown += [line for line in scorer.predictions(batch) if line[0] < show]
     finally:
         feed.close()
         for part in training:
@@ -117,7 +110,7 @@ def evaluate(
         of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
         dist.all_gather_object(of_all, shown)
         shown = [line for some in of_all for line in some]
-    if config.show and rank_info.rank == 0:
-        path, lines = out / "predictions.jsonl", "".join(line for _, line in sorted(shown))
+    if show and rank_info.rank == 0:
+        path, lines = config.folder / "predictions.jsonl", "".join(line for _, line in sorted(shown))
         control.write(path, lambda: write_whole(path, lines.encode()))
     return scorer.result() | {"damaged": int(damaged)}

@@ -105,11 +105,11 @@ class GroundingScore:
             scale = np.array([width, height]) / framed[::-1]
             regions = _regions(batch, first[of_image], height, width)
             predicted = Predicted(
-                mask_ids[rows[of_image]],
-                points[rows[of_image]] * scale,
-                iou[of_image],
-                chance[of_image],
-                regions,
+                mask_id=mask_ids[rows[of_image]],
+                points=points[rows[of_image]] * scale,
+                iou=iou[of_image],
+                predicted_iou=chance[of_image],
+                runs=regions,
                 phrases=tuple(phrases[row] for row in of_image),
             )
             lines.append((position, predicted.line(image_id)))

@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from sa1b.engine.config import Config
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, autocast
+from sa1b.engine.settings import autocast
 from sa1b.errors import Sa1bError, SourceError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
@@ -86,7 +87,9 @@ def read_coco(
             raise _EntryError(f"has id {number}, which an earlier image also has")
         path = folder / _field(entry, "file_name", str)
         height, width = _field(entry, "height", int), _field(entry, "width", int)
-        images[number] = EvaluatedImage(number, path, height, width, [], [])
+        images[number] = EvaluatedImage(
+            id=number, path=path, height=height, width=width, annotations=[], detections=[]
+        )
 
     def take_annotation(entry: Any) -> None:
         image = _image_of(entry, images)
@@ -159,28 +162,24 @@ def evaluate_coco(
     module: nn.Module,
     images: list[EvaluatedImage],
     annotations: Path,
-    image_size: int,
-    parallel: ParallelConfig,
+    config: Config,
     rank_info: RankInfo,
-    *,
-    detected: bool,
-    deadline: float,
 ) -> dict[str, float]:
     """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
 
-    The wrapped `Interactive` is prompted with the annotations, or with the detections if `detected`: then the
+    The wrapped `Interactive` is prompted with the annotations, or with detections if there are any: then the
     result is "ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large" of the masks. Else it is the scores
-    of `Score.result` and "empty", the number of annotations without a pixel, which are left out. `deadline`:
-    seconds that the read of one image may take. CocoError: an image or a mask cannot be read or decoded.
+    of `Score.result` and "empty", the number of annotations without a pixel, which are left out. CocoError:
+    an image or a mask cannot be read or decoded.
     """
     module.eval()
-    device = rank_info.device
+    device, detected = rank_info.device, config.evaluation.detections is not None
     score = Score.empty(device, PROMPTS)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
     results: list[dict[str, Any]] = []
-    for image, pixels, truth, areas in _loaded(images, annotations, rank_info, deadline):
-        inputs = _inputs(pixels, image_size, device)
-        with autocast(parallel.precision, device):
+    for image, pixels, truth, areas in _loaded(images, annotations, rank_info, config.data.deadline):
+        inputs = _inputs(pixels, config.image_size, device)
+        with autocast(config.parallel.precision, device):
             if detected:
                 boxes = (
                     [] if image is None else [_corners(detection["bbox"]) for detection in image.detections]

@@ -137,7 +137,11 @@ def prediction_lines(
         runs = Runs.from_pixels(at_source(found["logits"][of_image], size, taken, image_size).numpy())
         scale = np.array(size[::-1]) / taken[::-1]
         some = Predicted(
-            mask_ids[of_image], points[of_image] * scale, iou[of_image], predicted[of_image], runs
+            mask_id=mask_ids[of_image],
+            points=points[of_image] * scale,
+            iou=iou[of_image],
+            predicted_iou=predicted[of_image],
+            runs=runs,
         )
         made.append((position, some.line(image_id)))
     return made
@@ -148,9 +152,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     if config.evaluation.coco is not None:
         _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
         return
-    held_out = held_out_feed(
-        config.evaluation, config.data, config.image_size, rank_info, config.folder, None
-    )
+    held_out = held_out_feed(config, rank_info, None)
     assert held_out is not None  # refused by Config.check
     phases.reading = held_out.reading
     if config.evaluation.show:
@@ -158,17 +160,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     module = wrap(build(), config.parallel, rank_info)
     control, scorer = _Writing(rank_info, limit=config.data.deadline), config.scorer(rank_info.device)
     assert scorer is not None  # refused by Config.check
-    scores = evaluate(
-        module,
-        held_out,
-        scorer,
-        config.evaluation,
-        config.parallel,
-        rank_info,
-        config.folder,
-        control,
-        phases,
-    )
+    scores = evaluate(module, held_out, scorer, config, rank_info, control=control, phases=phases)
     if scores is not None:
         _print(config, scores, rank_info)
     control.check()
@@ -195,16 +187,7 @@ def _coco_scores(
     assert folder is not None  # refused by EvaluationConfig
     images = read_coco(annotations, folder, detections, deadline=config.data.deadline)
     module = wrap(build(), config.parallel, rank_info)
-    return evaluate_coco(
-        module,
-        images,
-        annotations,
-        config.image_size,
-        config.parallel,
-        rank_info,
-        detected=detections is not None,
-        deadline=config.data.deadline,
-    )
+    return evaluate_coco(module, images, annotations, config, rank_info)
 
 
 def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:

@@ -91,8 +91,8 @@ class Decoder(nn.Module):
             torch.zeros(1, dtype=torch.int64),
             point_coords,
             point_labels.long(),
-            mask_input,
-            has_mask_input > 0,
+            low_res=mask_input,
+            has_low_res=has_mask_input > 0,
             counts=[1],
         )
         several = 1000.0 * (point_coords.shape[1] - 2.5)

@@ -22,6 +22,7 @@ from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.masks.geometry import bbox
 from sa1b.masks.raster import rasterize
+from sa1b.recipes.presets import SamConfig
 from sa1b.recipes.scorer import ClickScorer
 from sa1b.sam import clicks, prediction
 from sa1b.sam.interactive import Interactive
@@ -56,8 +57,9 @@ def feed_for(root: Path, out: Path, rank_info: RankInfo, view: str = "held-out",
     settings = DataConfig(str(root), view="train", global_batch=4, masks=9, threads=1)
     settings = dataclasses.replace(settings, **data)
     training = Feed(settings, IMAGE_SIZE, rank_info, out, seed=0)
-    config = EvaluationConfig(view=view, masks=3)
-    return held_out_feed(config, settings, IMAGE_SIZE, rank_info, out, training.stream)
+    evaluation = EvaluationConfig(view=view, masks=3)
+    config = SamConfig(out=str(out), data=settings, model=MODEL, evaluation=evaluation)
+    return held_out_feed(config, rank_info, training.stream)
 
 
 def model() -> Interactive:
@@ -90,11 +92,12 @@ def scores_of(
     protocol: Any = "uniform",
     show: int = 0,
 ) -> dict[str, float]:
-    settings = EvaluationConfig(show=show, protocol=protocol)
-    scorer = ClickScorer(protocol == "sam", rank_info.device)
-    found = evaluate(module, feed, scorer, settings, config, rank_info, out, Control(rank_info), Phases())
-    assert found is not None
-    return found
+    evaluation = EvaluationConfig(show=show, protocol=protocol)
+    run = SamConfig(out=str(out), parallel=config, evaluation=evaluation)
+    scorer, control = ClickScorer(protocol == "sam", rank_info.device), Control(rank_info)
+    scores = evaluate(module, feed, scorer, run, rank_info, control=control, phases=Phases())
+    assert scores is not None
+    return scores
 
 
 @torch.no_grad()

@@ -57,7 +57,13 @@ class StoredImages:
 
 
 # The totals of the download: 1000 tars of 11.3 GB on average. Shards without --image-size have the same size.
-ALL_OF_SA1B = StoredImages("all of SA-1B, because there is no --data.root", 11_185_362, 11.30e12, 1000, "tar")
+ALL_OF_SA1B = StoredImages(
+    source="all of SA-1B, because there is no --data.root",
+    images=11_185_362,
+    bytes=11.30e12,
+    files=1000,
+    kind="tar",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +308,7 @@ def _stored_images(config: Config, world_size: int) -> StoredImages:
     rank_info = RankInfo(0, world_size, 0, torch.device("cpu"))
     shares = rank_shares(config.parallel, world_size)
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed, shares=shares)
-    held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
+    held_out_feed(config, rank_info, feed.stream)
     read, shards, stored = 0, 0, []
     for source in feed.stream.sources():
         table, rows = source.dataset.table, source.view.rows
@@ -314,10 +320,10 @@ def _stored_images(config: Config, world_size: int) -> StoredImages:
         stored.append(source.dataset.manifest.get("options", {}).get("image_size"))
     view = "" if config.data.view is None else f", view {config.data.view}"
     return StoredImages(
-        f"{config.data.mix or config.data.root}{view}",
-        feed.images,
-        float(read),
-        shards,
-        "shard",
-        None if None in stored else max(stored),
+        source=f"{config.data.mix or config.data.root}{view}",
+        images=feed.images,
+        bytes=float(read),
+        files=shards,
+        kind="shard",
+        resized=None if None in stored else max(stored),
     )

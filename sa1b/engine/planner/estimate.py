@@ -54,7 +54,7 @@ def plan(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None
         divided=mode_of(config.parallel).divides_steps,
     )
     config = with_steps(config, feed.images)
-    held_out_feed(config.evaluation, config.data, config.image_size, rank_info, config.folder, feed.stream)
+    held_out_feed(config, rank_info, feed.stream)
     with torch.device("meta"):
         module = build(config, None)
     freeze(module, config.optim)
@@ -151,13 +151,15 @@ def _verdict(config: Config, memory: StepMemory, rank_info: RankInfo) -> tuple[s
     if rank_info.device.type == "cpu":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         free, where = available_memory() / here, f" for each of {here} ranks" if here > 1 else ""
-        why = _excess(config, memory, rank_info.world_size, free, f"available{where}", "train on a GPU")
+        why = _excess(
+            config, memory, rank_info.world_size, free=free, where=f"available{where}", way="train on a GPU"
+        )
         return (_REFUSED, why) if why else ("", "")
     free = torch.cuda.mem_get_info(rank_info.device)[0]
     place, way = f"free on {rank_info.device}", "--parallel.mode fsdp"
     least = replace(memory, activations=int(memory.activations * _LEAST_ON_GPU))
     for kind, needed in ((_REFUSED, least), ("warning", memory)):
-        if why := _excess(config, needed, rank_info.world_size, free, place, way):
+        if why := _excess(config, needed, rank_info.world_size, free=free, where=place, way=way):
             return kind, why
     return "", ""
 

@@ -123,9 +123,7 @@ class Run:
         divided = mode_of(config.parallel).divides_steps
         self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
         config = self.config = with_steps(config, self.feed.images)
-        self.held_out = held_out_feed(
-            config.evaluation, data, size, rank_info, config.folder, self.feed.stream
-        )
+        self.held_out = held_out_feed(config, rank_info, self.feed.stream)
         phases.reading = self.reading
         weights = initial_weights(config)
         module = build(config, weights)
@@ -158,8 +156,8 @@ class Run:
             config.folder,
             rank_info,
             self.control,
-            self.step,
-            config.optim.steps,
+            done=self.step,
+            steps=config.optim.steps,
             about=metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
             | ({} if digest is None else {"weights": digest})
             | {"config": config.document(), "data": self.feed.receipt()},
@@ -214,7 +212,11 @@ class Run:
                     print(note)
             if self.rank_info.rank == 0:
                 steps, position = self.config.optim.steps, state["stream"]["position"]
-                print("\n".join(resume.lines(saved, settings, out, self.step, steps, position)))
+                print(
+                    "\n".join(
+                        resume.lines(saved, settings, out, step=self.step, steps=steps, position=position)
+                    )
+                )
                 for warning in noted:  # on all ranks, as warnings, they would be printed many times
                     print(f"warning: {warning.message}")
         agree(self.module, self.rank_info)
@@ -242,18 +244,16 @@ class Run:
         """Evaluate on the held-out images and record the scores, unless a stop is requested meanwhile."""
         scorer = self.config.scorer(self.rank_info.device)
         if self.held_out is not None and scorer is not None:
-            config, began = self.config, time.perf_counter()
+            began = time.perf_counter()
             with averaged(self.module, self.optimizer), self.phases.part("evaluation"):
                 scores = evaluate(
                     self.module,
                     self.held_out,
                     scorer,
-                    config.evaluation,
-                    config.parallel,
+                    self.config,
                     self.rank_info,
-                    config.folder,
-                    self.control,
-                    self.phases,
+                    control=self.control,
+                    phases=self.phases,
                 )
             if scores is not None:
                 self.metrics.evaluation(self.step, scores, time.perf_counter() - began)

@@ -52,9 +52,18 @@ class Gpu:
 
 
 def _gpu(name: str, bf16: float, tf32: float, fp32: float, memory: float, link: float, *reported: str) -> Gpu:
-    return Gpu(name, bf16 * 1e12, tf32 * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9, reported or (name,))
+    return Gpu(
+        name=name,
+        bf16=bf16 * 1e12,
+        tf32=tf32 * 1e12,
+        fp32=fp32 * 1e12,
+        memory=memory * 1e9,
+        link=link * 1e9,
+        reported=reported or (name,),
+    )
 
 
+# Name, 10^12 operations per second (bf16, tf32, fp32), GB of memory, GB/s to other GPUs, names of the driver.
 GPUS = (
     _gpu("H100 PCIe", 756, 378, 51, 80, 64),
     _gpu("H200", 989, 494, 67, 141, 450),

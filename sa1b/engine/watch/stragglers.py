@@ -117,12 +117,12 @@ class Stragglers:
             part = int(np.argmax(means[:, rank] - of_parts))
             stragglers.append(
                 Straggler(
-                    int(rank),
-                    self._hosts[rank],
-                    float(total[rank]) / max(middle, 1e-9),
-                    WORK[part],
-                    float(means[part, rank]),
-                    float(of_parts[part]),
+                    rank=int(rank),
+                    host=self._hosts[rank],
+                    factor=float(total[rank]) / max(middle, 1e-9),
+                    part=WORK[part],
+                    seconds=float(means[part, rank]),
+                    others=float(of_parts[part]),
                 )
             )
         return stragglers

@@ -239,7 +239,9 @@ def annotate(
         of_layer = {name: value for name, value in settings.items() if name != "weights"}
         if (made := layer.written(of_layer)) is not None:
             done = len(inputs.images)
-            return AnnotationSummary(str(out), layer.dataset.root, layer.name, made, done, complete=done)
+            return AnnotationSummary(
+                out=str(out), root=layer.dataset.root, layer=layer.name, info=made, images=done, complete=done
+            )
         usual = asdict(GeneratorConfig())
         flags = {name: value for name, value in asdict(config).items() if value != usual[name]}
         flags |= {} if precision == "fp32" else {"precision": precision}

@@ -351,6 +351,8 @@ def open_folder(
         if "command" in stored:  # of a layer
             way = f"run `{stored['command']}`, or choose another --name"
         raise UsageError(f"--out {out}: has annotations with other settings ({changes}); {way}")
-    folder = AnnotationFolder(out, folders, name, str(settings["image_ids"]), with_images)
+    folder = AnnotationFolder(
+        out=out, folders=folders, name=name, image_ids=str(settings["image_ids"]), with_images=with_images
+    )
     folder.scan()
     return folder

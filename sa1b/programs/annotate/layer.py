@@ -160,4 +160,13 @@ def open_target(
     work = Path(dataset.root) / annotated_folder(name) if out is None else out
     flags = {"view": view, "existing": None if existing == "keep" else existing, "on": on, "out": out}
     given = {flag: value for flag, value in flags.items() if value is not None}
-    return LayerTarget(dataset, name, rows, existing, settings, work, out is None, given)
+    return LayerTarget(
+        dataset=dataset,
+        name=name,
+        rows=rows,
+        existing=existing,
+        own_settings=settings,
+        out=work,
+        is_temporary=out is None,
+        flags=given,
+    )

@@ -137,16 +137,16 @@ def main(
         from sa1b.sam.mask_generator import GeneratorConfig
     try:
         config = GeneratorConfig(
-            points_per_side,
-            points_per_batch,
-            min_predicted_iou,
-            min_stability,
-            stability_offset,
-            max_box_iou,
-            crop_layers,
-            crop_overlap,
-            crop_points_divisor,
-            crop_max_box_iou,
+            points_per_side=points_per_side,
+            points_per_batch=points_per_batch,
+            min_predicted_iou=min_predicted_iou,
+            min_stability=min_stability,
+            stability_offset=stability_offset,
+            max_box_iou=max_box_iou,
+            crop_layers=crop_layers,
+            crop_overlap=crop_overlap,
+            crop_points_divisor=crop_points_divisor,
+            crop_max_box_iou=crop_max_box_iou,
         )
     except ValueError as error:
         name, _, reason = str(error).partition("=")

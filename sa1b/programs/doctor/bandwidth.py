@@ -270,10 +270,10 @@ def bandwidth_finding(measurements: Sequence[Measurement], link: RankLink) -> Fi
     else:
         figure = f"{rates}; {low / 1e9:.1f} to {high / 1e9:.1f} expected for {link.kind}"
     if not link.nominal or best["all-reduce"] >= low:
-        return Finding(BANDWIDTH, "ok", figure, "", of_all, "", values)
+        return Finding(BANDWIDTH, "ok", figure, ranks=of_all, values=values)
     if reached < _LEAST_CHECKED:
         figure += f", and messages over {reached:,} bytes did not fit into --seconds"
-    return Finding(BANDWIDTH, "warning", figure, link.remedy, of_all, "", values)
+    return Finding(BANDWIDTH, "warning", figure, link.remedy, ranks=of_all, values=values)
 
 
 def _table(measurements: Sequence[Measurement]) -> list[str]:

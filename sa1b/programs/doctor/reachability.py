@@ -51,7 +51,7 @@ def reachability(
     first = {machine: rank for rank, machine in sorted(machines.items(), reverse=True)}
     if len(first) < 2:
         if process.rank == 0:
-            yield Finding(REACHABILITY, "ok", "one host", "", tuple(hosts))
+            yield Finding(REACHABILITY, "ok", "one host", ranks=tuple(hosts))
         return
     if first[machines[process.rank]] != process.rank:
         return
@@ -179,7 +179,7 @@ def clock_skew(
                 received = clock()
                 store.set(f"{key}/answer", pickle.dumps((received, clock())))
         if not others:
-            yield Finding(SKEW, "ok", "one host has one clock", "", tuple(hosts))
+            yield Finding(SKEW, "ok", "one host has one clock", ranks=tuple(hosts))
     elif process.rank in others:
         measured = []
         for number in range(_MESSAGES):

@@ -196,7 +196,7 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
     for value, ranks, most, others in minorities(value_of):
         figure = f"{name} {_short(value)}, and {_short(most)} on {named(others)}"
         hosts = ", ".join(dict.fromkeys(values[rank].host for rank in ranks))
-        yield Finding(check, state, figure, remedy, ranks, hosts, {name: value})
+        yield Finding(check, state, figure, remedy=remedy, ranks=ranks, host=hosts, values={name: value})
 
 
 def minorities(value_of: Mapping[int, str]) -> Iterator[tuple[str, tuple[int, ...], str, list[int]]]:
@@ -272,4 +272,4 @@ def _same_environment(findings: Sequence[Finding]) -> Iterator[Finding]:
             figure = f"{text}, and {most} on {named(others)}"
             remedy = f"Set {name} in the job script, so that all ranks have it"
             of_ranks = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-            yield Finding("environment", "warning", figure, remedy, ranks, of_ranks)
+            yield Finding("environment", "warning", figure, remedy=remedy, ranks=ranks, host=of_ranks)

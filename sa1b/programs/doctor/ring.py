@@ -259,7 +259,7 @@ def ring_finding(ranks: Sequence[Measured]) -> Finding:
 
     def finding(state: State, figure: str, remedy: str = "", of: Sequence[int] = range(count)) -> Finding:
         hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in of))
-        return Finding(RING, state, figure, remedy, tuple(of), hosts, values)
+        return Finding(RING, state, figure, remedy=remedy, ranks=tuple(of), host=hosts, values=values)
 
     wrong = [(*measured.error, rank) for rank, measured in enumerate(ranks) if measured.error is not None]
     if wrong:

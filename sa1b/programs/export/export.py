@@ -175,7 +175,7 @@ def export(
             (root, out, form, name, parts[name], link_from, masks_where, digests) for name in left
         ]
         with bar(total, "export", "B", quiet) as progress:
-            _run(tasks, workers, record, summary, progress, supervise)
+            _run(tasks, workers, record=record, summary=summary, progress=progress, supervise=supervise)
         if not summary.failed:
             form.finish(out, list(parts), _with_masks(table.image_id[chosen], record, parts))
     summary.parts.sort()

@@ -142,7 +142,15 @@ def main(
         from sa1b.programs.export.image_files import Yolo
         from sa1b.views.view import images_of
     form = _format(
-        root, to, layout, image_size, quality, images_per_tar or images_per_file, segmentation, plain, join
+        root,
+        to,
+        layout=layout,
+        image_size=image_size,
+        quality=quality,
+        number=images_per_tar or images_per_file,
+        segmentation=segmentation,
+        plain=plain,
+        join=join,
     )
     images, masks_where = None, None
     if view is not None:

@@ -76,7 +76,9 @@ class Distribution:
 def _empty(
     title: str, axis: str, unit: str, low: float, step: float, bins: int, *, log: bool = False
 ) -> Distribution:
-    return Distribution(title, axis, unit, low, step, np.zeros(bins, np.int64), log)
+    return Distribution(
+        title=title, axis=axis, unit=unit, low=low, step=step, counts=np.zeros(bins, np.int64), log=log
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -88,16 +90,24 @@ class Survey:
     runs: int = 0
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)  # (width, height) of annotated images
     masks_per_image: Distribution = field(
-        default_factory=lambda: _empty("Masks per image", "masks in an image", "images", -0.5, 1, _MOST_MASKS)
+        default_factory=lambda: _empty(
+            "Masks per image", "masks in an image", "images", low=-0.5, step=1, bins=_MOST_MASKS
+        )
     )
     area: Distribution = field(
-        default_factory=lambda: _empty("Area of masks", "part of the image", "masks", -9, 0.05, 190, log=True)
+        default_factory=lambda: _empty(
+            "Area of masks", "part of the image", "masks", low=-9, step=0.05, bins=190, log=True
+        )
     )
     predicted_iou: Distribution = field(
-        default_factory=lambda: _empty("Predicted IoU", "predicted_iou", "masks", 0, 0.001, 1500)
+        default_factory=lambda: _empty(
+            "Predicted IoU", "predicted_iou", "masks", low=0, step=0.001, bins=1500
+        )
     )
     stability_score: Distribution = field(
-        default_factory=lambda: _empty("Stability score", "stability_score", "masks", 0, 0.001, 1500)
+        default_factory=lambda: _empty(
+            "Stability score", "stability_score", "masks", low=0, step=0.001, bins=1500
+        )
     )
 
     @property

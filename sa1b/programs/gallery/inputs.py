@@ -86,7 +86,7 @@ def sources(path: Path) -> list[Source]:
     """The tars and folders at a path; unlike in ingest, a single tar may have any name."""
     if path.is_file() and is_tar(path):
         stat = path.stat()
-        return [Source(path.name, path, TAR, stat.st_size, stat.st_mtime_ns)]
+        return [Source(name=path.name, path=path, format=TAR, size=stat.st_size, mtime_ns=stat.st_mtime_ns)]
     return discover([path]).sources
 
 

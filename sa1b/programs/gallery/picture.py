@@ -89,11 +89,11 @@ def prepare(exhibit: Exhibit, longer_side: int, predicted: Predicted | None = No
         order, predicted = _paired(exhibit.annotations, order, predicted)
         filtered = runs.select(every[~np.isin(every, order)])
     return Picture(
-        exhibit.annotations,
-        exhibit.place,
-        scaled(pixels, longer_side),
-        runs.select(order),
-        order,
+        annotations=exhibit.annotations,
+        place=exhibit.place,
+        pixels=scaled(pixels, longer_side),
+        runs=runs.select(order),
+        order=order,
         predicted=predicted,
         filtered=filtered,
     )

@@ -149,7 +149,14 @@ class MaskFiles:
                 "image_size", _sizes(f"{path}: image {image_id}", size[1], size[0], width, height)
             )
         provenance = {"format": "coco", "file": path.name, "image": image.entry}
-        pair = coco_pair(image_id, height, width, file.annotations(image), file.categories, provenance)
+        pair = coco_pair(
+            image_id,
+            height,
+            width,
+            annotations=file.annotations(image),
+            categories=file.categories,
+            provenance=provenance,
+        )
         return self._parsed(path, image_id, pair)
 
     def _results(self, path: Path) -> Iterator[FoundImage]:
@@ -163,7 +170,9 @@ class MaskFiles:
         provenance = {"format": "coco results", "file": path.name}
 
         def parse(image_id: int, annotations: list[Any], height: int, width: int) -> Annotations:
-            pair = coco_pair(image_id, height, width, annotations, {}, provenance)
+            pair = coco_pair(
+                image_id, height, width, annotations=annotations, categories={}, provenance=provenance
+            )
             return self._parsed(path, image_id, pair)
 
         for image_id, annotations in groups.items():
@@ -294,7 +303,9 @@ def add_layer(
         with bar(0, "read", " images", quiet) as shown:
             images = files.images()
             while batch := list(islice(images, _BATCH)):
-                _add_batch(dataset, batch, seen, writer, files, summary, existing)
+                _add_batch(
+                    dataset, batch, seen, writer=writer, files=files, summary=summary, existing=existing
+                )
                 shown.update(len(batch))
         if not len(writer.columns["image_id"]) and (why := _nothing(root, files, summary)):
             raise UsageError(why)

@@ -184,20 +184,20 @@ def plan(
     left = [source for source in sources if source.name not in set(finished)]
     size = image_size or EXAMPLE_SIZE
     ingest_plan = IngestPlan(
-        None if store is None else str(store),
-        workers,
-        available_cpus(),
-        rate,
-        size,
-        image_size is not None,
-        sorted([*local, *remote]),
-        finished,
-        failed,
-        len(discovered.not_taken),
-        sum(source.size for source in left),
-        needed_space(left, replace(options, image_size=None, quality=None), workers),
-        needed_space(left, replace(options, image_size=size, quality=95), workers),
-        annotations_only,
+        out=None if store is None else str(store),
+        workers=workers,
+        cpus=available_cpus(),
+        rate=rate,
+        image_size=size,
+        resizes=image_size is not None,
+        sources=sorted([*local, *remote]),
+        finished=finished,
+        failed=failed,
+        not_taken=len(discovered.not_taken),
+        bytes=sum(source.size for source in left),
+        original=needed_space(left, replace(options, image_size=None, quality=None), workers),
+        resized=needed_space(left, replace(options, image_size=size, quality=95), workers),
+        annotations_only=annotations_only,
     )
     if store is not None:
         _add_disk(ingest_plan, store)

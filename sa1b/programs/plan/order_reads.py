@@ -51,7 +51,15 @@ def simulate(case: OrderCase, epochs: int, limits: Limits, bar: Bar) -> OrderFig
     for first in range(0, epochs * steps, steps):
         of_epoch = {name: numbers[first : first + steps] for name, numbers in counts.items()}
         figures.append(_epoch(of_epoch, int(images), plan, limits))
-    return OrderFigures(case.name, case.order, plan.order.count, steps, case.batch, figures, counts["bytes"])
+    return OrderFigures(
+        name=case.name,
+        order=case.order,
+        images=plan.order.count,
+        steps=steps,
+        batch=case.batch,
+        epochs=figures,
+        bytes=counts["bytes"],
+    )
 
 
 def rank_stops(plan: Plan) -> Int64:
@@ -179,7 +187,9 @@ def batch_figures(stream: BatchStream) -> BatchFigures:
     places = [_places(source.dataset) for source in sources]
     tars = [_tars(source.dataset) for source in sources]
     rank = np.searchsorted(rank_stops(plan), np.arange(plan.global_batch), "right")
-    figures = np.array([_batch(plan, sources, places, tars, rank, step) for step in steps.tolist()])
+    figures = np.array(
+        [_batch(plan, sources, places=places, tars=tars, rank=rank, step=step) for step in steps.tolist()]
+    )
     shards, rank_shards, batch_tars, neighbours, distance = figures.mean(axis=0).tolist()
     return BatchFigures(
         shards=shards,

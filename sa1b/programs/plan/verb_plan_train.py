@@ -94,7 +94,11 @@ def main(
         from sa1b.engine.planner import NO_ROOT, plan
         from sa1b.engine.watch.hardware import Cluster, Gpu, gpu_named
         from sa1b.recipes.presets import PRESETS
-    known = Gpu("other", 0, 0, 0, 0, PCIE * 1e9) if gpu is None else gpu_named(gpu)
+    known = (
+        Gpu(name="other", bf16=0, tf32=0, fp32=0, memory=0, link=PCIE * 1e9)
+        if gpu is None
+        else gpu_named(gpu)
+    )
     config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):
         flag = "--data.view" if config.data.view else "--evaluation.view"

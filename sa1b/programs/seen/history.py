@@ -171,7 +171,7 @@ def before_growth(dataset: Dataset, source: Mapping[str, Any], state: Mapping[st
             continue
         rows = np.flatnonzero(table.shard < stop).astype(np.uint32)
         digest = ids_digest(table.image_id[rows])
-        view = View(rows, len(rows), digest, digest, table.digest)
+        view = View(rows=rows, count=len(rows), digest=digest, ids_digest=digest, bytes_digest=table.digest)
         if state["block_size"] > 1:
             view = view.by_location(table)
         if view.ids_digest == state["ids_sha256"]:

@@ -136,7 +136,9 @@ def rebuilt(
                 samples += [_sample(batch, i, masks) for i in wanted]
                 drawings += [_drawing(batch, i) for i in wanted] if draw else []
     changes += _other_damage(run, opened.damaged, {sample["position"] for sample in samples})
-    return Replayed(run, step, samples, changes, prompts.note, drawings)
+    return Replayed(
+        run=run, step=step, samples=samples, changes=changes, prompts=prompts.note, drawings=drawings
+    )
 
 
 def _readable(stream: Samples, piece: MicroBatch, changes: list[str]) -> Iterator[Batch]:

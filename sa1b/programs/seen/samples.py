@@ -46,7 +46,17 @@ def micro_batches(span: Span, order: Order | Sequential | Mixture, step: int) ->
             shares = tuple(map(int, config["parallel"]["shares"].split(",")))
         largest = largest_share(size, ranks, shares)
         micro_batch = min(config["data"]["micro_batch"] or largest, largest)
-    plans = [Plan(order, size, micro_batch, rank, ranks, shares) for rank in range(ranks)]
+    plans = [
+        Plan(
+            order=order,
+            global_batch=size,
+            micro_batch=micro_batch,
+            rank=rank,
+            world_size=ranks,
+            shares=shares,
+        )
+        for rank in range(ranks)
+    ]
     pieces = [piece for plan in plans for piece in islice(plan.micro_batches(position), plan.count)]
     return [piece for piece in pieces if piece.start < piece.stop]
 

@@ -103,9 +103,17 @@ def worst_steps(run: str, data: bytes, count: int, by: By) -> WorstSteps:
     steps = []
     for i in chosen:
         line, worst = lines[i], lines[i].get("worst_image", {})
-        rise = None if math.isnan(rises[i]) else float(rises[i])
-        image = worst.get("id"), worst.get("position"), worst.get("loss")
-        steps.append(WorstStep(line["step"], line["loss"], line["grad_norm"], rise, *image))
+        steps.append(
+            WorstStep(
+                step=line["step"],
+                loss=line["loss"],
+                grad_norm=line["grad_norm"],
+                rise=None if math.isnan(rises[i]) else float(rises[i]),
+                image_id=worst.get("id"),
+                position=worst.get("position"),
+                image_loss=worst.get("loss"),
+            )
+        )
     return WorstSteps(run, by, len(lines), steps)
 
 

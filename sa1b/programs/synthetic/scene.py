@@ -131,8 +131,8 @@ def draw(rng: np.random.Generator, scene: ScenePlan) -> tuple[Mask, list[Shape]]
         _hide(shape, shapes)
         surface = _paint(rng, canvas, shape, hues, contrast)
         shape.look = Look(
-            surface.colour, surface.tile, surface.contrast, surface.striped,
-            outline.power, outline.aspect, outline.hollow, outline.thin,
+            colour=surface.colour, tile=surface.tile, contrast=surface.contrast, striped=surface.striped,
+            power=outline.power, aspect=outline.aspect, hollow=outline.hollow, thin=outline.thin,
         )  # fmt: skip
         h, w = shape.mask.shape
         owner[shape.y : shape.y + h, shape.x : shape.x + w][shape.mask > 0] = len(shapes)
