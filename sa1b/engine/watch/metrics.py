@@ -123,12 +123,7 @@ class Metrics:
             if (project := getattr(config, name)) is not None:
                 try:
                     server = open_server(
-                        name,
-                        project,
-                        every=config.every,
-                        run=run,
-                        settings=settings or {},
-                        key=self._keys.get(name),
+                        name, project, config.every, run, settings=settings or {}, key=self._keys.get(name)
                     )
                 except Exception as error:  # of the package; the other ranks must not wait for this one
                     text = (str(error).splitlines() or [""])[0]
