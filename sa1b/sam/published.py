@@ -160,7 +160,7 @@ def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     )
 
 
-def preset_of(config: ModelConfig) -> str | None:
+def preset_of(config: ModelConfig, *, any_image_size: bool = False) -> str | None:
     """The name of the preset with these sizes."""
     bare = replace(
         config,
@@ -171,7 +171,10 @@ def preset_of(config: ModelConfig) -> str | None:
         lora_rank=0,
         lora_targets="both",
     )
-    return next((name for name, preset in PRESETS.items() if preset == bare), None)
+    for name, preset in PRESETS.items():
+        if preset == (replace(bare, image_size=preset.image_size) if any_image_size else bare):
+            return name
+    return None
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
@@ -187,8 +190,9 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
         config = config_of(weights)
     except (KeyError, ValueError, IndexError, ZeroDivisionError):
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
-    if (preset := preset_of(config)) is not None and preset_of(model) is not None:
-        return f"{preset} weights, but the model is {preset_of(model)}: pass --preset {preset}"
+    preset = preset_of(config)
+    if preset is not None and (own := preset_of(model, any_image_size=True)) not in (None, preset):
+        return f"{preset} weights, but the model is {own}: pass --preset {preset}"
     unused = _OF_BLOCKS if config.depth == 0 else ()
     differing = [
         name for name in _SIZES if getattr(config, name) != getattr(model, name) and name not in unused

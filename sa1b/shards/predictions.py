@@ -69,8 +69,8 @@ def read_predictions(path: Path) -> dict[int, Predicted]:
                 predictions[image_id] = _parse(document["masks"])
             except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
                 raise UsageError(
-                    f"{path}: line {number} is no prediction ({error!r}); pass the predictions.jsonl that "
-                    "`sa1b train` writes to its --out folder"
+                    f"{path}: line {number} is no prediction ({type(error).__name__}: {error}); pass the "
+                    "predictions.jsonl that `sa1b train` writes to its --out folder"
                 ) from None
     if not predictions:
         raise UsageError(

@@ -133,7 +133,7 @@ def test_without_predictions_nothing_is_drawn_beside(root: Path, tmp_path: Path)
         ("", "has no predictions"),
         ("{}\n", "line 1 is no prediction"),
         ('{"image_id": 1, "masks": []}\n', "line 1 is no prediction"),
-        ("not json\n", "line 1 is no prediction"),
+        ("not json\n", r"line 1 is no prediction \(JSONDecodeError: Expecting value"),
     ],
 )
 def test_another_file_is_refused_with_its_line(
