@@ -143,8 +143,8 @@ def _next_item(
         why = f"the archive ends inside {parsed.name!r}, after {len(data):,} of {size:,} bytes"
         return Damage("member_truncated", why, offset, BLOCK + len(data), header + data)
     padding = stream.read(-size % BLOCK)
-    stored = header + data + padding
     if parsed.is_metadata:
+        stored = header + data + padding
         values = parse_extended(parsed.type, data)
         if values is None:
             why = f"malformed extended header {parsed.name!r}"
