@@ -111,7 +111,9 @@ class Annotations:
             text = json.dumps(document).encode()
         others = ("image_id", "width", "height", "rle", "text")
         columns: dict[str, Any] = {
-            one.name: self.column(one.name)[which] for one in fields(self) if one.name not in others
+            attribute.name: self.column(attribute.name)[which]
+            for attribute in fields(self)
+            if attribute.name not in others
         }
         return replace(self, rle=self.rle[np.repeat(which, self.rle_bytes)], text=text, **columns)
 
@@ -124,13 +126,13 @@ class Annotations:
         masks = self._provenance("masks", dict)
         if masks is None or len(masks) != len(self):
             return None
-        found = {
-            "category": [one.get("category") if type(one.get("category")) is str else "" for one in masks],
-            "category_id": [_small(one.get("category_id"), -1) for one in masks],
-            "iscrowd": [_small(one.get("iscrowd"), 0) for one in masks],
-            "fields": [json.dumps(one) for one in masks],
+        columns = {
+            "category": [mask.get("category") if type(mask.get("category")) is str else "" for mask in masks],
+            "category_id": [_small(mask.get("category_id"), -1) for mask in masks],
+            "iscrowd": [_small(mask.get("iscrowd"), 0) for mask in masks],
+            "fields": [json.dumps(mask) for mask in masks],
         }
-        return {name: np.array(found[name], kind) for name, kind in ORIGIN.items()}
+        return {name: np.array(columns[name], kind) for name, kind in ORIGIN.items()}
 
     def texts(self) -> list[str] | None:
         """The texts that stood beside the image in its source; None: the source was not read for texts."""
@@ -140,10 +142,12 @@ class Annotations:
         """The fields of the image in its source as a JSON object: those beside an image alone, or the object
         of a file in COCO's format; None: the source was not read for them.
         """
-        found = self._origin_of_image()
-        if not isinstance(fields := found.get("fields", found.get("image")), dict):
-            return "{}" if "texts" in found else None
-        further = {"further_entries": found["further_entries"]} if "further_entries" in found else {}
+        provenance = self._origin_of_image()
+        if not isinstance(fields := provenance.get("fields", provenance.get("image")), dict):
+            return "{}" if "texts" in provenance else None
+        further = (
+            {"further_entries": provenance["further_entries"]} if "further_entries" in provenance else {}
+        )
         return json.dumps(fields | further)
 
     def _provenance(self, key: str, kind: type) -> list[Any] | None:
@@ -154,10 +158,10 @@ class Annotations:
     def _origin_of_image(self) -> dict[str, Any]:
         """The provenance of the file; empty if it has none."""
         try:
-            found = None if self.text is None else json.loads(self.text)[PROVENANCE]
+            provenance = None if self.text is None else json.loads(self.text)[PROVENANCE]
         except (ValueError, KeyError, TypeError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return provenance if isinstance(provenance, dict) else {}
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """The values [N] of a column by its name, also those of `origin`."""
@@ -323,8 +327,8 @@ def _read_image(
         raise BadSample("missing_key", "annotation file has no list 'annotations'")
     file_name = image.get("file_name")
     if file_name != member_name(image_id, "jpg"):
-        found = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
-        warnings.add("file_name", f"image.file_name is {found}, expected 'sa_{image_id}.jpg'")
+        shown = repr(file_name) if isinstance(file_name, str) else name_of(file_name)
+        warnings.add("file_name", f"image.file_name is {shown}, expected 'sa_{image_id}.jpg'")
     expected = ("image", "annotations", PROVENANCE)[: 2 + isinstance(document.get(PROVENANCE), dict)]
     usual = tuple(document) == expected and tuple(image) == IMAGE_KEYS
     if not usual:

@@ -41,12 +41,12 @@ class ImageWarnings(dict[str, ImageWarning]):
     def add_masks(self, reason: str, masks: Iterable[int], message: Callable[[], str]) -> None:
         """Add a warning about the masks with these indices; `message` is called for the first mask only."""
         for mask in masks:
-            found = self.get(reason)
-            if found is None:
-                found = self[reason] = ImageWarning(message())
-            found.mask_count += 1
-            if len(found.masks) < MAX_LISTED_MASKS:
-                found.masks.append(mask)
+            warning = self.get(reason)
+            if warning is None:
+                warning = self[reason] = ImageWarning(message())
+            warning.mask_count += 1
+            if len(warning.masks) < MAX_LISTED_MASKS:
+                warning.masks.append(mask)
 
 
 BBOX_IS_INT, CROP_BOX_IS_INT = 1, 2
@@ -284,8 +284,8 @@ def _in_usual_order(text: bytes, masks: int) -> bool:
     if len(quotes) != 14 + 22 * masks:
         return False
     starts = quotes[::2] + 1
-    found = np.stack([quotes[1::2] - starts, data[starts]], axis=1)
-    head, rest = np.delete(found[:7], _FILE_NAME, axis=0), found[7:].reshape(masks, 11, 2)
+    spans = np.stack([quotes[1::2] - starts, data[starts]], axis=1)
+    head, rest = np.delete(spans[:7], _FILE_NAME, axis=0), spans[7:].reshape(masks, 11, 2)
     before, after = rest[:, :_COUNTS], rest[:, _COUNTS + 1 :]
     return bool(
         (head == _HEAD).all() and (before == _KEYS[:_COUNTS]).all() and (after == _KEYS[_COUNTS:]).all()

@@ -102,12 +102,12 @@ def commit_task(
 def unproven_tables(store: Store, tables: Iterable[SampleTable]) -> dict[str, Ids]:
     """Stored sample tables of the dataset with images that are in none of `tables`, and these images."""
     ids = np.concatenate([np.empty(0, np.uint64), *(table.image_id for table in tables)])
-    found = {}
+    unproven = {}
     for name in filter(is_table_name, store.names("", ".bin")):
         with contextlib.suppress(TableError, OSError), store.files(name) as (path,):
             if len(left := np.setdiff1d(open_table(path, check=True).image_id, ids)):
-                found[name] = left
-    return found
+                unproven[name] = left
+    return unproven
 
 
 def abort_uploads(store: Store, source: str) -> None:
@@ -122,7 +122,7 @@ def abort_uploads(store: Store, source: str) -> None:
 
 def abort_abandoned_uploads(store: Store, sources: Iterable[str]) -> None:
     """Remove the unfinished uploads of sources that no process is writing: those of killed workers."""
-    left = [one.name.replace(".parquet", ".tar") for one in store.uploads()]
+    left = [upload.name.replace(".parquet", ".tar") for upload in store.uploads()]
     for source in sources:
         if any(is_shard_of(name, source) or f"/{source}/" in name for name in left):
             claim = Claim.take(store, task_name(source, "claim"))
@@ -194,12 +194,14 @@ def write_dataset(
     `dataset_document`. Without any source, dataset.json is removed.
     """
     store = open_store(root)
-    found = tables_of(store, tasks)
-    tables = {name: table for name, (_, table) in found.items()}
+    rows = tables_of(store, tasks)
+    tables = {name: table for name, (_, table) in rows.items()}
     twice = clashes(tables)
     if twice:
         raise SourceError(next(iter(twice.values())))
-    join_tables(store, {name: task for name, (task, _) in found.items()}, tables, failed, pending, like)
+    join_tables(
+        store, {name: task for name, (task, _) in rows.items()}, tables, failed, pending=pending, like=like
+    )
 
 
 def join_tables(
@@ -230,7 +232,7 @@ def join_tables(
         store.commit([final])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending, like))
+    store.put(DATASET, dataset_document(tasks, facts.name, facts, failed, pending=pending, like=like))
     _remove_tables(store, keep={facts.name, *keep})
 
 
@@ -272,9 +274,9 @@ def _listed_rows(store: Store, task: Task) -> SampleTable | None:
     with contextlib.suppress(OSError, TableError), store.files(str(document["samples"]["name"])) as (path,):
         table = open_table(path, check=True)
         if table.digest == document["samples"]["columns_sha256"]:
-            own = np.array([is_shard_of(shard["name"], task.name) for shard in document["shards"]], bool)
-            columns = {column: getattr(table, column)[own[table.shard]] for column in COLUMNS}
-            return decode(encode(columns | {"shard": (np.cumsum(own) - 1)[columns["shard"]]}))
+            of_task = np.array([is_shard_of(shard["name"], task.name) for shard in document["shards"]], bool)
+            columns = {column: getattr(table, column)[of_task[table.shard]] for column in COLUMNS}
+            return decode(encode(columns | {"shard": (np.cumsum(of_task) - 1)[columns["shard"]]}))
     return None
 
 
@@ -293,10 +295,10 @@ def _rows_of_task(store: Store, task: Task) -> bytes:
 def _withdraw(task: Task, store: Store) -> None:
     """Remove the task file of a source whose shards are about to be replaced, and list it no more."""
     document = _read_dataset(store)
-    own = {shard["name"]: shard for shard in document["shards"] if is_shard_of(shard["name"], task.name)}
-    if own and own == {shard.name: asdict(shard) for shard in task.shards}:
+    listed = {shard["name"]: shard for shard in document["shards"] if is_shard_of(shard["name"], task.name)}
+    if listed and listed == {shard.name: asdict(shard) for shard in task.shards}:
         return  # the same files
-    if own:
+    if listed:
         left = known_tasks(store, without=[task.name])
         failed, pending = failed_and_pending(store, left, without=task.name)
         write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
@@ -308,7 +310,7 @@ def _list_again(task: Task, store: Store) -> None:
     document = _read_dataset(store)
     if document["sources"].get(task.name, task_digest(task)) != task_digest(task):
         known = known_tasks(store)
-        tasks = {name: one for name, one in known.items() if name in document["sources"]}
+        tasks = {name: known_task for name, known_task in known.items() if name in document["sources"]}
         write_dataset(store, tasks, document.get("failed", {}), document.get("pending", []))
 
 

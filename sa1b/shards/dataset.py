@@ -194,8 +194,8 @@ class Dataset(Displayed):
         Neighbours in a shard share a read, so rows in the order of the shards are fastest. Memory: at most 16
         samples. An error of `dataset[i]` is raised when the sample's turn comes.
         """
-        own = chosen_indices(rows, len(self)).tolist()
-        blocks = (self.submit(own[i : i + _BLOCK]) for i in range(0, len(own), _BLOCK))
+        order = chosen_indices(rows, len(self)).tolist()
+        blocks = (self.submit(order[i : i + _BLOCK]) for i in range(0, len(order), _BLOCK))
         following = next(blocks, [])
         while following:
             current, following = following, next(blocks, [])
@@ -207,7 +207,7 @@ class Dataset(Displayed):
         locations = [location_of(self.table, row, self.shards).without_image() for row in rows]
         blocks = (locations[i : i + _BLOCK] for i in range(0, len(locations), _BLOCK))
         for block in blocks:
-            for read in [submit(self.reader, [one], self.layers)[0] for one in block]:
+            for read in [submit(self.reader, [location], self.layers)[0] for location in block]:
                 yield read.result()[1]
 
     def row(self, image_id: int) -> int:

@@ -196,8 +196,8 @@ def decode_for_display(data: bytes, longer_side: int) -> Pixels:
     """Decode a JPEG at its `display_size`: RGB uint8 [h, w, 3]; BadSample as `sa1b.shards.jpeg.frame`."""
     # The decoder's DCT scales down first: memory and time grow with the displayed pixels, not with those of
     # the file, up to a reduction of 8.
-    found = jpeg.frame(data)
-    stored = found.height, found.width
+    header = jpeg.frame(data)
+    stored = header.height, header.width
     size = display_size(*stored, longer_side)
     pixels, eighths = jpeg.decode_scaled(data, stored, size)
     height, width = (side * eighths / 8 for side in stored)
@@ -215,12 +215,12 @@ def overlay(pixels: Pixels, runs: Runs) -> Pixels:
     contour = np.zeros((height, width), np.bool_)
     buffer = np.empty((1, height, width), np.uint8)
     for number, mask in enumerate(largest_first(runs).tolist(), 1):
-        (found,) = raster.rasterize(runs, height, width, select=[mask], out=buffer)
-        inside = found.view(np.bool_)
+        (dense,) = raster.rasterize(runs, height, width, select=[mask], out=buffer)
+        inside = dense.view(np.bool_)
         top[inside] = number
         # A mask hides the contours of the masks below it.
-        edge = cv2.erode(found, _CROSS, borderType=cv2.BORDER_CONSTANT, borderValue=0)
-        contour[inside] = (found != edge)[inside]
+        edge = cv2.erode(dense, _CROSS, borderType=cv2.BORDER_CONSTANT, borderValue=0)
+        contour[inside] = (dense != edge)[inside]
     colours = np.array([(0.0, 0.0, 0.0), *map(colour, range(len(runs)))], np.float32)
     share = np.where(contour, 1.0, np.where(top > 0, _OPACITY, 0.0)).astype(np.float32)[:, :, None]
     mixed = pixels * (1 - share) + colours[top] * share

@@ -86,8 +86,8 @@ class Options:
 
     def difference(self, other: "Options") -> tuple[str, str] | None:
         """The first flag that differs, with its value in `self` and its value in `other`."""
-        one, two = self.flags(), other.flags()
-        return next(((one[name], two[name]) for name in one if one[name] != two[name]), None)
+        flags, others = self.flags(), other.flags()
+        return next(((flags[name], others[name]) for name in flags if flags[name] != others[name]), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class Task:
     @property
     def warnings(self) -> dict[str, int]:
         """Reason -> number of images that were stored with a warning; "doubtful" in the file."""
-        found: dict[str, int] = self.counts["doubtful"]
-        return found
+        counts: dict[str, int] = self.counts["doubtful"]
+        return counts
 
 
 class _Largest(Struct):
@@ -315,9 +315,9 @@ def view_digest(ids_sha256: str, masks_where: str | None, layers: Sequence[str] 
 
 def check_layer(document: Any) -> LayerInfo:
     """The fields of a layer's document, which are checked like its digest; FieldError names the field."""
-    found = converted(document, LayerInfo)
+    info = converted(document, LayerInfo)
     _check_seal(document)
-    return found
+    return info
 
 
 def _check_seal(document: Mapping[str, Any]) -> None:

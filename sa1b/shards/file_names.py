@@ -36,9 +36,9 @@ class FileNames:
         candidates: list[int] = []
         rows: list[int] = []
         for row, name in enumerate(names.to_pylist()):
-            found = hashed_ids(name or "", self.sources)
-            candidates += found
-            rows += [row] * len(found)
+            of_name = hashed_ids(name or "", self.sources)
+            candidates += of_name
+            rows += [row] * len(of_name)
         ids = np.array(candidates, np.uint64)
         at = np.minimum(np.searchsorted(self.known, ids), max(len(self.known) - 1, 0))
         is_known = self.known[at] == ids if len(self.known) else np.zeros(len(ids), np.bool_)
@@ -62,17 +62,17 @@ class SoughtNames:
 
     def ids(self, names: pa.ChunkedArray) -> pa.ChunkedArray:
         """The representatives, int64; null for what is no name of an image, or is sa_<id>."""
-        found: list[int | None] = []
+        representatives: list[int | None] = []
         for name in names.to_pylist():
             is_own = name and is_image_name(name) and parse_member_path(name.rpartition("/")[2]) is None
             ids = hashed_ids(name, self.names_of_sources) if is_own else {}
-            known = (self.represented[one] for one in ids if one in self.represented)
-            found.append(first := next(known, next(iter(ids), None)))
+            known = (self.represented[image_id] for image_id in ids if image_id in self.represented)
+            representatives.append(first := next(known, next(iter(ids), None)))
             if first is not None:
                 self.names.setdefault(first, name)
                 self.sources |= ids
                 self.represented |= dict.fromkeys(ids, first)
-        return pa.chunked_array([pa.array(found, pa.int64())])
+        return pa.chunked_array([pa.array(representatives, pa.int64())])
 
     def all_ids(self, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Ascending: these ids and all ids of the names."""
@@ -80,22 +80,24 @@ class SoughtNames:
 
     def of_source(self, ids: npt.NDArray[np.uint64], source: str) -> npt.NDArray[np.uint64]:
         """The ids without those of other sources."""
-        others = [one for one, name in self.sources.items() if name != source]
+        others = [image_id for image_id, name in self.sources.items() if name != source]
         return np.setdiff1d(ids, np.array(others, np.uint64), assume_unique=True)
 
     def representatives(self, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """Ascending, each once: the ids, of names their representatives."""
-        return np.unique(np.array([self.represented.get(one, one) for one in ids.tolist()], np.uint64))
+        return np.unique(
+            np.array([self.represented.get(image_id, image_id) for image_id in ids.tolist()], np.uint64)
+        )
 
 
 def hashed_ids(name: str, sources: frozenset[str]) -> dict[int, str]:
     """The ids that a file of this name may have, and the source of each."""
     parts = name.strip().removeprefix("./").split("/")
     places = [i for i, part in enumerate(parts[:-1]) if part in sources]
-    found = {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
+    candidates = {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
     if len(sources) <= _MOST_SOURCES:
-        found |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
-    ids = {hashed_id(*one): one[0] for one in found}
+        candidates |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
+    ids = {hashed_id(*candidate): candidate[0] for candidate in candidates}
     return ids | hashed_ids(name.replace("\\", "/"), sources) if "\\" in name else ids
 
 

@@ -198,7 +198,9 @@ def _from_parquet(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]
     try:
         with pq.ParquetFile(path.absolute()) as file:
             fit = [
-                one.name for one in file.schema_arrow if is_text(one.type) or pa.types.is_integer(one.type)
+                field.name
+                for field in file.schema_arrow
+                if is_text(field.type) or pa.types.is_integer(field.type)
             ]
             chosen = _column(path, file.schema_arrow.names if column is not None or not fit else fit, column)
             return file.read([chosen])[chosen], chosen
@@ -256,12 +258,12 @@ def _parse(
     blank = unit == "line"
     trimmed = pc.utf8_trim_whitespace(values)
     given = trimmed.filter(pc.not_equal(trimmed, "")) if blank else trimmed
-    own = None if names is None or pc.all(pc.ascii_is_decimal(given)).as_py() else names.ids(given)
-    if own is None and (alike := _parse_alike(given)) is not None:
+    ids_by_name = None if names is None or pc.all(pc.ascii_is_decimal(given)).as_py() else names.ids(given)
+    if ids_by_name is None and (alike := _parse_alike(given)) is not None:
         return alike
-    if own is not None or pc.any(pc.match_substring_regex(given, r"[/\\]")).as_py():
-        named = ids_of_names(given, numbers=own is not None)
-        named = named if own is None else pc.coalesce(own, named)
+    if ids_by_name is not None or pc.any(pc.match_substring_regex(given, r"[/\\]")).as_py():
+        named = ids_of_names(given, numbers=ids_by_name is not None)
+        named = named if ids_by_name is None else pc.coalesce(ids_by_name, named)
         if 0 < named.null_count < len(named):
             others = first_names(given.filter(pc.is_null(named)).unique().to_pylist(), 3)
             counts = f"{named.null_count:,} of {len(named):,} rows name no image"
@@ -277,9 +279,9 @@ def _parse(
     long = pc.greater_equal(pc.utf8_lpad(pc.fill_null(digits, "0"), 19, "0"), str(ID_END))
     row = _first(pc.or_(pc.fill_null(bad, True), long))
     if row is not None:
-        found = str(values[row].as_py())[:_SHOWN]
+        text = str(values[row].as_py())[:_SHOWN]
         raise UsageError(
-            f"{path}, {unit} {row + first:,}: {found!r} is not an image id; write a number below 2**63 such "
+            f"{path}, {unit} {row + first:,}: {text!r} is not an image id; write a number below 2**63 such "
             "as 223750, or a name such as sa_223750.jpg or, of images alone, that of a file in its source"
         )
     ids: npt.NDArray[np.uint64] = pc.drop_null(digits).cast(pa.uint64()).to_numpy()

@@ -304,11 +304,11 @@ class IndexReader:
 
     def __init__(self, path: Path) -> None:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
-        found = self._file.schema_arrow
-        self.with_runs = "runs" in found.names
+        stored = self._file.schema_arrow
+        self.with_runs = "runs" in stored.names
         has = {"with_origin": "category", "with_texts": TEXTS, "with_fields": FIELDS}
-        further = {flag: name in found.names for flag, name in has.items()}
-        if not found.equals(schema(with_runs=self.with_runs, **further)):
+        further = {flag: name in stored.names for flag, name in has.items()}
+        if not stored.equals(schema(with_runs=self.with_runs, **further)):
             raise IndexFormatError("its columns are not those of a shard index")
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
@@ -317,7 +317,7 @@ class IndexReader:
         self.columns = {name: plain[name].to_numpy() for name in names}
         self._per_mask = [
             field.name
-            for field in found
+            for field in stored
             if pa.types.is_list(field.type) and field.name not in ("runs", TEXTS)
         ]
         self._group: tuple[int, pa.Table] | None = None

@@ -56,7 +56,7 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
         raise BadSample("jpeg_too_large", f"JPEG of {len(data):,} bytes, cap {MAX_JPEG_BYTES:,}")
     if data[:2] != b"\xff\xd8":
         raise BadSample("not_a_jpeg", f"image begins with {data[:4].hex(' ') or 'nothing'}, not with ff d8")
-    found: tuple[int, int, int] | None = None
+    frame_header: tuple[int, int, int] | None = None
     scans, coded = 0, 0
     tables: set[int] = set()
     position = 2
@@ -86,12 +86,12 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
                 "jpeg_truncated", f"JPEG of {len(data):,} bytes ends inside a segment that needs {end:,}"
             )
         if marker in _FRAMES:
-            if found is not None:
+            if frame_header is not None:
                 raise BadSample("jpeg_broken", "JPEG has several frame headers")
-            found = _frame_header(data, position, length, max_pixels)
+            frame_header = _frame_header(data, position, length, max_pixels)
         tables.add(marker)
         if marker == _SOS:
-            if found is None:
+            if frame_header is None:
                 raise BadSample("jpeg_broken", "JPEG has coded data before its frame header")
             if not tables >= {_DQT, _DHT}:
                 raise BadSample("jpeg_broken", "JPEG has coded data before its tables")
@@ -100,10 +100,17 @@ def frame(data: bytes, max_pixels: int = MAX_STORED_PIXELS) -> JpegFrame:
         position = end
     else:
         raise BadSample("jpeg_broken", f"JPEG has more than {MAX_SEGMENTS:,} segments")
-    if found is None or not scans:
-        raise BadSample("jpeg_broken", f"JPEG has no {'coded data' if found else 'frame header'}")
-    height, width, components = found
-    return JpegFrame(height, width, components, len(data) - position - 2, coded, _SOF2 in tables)
+    if frame_header is None or not scans:
+        raise BadSample("jpeg_broken", f"JPEG has no {'coded data' if frame_header else 'frame header'}")
+    height, width, components = frame_header
+    return JpegFrame(
+        height,
+        width,
+        components,
+        trailing_bytes=len(data) - position - 2,
+        coded_bytes=coded,
+        progressive=_SOF2 in tables,
+    )
 
 
 def check_length(frame: JpegFrame) -> None:
@@ -137,10 +144,10 @@ def _frame_header(data: bytes, position: int, length: int, max_pixels: int) -> t
 
 def _end_of_scan(data: bytes, position: int) -> int:
     """Offset of the first marker after coded data that is not a restart marker."""
-    found = _MARKER_IN_SCAN.search(data, position)
-    if found is None:
+    marker = _MARKER_IN_SCAN.search(data, position)
+    if marker is None:
         raise BadSample("jpeg_truncated", f"JPEG of {len(data):,} bytes ends inside its coded data")
-    return found.start()
+    return marker.start()
 
 
 def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
@@ -206,15 +213,15 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
     return scaled_side(height, longest, longer_side), scaled_side(width, longest, longer_side)
 
 
-def scale_down(data: bytes, found: JpegFrame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
+def scale_down(data: bytes, stored: JpegFrame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
     """Re-encode so that the longer side has at most so many pixels: bytes, height, width. Raises as `decode`.
 
     An image that is not larger is returned unchanged. Pixels are averaged over areas, which avoids aliasing.
     Chroma subsampling is 4:2:0, as in SA-1B's files.
     """
-    if max(found.height, found.width) <= longer_side:
-        return data, found.height, found.width
-    height, width = scaled_size(found.height, found.width, longer_side)
+    if max(stored.height, stored.width) <= longer_side:
+        return data, stored.height, stored.width
+    height, width = scaled_size(stored.height, stored.width, longer_side)
     try:
         image = cv2.resize(decode(data), (width, height), interpolation=cv2.INTER_AREA)
     except cv2.error as error:  # pixels and size are valid: memory is lacking

@@ -77,17 +77,17 @@ class Change:
         `text`: also join the stored texts, which keep what columns cannot hold, such as categories; takes a
         few ms. RecordError: the image has another size, or lacks a mask that is replaced or hidden.
         """
-        own, count = self.masks, len(base)
-        if (own.image_id, own.height, own.width) != (base.image_id, base.height, base.width):
+        changes, count = self.masks, len(base)
+        if (changes.image_id, changes.height, changes.width) != (base.image_id, base.height, base.width):
             raise RecordError(
-                f"changes of image {own.image_id}, {own.width} x {own.height} pixels: the image has the id "
-                f"{base.image_id} and {base.width} x {base.height} pixels"
+                f"changes of image {changes.image_id}, {changes.width} x {changes.height} pixels: the image has "
+                f"the id {base.image_id} and {base.width} x {base.height} pixels"
             )
-        source = np.arange(count + len(own))
+        source = np.arange(count + len(changes))
         if len(self.hidden) or self.replaces.any():
             source = self._source(base, source)
-        lengths = np.concatenate([base.rle_bytes, own.rle_bytes])
-        rle = np.concatenate([base.rle, own.rle])
+        lengths = np.concatenate([base.rle_bytes, changes.rle_bytes])
+        rle = np.concatenate([base.rle, changes.rle])
         if not len(source):
             rle = rle[:0]
         elif len(source) < len(lengths):
@@ -98,30 +98,32 @@ class Change:
             pairs = zip(ends[source[first]].tolist(), ends[source[last] + 1].tolist(), strict=True)
             rle = np.concatenate([rle[start:stop] for start, stop in pairs])
         columns: dict[str, Any] = {
-            name: np.concatenate([getattr(base, name), getattr(own, name)])[source] for name in _JOINED
+            name: np.concatenate([getattr(base, name), getattr(changes, name)])[source] for name in _JOINED
         }
-        joined = _text(base, own, source.tolist()) if text else None
+        joined = _text(base, changes, source.tolist()) if text else None
         return replace(base, rle=rle, rle_bytes=lengths[source], text=joined, **columns)
 
     def _source(self, base: Annotations, source: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Of the masks of image and layer, one after the other, those that are left, in their new order."""
-        own, count, lost = self.masks, len(base), list[int]()
+        changes, count, lost = self.masks, len(base), list[int]()
         new = np.flatnonzero(self.replaces)
         if len(new) and count:
             order = np.argsort(base.mask_id, kind="stable")
-            at = np.searchsorted(base.mask_id, own.mask_id[new], sorter=order)
+            at = np.searchsorted(base.mask_id, changes.mask_id[new], sorter=order)
             old = order[np.minimum(at, count - 1)]
-            lost = own.mask_id[new][base.mask_id[old] != own.mask_id[new]].tolist()
+            lost = changes.mask_id[new][base.mask_id[old] != changes.mask_id[new]].tolist()
             source[old] = count + new
         elif len(new):
-            lost = own.mask_id[new].tolist()
+            lost = changes.mask_id[new].tolist()
         keep = np.ones(len(source), np.bool_)
         keep[count + new] = False
         if len(self.hidden):
             keep[:count] = ~np.isin(base.mask_id, self.hidden)
             lost += np.setdiff1d(self.hidden, base.mask_id).tolist()
         if lost:
-            raise RecordError(f"changes of image {own.image_id}: the image has no mask {first_names(lost)}")
+            raise RecordError(
+                f"changes of image {changes.image_id}: the image has no mask {first_names(lost)}"
+            )
         return source[keep]
 
 
@@ -131,18 +133,20 @@ _JOINED = (
 )
 
 
-def _text(base: Annotations, own: Annotations, source: list[int]) -> bytes | None:
+def _text(base: Annotations, changes: Annotations, source: list[int]) -> bytes | None:
     """The annotation file of both, if columns cannot give it back; with the origin of each mask."""
-    if base.text is None and own.text is None:
+    if base.text is None and changes.text is None:
         return None
-    document, other = base.to_json(), own.to_json()
+    document, other = base.to_json(), changes.to_json()
     masks = [*document["annotations"], *other["annotations"]]
     document["annotations"] = [masks[i] for i in source]
-    with_origin = base.origin() is not None, own.origin() is not None
+    with_origin = base.origin() is not None, changes.origin() is not None
     if any(with_origin) and isinstance(document.get(PROVENANCE, {}), dict):
         origins: list[Any] = []
-        for one, found, count in zip((document, other), with_origin, (len(base), len(own)), strict=True):
-            origins += one[PROVENANCE]["masks"] if found else [{}] * count
+        for part, has_origin, count in zip(
+            (document, other), with_origin, (len(base), len(changes)), strict=True
+        ):
+            origins += part[PROVENANCE]["masks"] if has_origin else [{}] * count
         kept = document.get(PROVENANCE, other.get(PROVENANCE, {}))
         document[PROVENANCE] = {**kept, "masks": [origins[i] for i in source]}
     return json.dumps(document).encode()
@@ -156,8 +160,8 @@ class Layer:
     columns: dict[str, npt.NDArray[Any]]  # of the index, in the order of the image ids
 
     def __repr__(self) -> str:
-        one = self.info
-        return f"Layer({one.name}, {one.digest[:12]}: {one.images:,} images, {one.added:,} masks added)"
+        info = self.info
+        return f"Layer({info.name}, {info.digest[:12]}: {info.images:,} images, {info.added:,} masks added)"
 
     @property
     def file(self) -> str:
@@ -256,7 +260,7 @@ def open_layers(reader: Reader, table: SampleTable, names: Sequence[str]) -> tup
     ignored. ManifestError: a layer is missing or damaged, or the masks of an image in the shards are not
     those that it was made for.
     """
-    found: dict[str, Layer] = {}
+    opened: dict[str, Layer] = {}
 
     def add(name: str, child: LayerInfo | None, below: tuple[str, ...]) -> None:
         info = read_info(reader, name)
@@ -269,12 +273,12 @@ def open_layers(reader: Reader, table: SampleTable, names: Sequence[str]) -> tup
             raise ManifestError(f"{reader.url(f'{LAYERS}/{name}')}: builds on itself; {_again(name)}")
         if info.parent is not None:
             add(info.parent.name, info, (*below, name))
-        if name not in found:
-            found[name] = _open(reader, table, info)
+        if name not in opened:
+            opened[name] = _open(reader, table, info)
 
     for name in names:
         add(name, None, ())
-    return tuple(found.values())
+    return tuple(opened.values())
 
 
 def schema() -> "pyarrow.Schema":
@@ -336,10 +340,10 @@ def layer_digest(masks: str, index: str, parent: str | None) -> str:
 
 def reopen_layers(reader: Reader, table: SampleTable, layers: Sequence[tuple[str, str]]) -> tuple[Layer, ...]:
     """Open layers again by names and digests. ReplacedError: one is another layer now."""
-    found = open_layers(reader, table, [name for name, _ in layers])
-    if [(layer.info.name, layer.info.digest) for layer in found] != [*layers]:
-        raise _replaced(reader, found[0])
-    return found
+    reopened = open_layers(reader, table, [name for name, _ in layers])
+    if [(layer.info.name, layer.info.digest) for layer in reopened] != [*layers]:
+        raise _replaced(reader, reopened[0])
+    return reopened
 
 
 def check_unchanged(reader: Reader, layers: Sequence[Layer]) -> None:

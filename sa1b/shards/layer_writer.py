@@ -232,7 +232,7 @@ def annotated(store: Store) -> dict[str, dict[str, Any]]:
     """What `sa1b annotate --shards` has stored for layers that are not complete: name -> its settings and, as
     `images`, the number of annotated images.
     """
-    found: dict[str, dict[str, Any]] = {}
+    settings_by_layer: dict[str, dict[str, Any]] = {}
     for path in sorted((store.scratch / LAYERS).glob(".*-annotated")) if store.is_local else ():
         name = path.name[1:].removesuffix("-annotated")
         if is_short_name(name) and path.is_dir():
@@ -240,8 +240,8 @@ def annotated(store: Store) -> dict[str, dict[str, Any]]:
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 settings = json.loads((path / ANNOTATE_SETTINGS).read_bytes())
             count = sum(1 for _ in path.glob("*/sa_*.json"))
-            found[name] = {**(settings if isinstance(settings, dict) else {}), "images": count}
-    return found
+            settings_by_layer[name] = {**(settings if isinstance(settings, dict) else {}), "images": count}
+    return settings_by_layer
 
 
 def remove_annotated(store: Store, name: str) -> None:
@@ -269,7 +269,7 @@ def _check_own(store: Store, name: str) -> None:
 def is_own(store: Store, name: str) -> bool:
     """Whether the files in the folder with the names of a layer's files are those of a layer, or none."""
     folder = f"{LAYERS}/{name}"
-    if not any(store.exists(f"{folder}/{one}") for one in (DOCUMENT, MASKS, INDEX)):
+    if not any(store.exists(f"{folder}/{file}") for file in (DOCUMENT, MASKS, INDEX)):
         return True
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(store.read(f"{folder}/{DOCUMENT}"))["format"] == LAYER_FORMAT:
@@ -278,24 +278,24 @@ def is_own(store: Store, name: str) -> bool:
     return (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC
 
 
-def make_change(base: Annotations, own: Annotations, existing: Existing) -> tuple[Change, int]:
+def make_change(base: Annotations, changes: Annotations, existing: Existing) -> tuple[Change, int]:
     """The change that the masks `own` of a file make to those of an image, and how many got a new id.
 
     A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
     mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no
     such id.
     """
-    replaces = np.zeros(len(own), np.bool_)
+    replaces = np.zeros(len(changes), np.bool_)
     if existing != "keep":
         known, counts = np.unique(base.mask_id, return_counts=True)
-        names, first, times = np.unique(own.mask_id, return_index=True, return_counts=True)
+        names, first, times = np.unique(changes.mask_id, return_index=True, return_counts=True)
         single = np.isin(names, known[counts == 1]) & (times == 1) & (names != -1)
         replaces[first[single]] = True
     hidden = np.empty(0, np.int64)
     if existing == "hide":
-        hidden = np.setdiff1d(base.mask_id, own.mask_id[replaces])
-    taken = {*base.mask_id.tolist(), *own.mask_id[replaces].tolist()} - {-1}
-    ids = own.mask_id.tolist()
+        hidden = np.setdiff1d(base.mask_id, changes.mask_id[replaces])
+    taken = {*base.mask_id.tolist(), *changes.mask_id[replaces].tolist()} - {-1}
+    ids = changes.mask_id.tolist()
     following = max([*taken, *ids, -1]) + 1
     changed: dict[int, int] = {}
     for i in np.flatnonzero(~replaces).tolist():
@@ -305,17 +305,17 @@ def make_change(base: Annotations, own: Annotations, existing: Existing) -> tupl
             changed[i], following = following, following + 1
         else:
             taken.add(ids[i])
-    return Change(_renumbered(own, changed), replaces, hidden), len(changed)
+    return Change(_renumbered(changes, changed), replaces, hidden), len(changed)
 
 
-def _renumbered(own: Annotations, changed: dict[int, int]) -> Annotations:
+def _renumbered(changes: Annotations, changed: dict[int, int]) -> Annotations:
     if not changed:
-        return own
-    ids, text = own.mask_id.copy(), own.text
+        return changes
+    ids, text = changes.mask_id.copy(), changes.text
     ids[[*changed]] = [*changed.values()]
     if text is not None:
         document = json.loads(text)
         for i, new in changed.items():
             document["annotations"][i]["id"] = new
         text = json.dumps(document).encode()
-    return replace(own, mask_id=ids, text=text)
+    return replace(changes, mask_id=ids, text=text)

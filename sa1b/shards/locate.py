@@ -43,15 +43,15 @@ class Rows:
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Source -> its first and last image id."""
-        found: dict[str, tuple[int, int]] = {}
+        spans: dict[str, tuple[int, int]] = {}
         order = np.argsort(self.shard, kind="stable")  # ids stay ascending within a shard
         starts = np.searchsorted(self.shard[order], np.arange(len(self.shards) + 1))
         for number, (start, end) in enumerate(pairwise(starts.tolist())):
             if end > start:
                 first, last = int(self.image_id[order[start]]), int(self.image_id[order[end - 1]])
-                before = found.get(self.sources[number], (first, last))
-                found[self.sources[number]] = min(first, before[0]), max(last, before[1])
-        return found
+                before = spans.get(self.sources[number], (first, last))
+                spans[self.sources[number]] = min(first, before[0]), max(last, before[1])
+        return spans
 
 
 @dataclass(slots=True, eq=False)
@@ -89,15 +89,15 @@ def locate(ids: npt.NDArray[np.uint64], inputs: Sequence[str], listed: Sequence[
     Inputs are dataset directories (folders or URLs), index files (.parquet), task files (.json, .samples);
     else UsageError. Without them, only the sources `listed` are estimated; empty: all tars of SA-1B.
     """
-    found = Located(ids)
+    located = Located(ids)
     searched = []
-    for one in inputs:
-        searched.append(read_rows(one))
-        _take(found, searched[-1])
-    if not found.is_stored.all():
+    for path in inputs:
+        searched.append(read_rows(path))
+        _take(located, searched[-1])
+    if not located.is_stored.all():
         blocks = {source: block for rows in searched for source, block in rows.blocks().items()}
-        _estimate(found, blocks, set(listed))
-    return found
+        _estimate(located, blocks, set(listed))
+    return located
 
 
 def read_rows(text: str) -> Rows:
@@ -133,13 +133,13 @@ def _of_index(path: Path) -> Rows:
     index.close()
     order = np.argsort(columns["image_id"], kind="stable")
     return Rows(
-        columns["image_id"][order].astype(np.uint64),
-        np.zeros(len(order), np.int64),
-        columns["jpg_offset"][order].astype(np.uint64),
-        columns["jpg_bytes"][order],
-        columns["masks_bytes"][order],
-        [str(path.with_suffix(".tar"))],
-        [_source_of(path.with_suffix(".tar").name, {})],
+        image_id=columns["image_id"][order].astype(np.uint64),
+        shard=np.zeros(len(order), np.int64),
+        offset=columns["jpg_offset"][order].astype(np.uint64),
+        jpg_bytes=columns["jpg_bytes"][order],
+        masks_bytes=columns["masks_bytes"][order],
+        shards=[str(path.with_suffix(".tar"))],
+        sources=[_source_of(path.with_suffix(".tar").name, {})],
     )
 
 
@@ -157,13 +157,13 @@ def _of_task(path: Path) -> Rows:
 
 def _of_table(table: SampleTable, shards: list[str], sources: list[str]) -> Rows:
     return Rows(
-        table.image_id,
-        table.shard.astype(np.int64),
-        table.offset,
-        table.jpg_bytes,
-        table.masks_bytes,
-        shards,
-        sources,
+        image_id=table.image_id,
+        shard=table.shard.astype(np.int64),
+        offset=table.offset,
+        jpg_bytes=table.jpg_bytes,
+        masks_bytes=table.masks_bytes,
+        shards=shards,
+        sources=sources,
     )
 
 
@@ -172,29 +172,29 @@ def _source_of(shard: str, by_stem: dict[str, str]) -> str:
     return "" if parsed is None else by_stem.get(parsed.stem, source_name(parsed.stem))
 
 
-def _take(found: Located, rows: Rows) -> None:
+def _take(located: Located, rows: Rows) -> None:
     if not len(rows.image_id):
         return
-    at = np.minimum(np.searchsorted(rows.image_id, found.image_id), len(rows.image_id) - 1)
-    new = np.flatnonzero((rows.image_id[at] == found.image_id) & ~found.is_stored)
+    at = np.minimum(np.searchsorted(rows.image_id, located.image_id), len(rows.image_id) - 1)
+    new = np.flatnonzero((rows.image_id[at] == located.image_id) & ~located.is_stored)
     at = at[new]
     shard = rows.shard[at]
-    found.status[new] = STORED
-    found.source[new] = np.array(rows.sources, object)[shard]
-    found.shard[new] = np.array(rows.shards, object)[shard]
+    located.status[new] = STORED
+    located.source[new] = np.array(rows.sources, object)[shard]
+    located.shard[new] = np.array(rows.shards, object)[shard]
     for name in ("offset", "jpg_bytes", "masks_bytes"):
-        getattr(found, name)[new] = getattr(rows, name)[at].astype(np.int64)
+        getattr(located, name)[new] = getattr(rows, name)[at].astype(np.int64)
 
 
-def _estimate(found: Located, blocks: dict[str, tuple[int, int]], listed: set[str]) -> None:
+def _estimate(located: Located, blocks: dict[str, tuple[int, int]], listed: set[str]) -> None:
     for name, (first, last) in blocks.items():
-        inside = slice(*np.searchsorted(found.image_id, np.array([first, last + 1], np.uint64)))
-        new = np.flatnonzero(found.status[inside] == UNKNOWN) + inside.start
-        found.status[new], found.source[new] = ESTIMATED, name
-    left = np.flatnonzero(found.status == UNKNOWN)
-    numbers = estimated_numbers(found.image_id[left])
+        inside = slice(*np.searchsorted(located.image_id, np.array([first, last + 1], np.uint64)))
+        new = np.flatnonzero(located.status[inside] == UNKNOWN) + inside.start
+        located.status[new], located.source[new] = ESTIMATED, name
+    left = np.flatnonzero(located.status == UNKNOWN)
+    numbers = estimated_numbers(located.image_id[left])
     for number in np.unique(numbers[numbers < TARS]).tolist():
         name = estimated_source(number)
         if not listed or name in listed:
             new = left[numbers == number]
-            found.status[new], found.source[new] = ESTIMATED, name
+            located.status[new], located.source[new] = ESTIMATED, name

@@ -60,10 +60,10 @@ def _document(task: Task) -> dict[str, Any]:
 
 def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     """All finished sources by name, but those in `without`; ManifestError as `read_task`."""
-    found, damaged = readable_tasks(root, without)
+    tasks, damaged = readable_tasks(root, without)
     for error in damaged.values():
         raise error
-    return found
+    return tasks
 
 
 def readable_tasks(
@@ -73,9 +73,9 @@ def readable_tasks(
     store = open_store(root)
     names = [name.removesuffix(".json") for name in store.names(TASKS, ".json")]
     names = [name for name in names if name not in without]
-    found = dict(zip(names, store.map(partial(_read_task, store), names), strict=True))
-    damaged = {name: one for name, one in found.items() if isinstance(one, ManifestError)}
-    return {name: one for name, one in found.items() if isinstance(one, Task)}, damaged
+    results = dict(zip(names, store.map(partial(_read_task, store), names), strict=True))
+    damaged = {name: result for name, result in results.items() if isinstance(result, ManifestError)}
+    return {name: result for name, result in results.items() if isinstance(result, Task)}, damaged
 
 
 def _read_task(store: Store, name: str) -> Task | ManifestError | None:
@@ -186,7 +186,9 @@ def task_digest(task: Task) -> str:
 
 def all_shards(tasks: Iterable[Task]) -> list[ShardInfo]:
     """All shards as dataset.json lists them: by stem, the parts of a source by number."""
-    return sorted((shard for task in tasks for shard in task.shards), key=lambda one: shard_order(one.name))
+    return sorted(
+        (shard for task in tasks for shard in task.shards), key=lambda shard: shard_order(shard.name)
+    )
 
 
 def dataset_document(
@@ -256,14 +258,14 @@ def parse_document(data: bytes, path: object) -> dict[str, Any]:
     """The object in dataset.json or a task file; ManifestError: damaged or of another format."""
     try:
         document = json.loads(data)
-        found = document["format"]
+        written_format = document["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it with "
             f"`{command('index')}`; if it is a file of yours, choose another --out"
         ) from None
-    if found != FORMAT:
-        raise ManifestError(f"{path}: format {found!r}; this package reads {FORMAT!r}")
+    if written_format != FORMAT:
+        raise ManifestError(f"{path}: format {written_format!r}; this package reads {FORMAT!r}")
     return dict(document)
 
 
@@ -273,30 +275,30 @@ def known_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
     source that has shards and is not in dataset.json.
     """
     store = open_store(root)
-    found, damaged = readable_tasks(store, without)
+    tasks, damaged = readable_tasks(store, without)
     strangers: set[str] = set()
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(store)
-        lost = document["sources"].keys() - found.keys() - set(without)
-        found |= {name: _listed_task(document, name) for name in lost}
-        if damaged.keys() - found.keys():
+        lost = document["sources"].keys() - tasks.keys() - set(without)
+        tasks |= {name: _listed_task(document, name) for name in lost}
+        if damaged.keys() - tasks.keys():
             stems = {shard_order(shard).stem for shard in store.names("", ".tar")}
             strangers = {name for name in damaged if source_stem(name) not in stems}
     for name, error in damaged.items():
-        if name not in found and name not in strangers:
+        if name not in tasks and name not in strangers:
             raise error
-    return dict(sorted(found.items()))
+    return dict(sorted(tasks.items()))
 
 
 def _listed_task(document: Mapping[str, Any], name: str) -> Task:
-    shards = [ShardInfo(**one) for one in document["shards"] if is_shard_of(one["name"], name)]
+    shards = [ShardInfo(**shard) for shard in document["shards"] if is_shard_of(shard["name"], name)]
     return rebuilt_task(
         name,
         Options(**document["options"]),
         document["versions"],
         shards,
-        document["largest"],
-        document.get(READING, {}).get(name),
+        largest=document["largest"],
+        reading=document.get(READING, {}).get(name),
         listed=document["sources"][name],
     )
 
@@ -306,9 +308,9 @@ def rebuilt_task(
     options: Options,
     versions: dict[str, str],
     shards: list[ShardInfo],
+    *,
     largest: dict[str, int],
     reading: Mapping[str, Any] | None,
-    *,
     jpg_bytes: int | None = None,
     listed: str | None = None,
 ) -> Task:
@@ -317,7 +319,7 @@ def rebuilt_task(
     source = dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name}
     source |= {READING: reading} if reading else {}
     counts = counts_of(shards, jpg_bytes)
-    return Task(source, options, versions, shards, counts, [], largest, listed=listed)
+    return Task(source, options, versions, shards, counts, damage=[], largest=largest, listed=listed)
 
 
 def counts_of(shards: Sequence[ShardInfo], jpg_bytes: int | None) -> dict[str, Any]:

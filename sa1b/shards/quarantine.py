@@ -110,8 +110,8 @@ class Quarantine:
 
     def digests(self) -> dict[str, str] | None:
         """sha256 of the two lists by name; None: there are none."""
-        found = {path.name: sha256_of(path) for path in sorted(self._folder.glob("*.jsonl"))}
-        return found or None
+        digests = {path.name: sha256_of(path) for path in sorted(self._folder.glob("*.jsonl"))}
+        return digests or None
 
     def exists(self) -> bool:
         """Whether there is a folder to commit."""

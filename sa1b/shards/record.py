@@ -112,19 +112,19 @@ def encode(annotations: Annotations, of_layer: Mapping[str, npt.NDArray[Any]] | 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     """This thread's decompressor: a new one for every record costs a quarter of the decompression."""
-    found: zstandard.ZstdDecompressor | None = getattr(_THREAD, "decompressor", None)
-    if found is None:
-        found = _THREAD.decompressor = zstandard.ZstdDecompressor()
-    return found
+    decompressor: zstandard.ZstdDecompressor | None = getattr(_THREAD, "decompressor", None)
+    if decompressor is None:
+        decompressor = _THREAD.decompressor = zstandard.ZstdDecompressor()
+    return decompressor
 
 
 def _compressor() -> zstandard.ZstdCompressor:
     """This thread's compressor: a new one for every record costs 0.1 ms and 1 MB of fresh memory."""
-    found: zstandard.ZstdCompressor | None = getattr(_THREAD, "compressor", None)
-    if found is None:
+    compressor: zstandard.ZstdCompressor | None = getattr(_THREAD, "compressor", None)
+    if compressor is None:
         # The content size in the frame's header lets a reader refuse a bomb before it decompresses.
-        found = _THREAD.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    return found
+        compressor = _THREAD.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+    return compressor
 
 
 def decode(data: bytes | memoryview) -> Annotations:

@@ -47,11 +47,11 @@ class Sample(display.Displayed):
     offset: int
 
     def __repr__(self) -> str:
-        found = self.annotations
+        annotations = self.annotations
         image = f"JPEG of {len(self.jpeg):,} bytes" if self.jpeg else "no JPEG"
         return (
-            f"Sample({self.image_id}: {len(found):,} masks, {found.width} x {found.height} pixels, "
-            f"{image} in {self.shard!r} at offset {self.offset:,})"
+            f"Sample({self.image_id}: {len(annotations):,} masks, {annotations.width} x {annotations.height} "
+            f"pixels, {image} in {self.shard!r} at offset {self.offset:,})"
         )
 
     @property
@@ -101,8 +101,8 @@ class Sample(display.Displayed):
         Raises:
             IndexError: an index in `select` is outside the masks.
         """
-        found = raster.rasterize(self.runs, select=select, dtype=np.bool_)
-        return found.view(np.bool_)
+        masks = raster.rasterize(self.runs, select=select, dtype=np.bool_)
+        return masks.view(np.bool_)
 
     def overlay(self, masks: npt.ArrayLike | None = None, max_side: int = 1024) -> "Image":
         """The image with its masks drawn over it in colours, with contours, as a PIL image in mode RGB.
@@ -337,7 +337,9 @@ def submit(
         shared = len(run) > 1
         read: _Begun = _Shared(begun) if shared else begun
         for location in run:
-            found = (layer.submit(reader, location.image_id) for layer in layers)
-            changes = tuple(change for change in found if change is not None)
-            readings.append(PendingRead(location, reader, read, origin, shared, changes, text))
+            pending_changes = (layer.submit(reader, location.image_id) for layer in layers)
+            changes = tuple(change for change in pending_changes if change is not None)
+            readings.append(
+                PendingRead(location, reader, read, origin=origin, shared=shared, changes=changes, text=text)
+            )
     return readings

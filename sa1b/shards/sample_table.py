@@ -230,10 +230,10 @@ def digests(header: bytes) -> dict[str, str]:
 
 def clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
     """Sources that hold an image of a source before them, by name: source -> message."""
-    found = _neighbour_clashes(tables)
-    if found:  # an image in three sources: the first and the last are compared without the second
-        found |= clashes({name: table for name, table in tables.items() if name not in found})
-    return found
+    messages = _neighbour_clashes(tables)
+    if messages:  # an image in three sources: the first and the last are compared without the second
+        messages |= clashes({name: table for name, table in tables.items() if name not in messages})
+    return messages
 
 
 def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
@@ -247,14 +247,14 @@ def _neighbour_clashes(tables: Mapping[str, SampleTable]) -> dict[str, str]:
         return {}
     # Of equal ids the stable order has the earlier source first.
     owners = np.searchsorted(ends, np.stack([order[same], order[same + 1]]), side="right")
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     pairs, at = np.unique(owners, axis=1, return_index=True)
     for (first, second), position in sorted(zip(pairs.T.tolist(), at.tolist(), strict=True)):
-        if names[first] not in found and first != second:
+        if names[first] not in messages and first != second:
             image_id = int(ids[order[same[position]]])
             message = clash_message(image_id, names[second], names[first])
-            found.setdefault(names[second], message)
-    return found
+            messages.setdefault(names[second], message)
+    return messages
 
 
 def clash_message(image_id: int, source: str, owner: str) -> str:

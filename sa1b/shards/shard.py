@@ -178,8 +178,8 @@ def walk_shard(
         members: dict[str, StoredMember] = {}
         image_id, start = -1, 0
         first = ""  # ending of the first member of every image: jpg, or masks in a shard without images
-        while (found := read.member()) is not None:
-            offset, member_id, ending, member = found
+        while (entry := read.member()) is not None:
+            offset, member_id, ending, member = entry
             first = first or ending
             if ending == first and members:
                 yield _image(shard, image_id, members, start)
@@ -319,12 +319,12 @@ def _compare(shard: Path, row: dict[str, int] | None, image: StoredImage | None)
         name, where = ("the index", "the tar") if image is None else ("the tar", "the index")
         known = row["image_id"] if row is not None else image.image_id if image is not None else -1
         raise damaged(shard, shard.stat().st_size, f"image {known} is in {name} and not in {where}")
-    found = {"image_id": image.image_id}
+    actual = {"image_id": image.image_id}
     for ending, member in image.members().items():
-        found[f"{ending}_offset"], found[f"{ending}_bytes"] = member.offset, len(member.data)
-        found[f"{ending}_crc32c"] = member.crc32c
-    if row != found:
-        wrong = ", ".join(name for name in found if found[name] != row[name])
+        actual[f"{ending}_offset"], actual[f"{ending}_bytes"] = member.offset, len(member.data)
+        actual[f"{ending}_crc32c"] = member.crc32c
+    if row != actual:
+        wrong = ", ".join(name for name in actual if actual[name] != row[name])
         raise damaged(shard, image.jpg.offset, f"image {image.image_id} differs from the index in {wrong}")
     return 1
 
@@ -347,7 +347,7 @@ class Largest:
             }
         )
 
-    def merge(self, found: Mapping[str, int]) -> None:
+    def merge(self, quantities: Mapping[str, int]) -> None:
         """Add the quantities of an image or of another shard."""
-        for name, value in found.items():
+        for name, value in quantities.items():
             self.values[name] = max(self.values[name], value)

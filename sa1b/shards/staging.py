@@ -137,8 +137,8 @@ def temporary_files(store: Store) -> dict[Path, str]:
     """Files that have a name of `temporary_path` in this machine's folders, and their processes."""
     places = [store.scratch, *(store.scratch / folder for folder in (TASKS, QUARANTINE, VIEWS, LAYERS))]
     places += _children(store.scratch / LAYERS)
-    found = {path: process_of_temporary(path) for place in places for path in place.glob(".*.partial")}
-    return {path: process for path, process in found.items() if process is not None}
+    processes = {path: process_of_temporary(path) for place in places for path in place.glob(".*.partial")}
+    return {path: process for path, process in processes.items() if process is not None}
 
 
 def _children(folder: Path) -> list[Path]:
@@ -205,7 +205,7 @@ def _last_write(path: Path) -> float:
     newest = 0.0
     # Not rglob, which fails if a process removes its folder in between.
     inside = (Path(folder, name) for folder, *names in os.walk(path) for name in itertools.chain(*names))
-    for one in (path, *inside):
+    for file in (path, *inside):
         with contextlib.suppress(FileNotFoundError):
-            newest = max(newest, one.lstat().st_mtime)
+            newest = max(newest, file.lstat().st_mtime)
     return newest

@@ -62,12 +62,12 @@ def sources_without_task(store: Store, known: Collection[str]) -> dict[str, list
     """Sources with shards and no task file in `known`, and the names of these shards in order."""
     rows = (name.removesuffix(".samples") for name in store.names(TASKS, ".samples"))
     names = {source_stem(name): name for name in (*rows, *known)}
-    found: dict[str, list[str]] = {}
+    shards: dict[str, list[str]] = {}
     for shard in sorted(filter(parse_shard_name, store.names("", ".tar")), key=shard_order):
         stem = shard_order(shard).stem
         if (name := names.get(stem, source_name(stem))) not in known:
-            found.setdefault(name, []).append(shard)
-    return found
+            shards.setdefault(name, []).append(shard)
+    return shards
 
 
 def check_kept(
@@ -107,11 +107,11 @@ def check_drop(store: Store, source: str) -> None:
     check_own(store, [name for name in files if shard_of(name) not in listed])
     if listed or store.exists(task_name(source, "samples")):  # the rows are removed after the shards
         return
-    found = stored_images(store, source, files)
-    left = np.setdiff1d(np.concatenate([no_ids(), *found.values()]), _images_of_others(store, source))
+    images = stored_images(store, source, files)
+    left = np.setdiff1d(np.concatenate([no_ids(), *images.values()]), _images_of_others(store, source))
     if len(left):
         raise UsageError(
-            f"--drop {source}: {first_names(sorted(found))} of {store}: no task file lists them, and they "
+            f"--drop {source}: {first_names(sorted(images))} of {store}: no task file lists them, and they "
             f"hold {counted(len(left), 'image')} that the dataset lacks ({first_names(left.tolist())}); "
             f"first add them with `{command('index')} {store}`, or move these files away"
         )
@@ -152,7 +152,7 @@ def is_own(store: Store, name: str) -> bool:
 
 def stored_images(store: Store, source: str, files: Collection[str]) -> dict[str, Ids]:
     """The image ids of each shard that is stored: from the rows of the source, its index, or its headers."""
-    found: dict[str, Ids] = {}
+    ids: dict[str, Ids] = {}
     with contextlib.suppress(ManifestError, TableError, OSError):
         task = read_task(store, source)
         with store.files(task_name(source, "samples")) as (path,):
@@ -160,9 +160,9 @@ def stored_images(store: Store, source: str, files: Collection[str]) -> dict[str
             if task.samples is not None and task.samples["sha256"] == digest:
                 rows = open_table(path)
                 for number, shard in enumerate(task.shards):
-                    found[shard.name] = rows.image_id[rows.shard == number].copy()
+                    ids[shard.name] = rows.image_id[rows.shard == number].copy()
     tars = [name for name in files if name.endswith(".tar")]
-    return {shard: found[shard] if shard in found else images_of(store, shard) for shard in tars}
+    return {shard: ids[shard] if shard in ids else images_of(store, shard) for shard in tars}
 
 
 def images_of(store: Store, shard: str) -> Ids:
@@ -171,15 +171,15 @@ def images_of(store: Store, shard: str) -> Ids:
     with contextlib.suppress(*UNREADABLE), store.files(index) as (path,):
         ids = pq.read_table(path.absolute(), columns=["image_id"])["image_id"]
         return np.asarray(ids.to_numpy(), np.uint64)
-    found, offset = set(), 0
+    image_ids, offset = set(), 0
     while len(block := _block(store, shard, offset)) == BLOCK:
         header = parse_header(block)
         member = None if header is None else parse_member_name(header.name)
         if header is None or member is None or header.size < 0:
             break
-        found.add(member.image_id)
+        image_ids.add(member.image_id)
         offset += BLOCK + header.size + -header.size % BLOCK
-    return np.array(sorted(found), np.uint64)
+    return np.array(sorted(image_ids), np.uint64)
 
 
 def _block(store: Store, name: str, start: int) -> bytes:
@@ -203,20 +203,20 @@ def _block(store: Store, name: str, start: int) -> bytes:
 
 def _listed(store: Store, source: str) -> dict[str, ShardInfo]:
     """The shards of a source by dataset.json and its task file."""
-    found: dict[str, ShardInfo] = {}
+    infos: dict[str, ShardInfo] = {}
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         shards = read_dataset(store)["shards"]
-        found = {one["name"]: ShardInfo(**one) for one in shards if is_shard_of(one["name"], source)}
+        infos = {shard["name"]: ShardInfo(**shard) for shard in shards if is_shard_of(shard["name"], source)}
     with contextlib.suppress(ManifestError, OSError):
-        found |= {shard.name: shard for shard in read_task(store, source).shards}
-    return found
+        infos |= {shard.name: shard for shard in read_task(store, source).shards}
+    return infos
 
 
 def _images_of_others(store: Store, source: str) -> Ids:
     """The ids of the images of the dataset from other sources; none if it cannot be read."""
     with contextlib.suppress(ManifestError, TableError, OSError, KeyError, TypeError, IndexError):
         document = read_dataset(store)
-        others = np.array([not is_shard_of(one["name"], source) for one in document["shards"]], bool)
+        others = np.array([not is_shard_of(shard["name"], source) for shard in document["shards"]], bool)
         with store.files(str(document["samples"]["name"])) as (path,):
             table = open_table(path)
             return np.asarray(table.image_id[others[table.shard]], np.uint64)

@@ -50,8 +50,8 @@ def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
     fields, renamed = _fields(names)
     row: Any = msgspec.defstruct("Row", fields, rename=renamed, gc=False)
     keys, rows = _json_rows(data, row)
-    columns = {name: [getattr(one, field) for one in rows] for field, name in renamed.items()}
-    given = {name: values for name, values in columns.items() if any(one is not None for one in values)}
+    columns = {name: [getattr(entry, field) for entry in rows] for field, name in renamed.items()}
+    given = {name: values for name, values in columns.items() if any(value is not None for value in values)}
     if needed is not None and needed not in given:
         inner, of_masks = _fields(["id", needed])
         mask: Any = msgspec.defstruct("Mask", inner, rename=of_masks, gc=False)
@@ -59,18 +59,18 @@ def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
         with_masks: Any = msgspec.defstruct(
             "Row", [(_MASKS, masks_type, msgspec.field(default_factory=list))]
         )
-        masks = [one for found in _json_rows(data, with_masks)[1] for one in getattr(found, _MASKS)]
+        masks = [item for entry in _json_rows(data, with_masks)[1] for item in getattr(entry, _MASKS)]
         id_field, value_field = of_masks
-        if any(getattr(one, value_field) is not None for one in masks):
+        if any(getattr(item, value_field) is not None for item in masks):
             return pa.table(
                 {
-                    "mask_id": [getattr(one, id_field) for one in masks],
-                    needed: [getattr(one, value_field) for one in masks],
+                    "mask_id": [getattr(item, id_field) for item in masks],
+                    needed: [getattr(item, value_field) for item in masks],
                 }
             )
-        found: dict[str, Any] = next(iter(_json_rows(data, dict)[1]), {})
-        if needed not in found:
-            return pa.table({name: [] for name in found})
+        document: dict[str, Any] = next(iter(_json_rows(data, dict)[1]), {})
+        if needed not in document:
+            return pa.table({name: [] for name in document})
     if keys is not None and given.keys().isdisjoint(IMAGE_COLUMNS):
         given = {"image_id": keys} | given
     return pa.table(given)
@@ -100,14 +100,16 @@ def _plain(data: bytes) -> tuple[list[str], list[Any] | None] | None:
     ids = GenericAlias(list, (int | str,))
     texts = GenericAlias(dict, (str, str | GenericAlias(list, (str,))))
     try:
-        found: Any = msgspec.json.decode(data, type=ids | texts)
+        document: Any = msgspec.json.decode(data, type=ids | texts)
     except msgspec.DecodeError:  # at the first value, so that a large document takes no time
         return None
-    if not found or isinstance(found, list):
-        return ([*map(str, found)], None) if found else None
-    values = list(found.values())
+    if not document or isinstance(document, list):
+        return ([*map(str, document)], None) if document else None
+    values = list(document.values())
     one_each = {*map(type, values)} == {str}
-    return list(found), values if one_each else [[one] if isinstance(one, str) else one for one in values]
+    return list(document), values if one_each else [
+        [text] if isinstance(text, str) else text for text in values
+    ]
 
 
 def answers_of(values: pa.ChunkedArray) -> pa.ChunkedArray | None:

@@ -60,8 +60,8 @@ def main(
         json_output: Print the result as JSON.
     """
     words = [_ID.fullmatch(word) for word in where]
-    inputs = [word for word, found in zip(where, words, strict=True) if found is None]
-    named = [int(found[1]) for found in words if found is not None]
+    inputs = [word for word, match in zip(where, words, strict=True) if match is None]
+    named = [int(match[1]) for match in words if match is not None]
     if not inputs and links is None:
         raise UsageError(
             "ROOT or --links: missing; pass a dataset directory, an index, a task file or a list of links"
@@ -80,41 +80,41 @@ def main(
     if ids is not None:
         wanted = np.concatenate([wanted, read_image_ids(ids)])
     listed = [] if links is None else [link.file_name.removesuffix(".tar") for link in read_links(links)[0]]
-    found = locate(np.unique(wanted), inputs, listed)
+    located = locate(np.unique(wanted), inputs, listed)
     if json_output:
-        print(json.dumps(_document(found), indent=1))
+        print(json.dumps(_document(located), indent=1))
     elif tsv:
-        _print_tsv(found)
+        _print_tsv(located)
     else:
-        show(_table(found))
-    return 0 if found.is_stored.all() else 3
+        show(_table(located))
+    return 0 if located.is_stored.all() else 3
 
 
-def _document(found: "Located") -> dict[str, object]:
-    columns = {name: values.tolist() for name, values in found.columns().items()}
+def _document(located: "Located") -> dict[str, object]:
+    columns = {name: values.tolist() for name, values in located.columns().items()}
     rows = [
         {name: None if value in ("", -1) else value for name, value in zip(columns, row, strict=True)}
         for row in zip(*columns.values(), strict=True)
     ]
-    return {"exit_code": 0 if found.is_stored.all() else 3, "images": rows}
+    return {"exit_code": 0 if located.is_stored.all() else 3, "images": rows}
 
 
-def _print_tsv(found: "Located") -> None:
-    columns = {name: values.tolist() for name, values in found.columns().items()}
+def _print_tsv(located: "Located") -> None:
+    columns = {name: values.tolist() for name, values in located.columns().items()}
     sys.stdout.write("\t".join(columns) + "\n")
     sys.stdout.writelines("\t".join(map(str, row)) + "\n" for row in zip(*columns.values(), strict=True))
 
 
-def _table(found: "Located") -> str:
+def _table(located: "Located") -> str:
     rows = [("image id", "source", "shard", "offset", "bytes")]
-    columns = [values[:_SHOWN].tolist() for values in found.columns().values()]
+    columns = [values[:_SHOWN].tolist() for values in located.columns().values()]
     for image_id, status, source, shard, offset, jpg_bytes, masks_bytes in zip(*columns, strict=True):
         if status == "stored":
             rows.append((str(image_id), source, shard, f"{offset:,}", f"{jpg_bytes:,} + {masks_bytes:,}"))
         else:
             rows.append((str(image_id), f"{source} (estimate)" if source else "unknown", "-", "-", "-"))
     lines = aligned(rows)
-    if (more := len(found.image_id) - _SHOWN) > 0:
+    if (more := len(located.image_id) - _SHOWN) > 0:
         lines.append(f"and {counted(more, 'more image')}, all printed with --tsv or --json")
-    stored = int(found.is_stored.sum())
-    return "\n".join([*lines, f"{counted(stored, 'image')} stored, {len(found.image_id) - stored:,} not"])
+    stored = int(located.is_stored.sum())
+    return "\n".join([*lines, f"{counted(stored, 'image')} stored, {len(located.image_id) - stored:,} not"])

@@ -121,7 +121,9 @@ class Batch(Tensors):
         if dense is None or size not in (None, dense.shape[-1]):
             dense = self.masks.dense(size)
         index = padded_index(self.masks.counts)
-        row, column = (one.to(self.ids.device, non_blocking=True) for one in (index >= 0).nonzero().unbind(1))
+        row, column = (
+            indices.to(self.ids.device, non_blocking=True) for indices in (index >= 0).nonzero().unbind(1)
+        )
 
         def padded(flat: Tensor) -> Tensor:
             empty = flat.new_zeros(*index.shape, *flat.shape[1:])
@@ -141,7 +143,9 @@ class Batch(Tensors):
         `mean` and `std` are of red, green and blue for values from 0 to 255, by default those of SAM and
         ImageNet. Multiply those for values from 0 to 1 by 255.
         """
-        mean_rgb, std_rgb = (torch.tensor(one, device=self.ids.device).view(3, 1, 1) for one in (mean, std))
+        mean_rgb, std_rgb = (
+            torch.tensor(values, device=self.ids.device).view(3, 1, 1) for values in (mean, std)
+        )
         return normalised(self.images, self.framed_sizes, mean_rgb, std_rgb)
 
     def to_source(self, coordinates: Tensor, image: Tensor | None = None) -> Tensor:
@@ -176,7 +180,7 @@ class Batch(Tensors):
             actual = list(coordinates.shape)
             raise BadValue(f"coordinates: must be [{len(image)}, 2] or [{len(image)}, 4], got {actual}")
         columns = (self.windows[image], self.framed_sizes[image])
-        window, framed = (one[:, :, None].unbind(1) for one in columns)
+        window, framed = (column[:, :, None].unbind(1) for column in columns)
         return window, framed, self.flipped[image, None]
 
     def for_transformers(self, prompts: str = "points") -> dict[str, Tensor]:
@@ -194,13 +198,13 @@ class Batch(Tensors):
         if prompts not in ("points", "boxes", "both"):
             raise BadValue(f"prompts={prompts!r}: must be 'points', 'boxes' or 'both'")
         padded = self.padded(1)
-        found = {"pixel_values": self.normalised()}
+        inputs = {"pixel_values": self.normalised()}
         if prompts != "boxes":
-            found["input_points"] = padded.points[:, :, None] - 0.5
-            found["input_labels"] = torch.where(padded.index < 0, -10, 1)[:, :, None]  # -10: no point
+            inputs["input_points"] = padded.points[:, :, None] - 0.5
+            inputs["input_labels"] = torch.where(padded.index < 0, -10, 1)[:, :, None]  # -10: no point
         if prompts != "points":
-            found["input_boxes"] = padded.boxes - 0.5
-        return found
+            inputs["input_boxes"] = padded.boxes - 0.5
+        return inputs
 
     def pack(self, allocate: Callable[[int], Tensor]) -> "Batch":
         """A copy with all tensors except `images` and `dense` in one buffer, for one copy to a device.
@@ -273,7 +277,9 @@ def collate(
     framed_sizes = _numbers([frame.taken for frame in frames], 2)
     image = np.repeat(np.arange(len(samples)), counts)
     offsets = np.zeros(len(image) + 1, np.int64)
-    np.cumsum(np.concatenate([offsets[:0], *(np.diff(one.runs.offsets) for one in samples)]), out=offsets[1:])
+    np.cumsum(
+        np.concatenate([offsets[:0], *(np.diff(sample.runs.offsets) for sample in samples)]), out=offsets[1:]
+    )
     masks = RaggedMasks(
         runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
         offsets=torch.from_numpy(offsets),

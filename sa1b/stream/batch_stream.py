@@ -139,8 +139,8 @@ class BatchStream(IterableDataset[Batch]):
                     self.iterations.fail()
                 raise
             finally:
-                for one in in_flight:
-                    one.cancel()
+                for pending in in_flight:
+                    pending.cancel()
 
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch concurrently."""

@@ -41,11 +41,11 @@ class LoaderSettings:
     def of(cls, loader: Loader, **changes: Any) -> Self:
         """The settings of a loader; `changes` replace some of them."""
         stream, datasets = loader.stream, [source.dataset for source in loader.stream.sources()]
-        stored = [one.manifest["options"].get("image_size") for one in datasets]
+        stored = [dataset.manifest["options"].get("image_size") for dataset in datasets]
         settings: dict[str, Any] = {
             "threads": loader.threads,
             "cpus": available_cpus(),
-            "is_local": all(one.reader.is_local for one in datasets),
+            "is_local": all(dataset.reader.is_local for dataset in datasets),
             "cached": stream.stats.cache is not None,
             "stored": None if None in stored else max(stored),
             "image_size": stream.options.image_size,
@@ -81,7 +81,7 @@ class StepSettings:
 
     def has(self, mode: str, precision: str = "") -> bool:
         """Whether a case has a mode and a precision that begin like this."""
-        return any(one.startswith(mode) and other.startswith(precision) for one, other in self.modes)
+        return any(case.startswith(mode) and cast.startswith(precision) for case, cast in self.modes)
 
 
 @dataclass(frozen=True, slots=True)

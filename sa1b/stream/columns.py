@@ -111,8 +111,8 @@ class Column:
         """The values of image or mask ids, int64 [N], in their order; None where the table has no row."""
         import pyarrow as pa
 
-        rows, found = self._rows(ids)
-        values: list[Any] = self._values.take(pa.array(rows, mask=~found)).to_pylist()
+        rows, has_row = self._rows(ids)
+        values: list[Any] = self._values.take(pa.array(rows, mask=~has_row)).to_pylist()
         before = self.looked_up
         self.missing += values.count(None)
         self.looked_up += len(values)
@@ -131,9 +131,9 @@ class Column:
 
     def _rows(self, ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         rows = np.searchsorted(self._ids, ids)
-        found = (rows < len(self)) & (ids >= 0)  # -1 is a mask without an id
-        found[found] = self._ids[rows[found]] == ids[found]
-        return rows, found
+        has_row = (rows < len(self)) & (ids >= 0)  # -1 is a mask without an id
+        has_row[has_row] = self._ids[rows[has_row]] == ids[has_row]
+        return rows, has_row
 
 
 def open_columns(
@@ -247,7 +247,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
                 if not final.exists():  # no other process has converted it meanwhile
                     for stale in folder.glob("*.partial"):
                         stale.unlink()
-                    _convert(name, source, reader, file, size, final, how)
+                    _convert(name, source, reader, file, size, final=final, how=how)
     return Column(name, final, source)
 
 
@@ -309,10 +309,10 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
     from sa1b.shards.tables import answers_of
 
     key = how.key
-    for one in (*KEYS, name):
-        if table.schema.names.count(one) > 1:
+    for heading in (*KEYS, name):
+        if table.schema.names.count(heading) > 1:
             raise ColumnError(
-                f"{source}: has {table.schema.names.count(one)} columns {one!r}; rename all but one"
+                f"{source}: has {table.schema.names.count(heading)} columns {heading!r}; rename all but one"
             )
     if name not in table.schema.names:
         known = ", ".join(table.schema.names) or "none: the table is empty"
@@ -321,7 +321,9 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
         raise ColumnError(
             f"{source}: no column {key!r} to join {name!r} by; choose from {', '.join(table.schema.names)}"
         )
-    column = key or next((one for one in KEYS if one in table.schema.names), image_column(table.schema))
+    column = key or next(
+        (candidate for candidate in KEYS if candidate in table.schema.names), image_column(table.schema)
+    )
     if column is None:
         what = f"has {', '.join(table.schema.names)}" if len(table) else "the table has no rows"
         raise ColumnError(

@@ -75,29 +75,30 @@ class MultiCrop:
             raise BadValue(f"image_size={frame.image_size} must be {side}, the image_size of {self!r}")
         values = visit.uniforms(5 * len(places)).reshape(-1, 5).tolist()
         crops = []
-        for (group, row, column), (*chosen, mirrored) in zip(places, values, strict=True):
-            one = self.groups[group]
-            x, y, width, height = RandomCrop(one.area, one.aspect).cropped(frame, *chosen).window
+        for (number, row, column), (*chosen, mirrored) in zip(places, values, strict=True):
+            group = self.groups[number]
+            x, y, width, height = RandomCrop(group.area, group.aspect).cropped(frame, *chosen).window
             # Corners of blocks of 8 x 8 pixels are corners of pixels at each scale of the decoder, from which
             # a window is resampled in a third of the time.
             window = x - x % 8, y - y % 8, width, height
-            crops.append(Crop(window, row, column, one.size, (mirrored < one.flip) != frame.flip))
+            crops.append(Crop(window, row, column, group.size, (mirrored < group.flip) != frame.flip))
         return replace(frame, side=side, crops=tuple(crops))
 
     def split(self, images: Tensor) -> list[Tensor]:
         """The crops of a batch by group: uint8 [B, count, 3, size, size] for `batch.images`."""
-        found: list[list[Tensor]] = [[] for _ in self.groups]
+        groups: list[list[Tensor]] = [[] for _ in self.groups]
         for group, row, column in _sheet(self.groups)[1]:
             size = self.groups[group].size
-            found[group].append(images[:, :, row : row + size, column : column + size])
-        return [torch.stack(one, 1) for one in found]
+            groups[group].append(images[:, :, row : row + size, column : column + size])
+        return [torch.stack(crops, 1) for crops in groups]
 
 
 @cache
 def _sheet(groups: tuple[CropGroup, ...]) -> tuple[int, list[tuple[int, int, int]]]:
     """The side of the smallest square for rows of crops, and group, row and column of each crop."""
     sizes = sorted(
-        ((one.size, i) for i, one in enumerate(groups) for _ in range(one.count)), key=lambda it: -it[0]
+        ((crop_group.size, i) for i, crop_group in enumerate(groups) for _ in range(crop_group.count)),
+        key=lambda it: -it[0],
     )
     side = sizes[0][0]
     while True:

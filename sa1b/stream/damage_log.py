@@ -83,8 +83,8 @@ class DamageLog:
             **({} if self.replay is None else {"replay": self.replay(position)}),
         }
         with self._lock:
-            own = source, image_id
-            if once and any((one.get("source"), one.get("image_id")) == own for one in self.entries()):
+            key = source, image_id
+            if once and any((entry.get("source"), entry.get("image_id")) == key for entry in self.entries()):
                 return
             try:
                 self._append(line)
@@ -104,7 +104,7 @@ class DamageLog:
         try:
             with self._reading() as file:
                 file.seek(start if start <= _size(self._file) else 0)  # another program may have truncated it
-                lines = [line for one in file.read().splitlines() if (line := _parsed(one)) is not None]
+                lines = [line for raw in file.read().splitlines() if (line := _parsed(raw)) is not None]
         except OSError:  # the file is not readable
             lines = []
         return [line for line in lines if line.get("rank") == self.rank] + self._unwritten

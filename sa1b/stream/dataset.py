@@ -206,7 +206,9 @@ class Stream(BatchStream):
         self.columns = open_columns(join or {}, storage_options, dataset=self.dataset)
         self.text = open_text(text, self.dataset, storage_options)
         opened = {
-            f"join[{name!r}]": one for name, one in self.columns.items() if one is not (join or {})[name]
+            f"join[{name!r}]": column
+            for name, column in self.columns.items()
+            if column is not (join or {})[name]
         }
         if self.text is not None and self.text is not text:  # workers get open columns
             opened["text"] = self.text.column
@@ -218,7 +220,7 @@ class Stream(BatchStream):
             else Sequential(count)
         )
         micro_batch = micro_batch or largest_share(global_batch, world_size, shares)
-        self.plan = Plan(formula, global_batch, micro_batch, rank, world_size, shares)
+        self.plan = Plan(formula, global_batch, micro_batch, rank=rank, world_size=world_size, shares=shares)
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
@@ -300,10 +302,10 @@ class Stream(BatchStream):
 
     def check_state(self, state: object) -> None:
         """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
-        own = {name: value for name, value in self.state_dict().items() if name != "position"}
+        current = {name: value for name, value in self.state_dict().items() if name != "position"}
         grown = self.view.digest == self.dataset.table.ids_digest
         name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
-        check_state(own, state, name, self.root, grown=grown)
+        check_state(current, state, name, self.root, grown=grown)
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:

@@ -133,15 +133,15 @@ def _decode_crops(
     data: bytes | memoryview, frame: Frame, stored: tuple[int, int], buffer: npt.NDArray[np.uint8]
 ) -> None:
     """Decode once, at the smallest scale that enlarges no crop; each crop is resampled from that."""
-    high = max(-(-one.size * frame.height // one.window[3]) for one in frame.crops)
-    wide = max(-(-one.size * frame.width // one.window[2]) for one in frame.crops)
+    high = max(-(-crop.size * frame.height // crop.window[3]) for crop in frame.crops)
+    wide = max(-(-crop.size * frame.width // crop.window[2]) for crop in frame.crops)
     image, eighths = jpeg.decode_scaled(data, stored, (high, wide), scratch("decode", *stored))
     buffer[:] = 0
-    for one in frame.crops:
-        target = buffer[one.row : one.row + one.size, one.column : one.column + one.size]
-        edges = window_edges(replace(frame, window=one.window, crops=()), stored, eighths)
-        made = resample(image, edges, one.size, one.size)
-        if one.flip:
+    for crop in frame.crops:
+        target = buffer[crop.row : crop.row + crop.size, crop.column : crop.column + crop.size]
+        edges = window_edges(replace(frame, window=crop.window, crops=()), stored, eighths)
+        made = resample(image, edges, crop.size, crop.size)
+        if crop.flip:
             cv2.flip(made, 1, dst=target)
         else:
             target[:] = made

@@ -96,10 +96,10 @@ class GpuDecoder:
             return set()
         with self._borrowed(out.device) as (lane, library), lane.current():
             files = [images[i].jpeg for i, _ in sizes]
-            found = library.decode(files, [size for _, size in sizes], lane)
+            decoded = library.decode(files, [size for _, size in sizes], lane)
             right = [
                 None if pixels is None or tuple(pixels.shape) != (*size, 3) else pixels
-                for pixels, (_, size) in zip(found, sizes, strict=True)
+                for pixels, (_, size) in zip(decoded, sizes, strict=True)
             ]
             good = written(right)
             lane.follow()  # `out` may still be in use by earlier work of the caller's stream
@@ -116,12 +116,12 @@ class GpuDecoder:
         with self._permits:
             with self._lock:
                 idle = self._idle[device]
-                one = idle.pop() if idle else self._new(device)
+                pair = idle.pop() if idle else self._new(device)
             try:
-                yield one
+                yield pair
             finally:
                 with self._lock:
-                    idle.append(one)
+                    idle.append(pair)
 
     def _new(self, device: torch.device) -> tuple[Lane, JpegLibrary]:
         """A new lane whose library has decoded a test image: a broken one would leave all to the CPU."""
@@ -199,8 +199,8 @@ def written(images: Sequence[Tensor | None]) -> list[bool]:
     if not parts:
         return [False] * len(images)
     untouched = (torch.stack(parts) == POISON).flatten(1).all(1).view(-1, 5).any(1)
-    found = iter(untouched.tolist())
-    return [image is not None and not next(found) for image in images]
+    remaining = iter(untouched.tolist())
+    return [image is not None and not next(remaining) for image in images]
 
 
 def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:

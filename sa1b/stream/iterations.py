@@ -94,22 +94,22 @@ class Iterations:
         worker = get_worker_info()
         with self._locked():
             state = self._read()
-            one = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
-            if one is None:
+            iteration = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
+            if iteration is None:
                 # Position None: all workers refuse this iteration.
-                one = {"position": None if state["unknown"] else state["position"]}
+                iteration = {"position": None if state["unknown"] else state["position"]}
                 state["failed"] = None
                 if worker is not None:
-                    one |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
-                    state["joined"] = [*state["joined"], one][-_REMEMBERED:]
+                    iteration |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
+                    state["joined"] = [*state["joined"], iteration][-_REMEMBERED:]
                 if following is None:
                     state["unknown"] |= worker is not None
                 else:
                     state["position"] = following(state["position"])
             self._write(state)
-        if one["position"] is None:
+        if iteration["position"] is None:
             raise UsageError(_ENDLESS)
-        return int(one["position"])
+        return int(iteration["position"])
 
     def ignore_signals(self) -> None:
         """Ignore SIGTERM and SIGUSR1 in a worker until its main process or iteration ends."""
@@ -152,10 +152,10 @@ class Iterations:
 
     def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
         """Add this worker to the iteration that another worker of its iterator has begun, if there is one."""
-        for one in reversed(state["joined"]):
-            if one["seed"] == seed and worker not in one["workers"]:
-                one["workers"].append(worker)
-                return dict(one)
+        for iteration in reversed(state["joined"]):
+            if iteration["seed"] == seed and worker not in iteration["workers"]:
+                iteration["workers"].append(worker)
+                return dict(iteration)
         return None
 
     @contextmanager
@@ -247,14 +247,14 @@ class StreamIterator(Iterator[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an iteration before its first batch; ResumeError if ranks, workers or sizes differ."""
-        own = self._identity()
-        if state.keys() != {*own, "begun", "used", "following"}:
+        identity = self._identity()
+        if state.keys() != {*identity, "begun", "used", "following"}:
             raise ResumeError(
                 f"load_state_dict({state!r}): not the state of an iteration; pass what state_dict() of the "
                 "StatefulDataLoader returned"
             )
-        if different := [name for name in _SAME if state[name] != own[name]]:
-            changes = ", ".join(f"{name} {state[name]}, now {own[name]}" for name in different)
+        if different := [name for name in _SAME if state[name] != identity[name]]:
+            changes = ", ".join(f"{name} {state[name]}, now {identity[name]}" for name in different)
             raise ResumeError(
                 f"load_state_dict(): {changes}; resume with the same ranks, workers and batch sizes, or save "
                 "stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"

@@ -191,7 +191,7 @@ class Torchcodec:
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
         """See `JpegLibrary`."""
-        found: list[Tensor | None] = [None] * len(files)
+        decoded: list[Tensor | None] = [None] * len(files)
         left = list(range(len(files)))
         for _ in range(2):  # the second time, the memory of the first one is free as well
             spans = _filled_spans([(3, *sizes[i]) for i in left], lane)
@@ -200,13 +200,13 @@ class Torchcodec:
             outside = []
             for i, image in zip(left, images, strict=True):
                 if image is not None and _inside(image, spans):
-                    found[i] = image.permute(1, 2, 0)
+                    decoded[i] = image.permute(1, 2, 0)
                 elif image is not None:
                     outside.append(i)
             left = outside
             if not left:
                 break
-        return found
+        return decoded
 
     def _all(self, files: list[Tensor], device: torch.device) -> list[Tensor | None]:
         """Decode in one call; if it fails, each file alone."""
@@ -217,7 +217,7 @@ class Torchcodec:
         except RuntimeError:
             if len(files) == 1:
                 return [None]
-        return [one for file in files for one in self._all([file], device)]
+        return [image for file in files for image in self._all([file], device)]
 
 
 class Nvimgcodec:

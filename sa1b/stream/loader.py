@@ -232,4 +232,6 @@ def _note(text: str) -> None:
     if log.hasHandlers() or log.level or logging.lastResort is None:
         log.info(text)
     else:
-        logging.lastResort.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None))
+        logging.lastResort.handle(
+            log.makeRecord(log.name, logging.INFO, __file__, 0, text, args=(), exc_info=None)
+        )

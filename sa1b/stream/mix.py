@@ -25,7 +25,7 @@ from sa1b.stream.iterations import Iterations
 from sa1b.stream.mixture import Concatenated, Mixture, Phase, whole_weights
 from sa1b.stream.order import Sequential
 from sa1b.stream.pending import SampleSource
-from sa1b.stream.plan import MAX_POSITION, Plan, ResumeError, checked_position
+from sa1b.stream.plan import MAX_POSITION, ResumeError, checked_position
 from sa1b.stream.stats import PipelineStats
 
 _SAME = ("global_batch", "micro_batch", "rank", "world_size", "shares")  # of the plans of all streams
@@ -80,7 +80,7 @@ class Mix(BatchStream):
             phases = self._phases({name: weight for name, (_, weight) in sources.items()}, schedule or {})
             order = Mixture(counts, phases, until)
         plan = first.plan
-        self.plan = Plan(order, plan.global_batch, plan.micro_batch, plan.rank, plan.world_size, plan.shares)
+        self.plan = replace(plan, order=order)
         masks = max(stream.options.masks for stream in self.streams.values())
         self.options, self.decoder = replace(first.options, masks=masks), first.decoder
         self.damage_log = first.damage_log
@@ -92,7 +92,7 @@ class Mix(BatchStream):
     def _phases(self, weights: Weights, schedule: Mapping[Any, Weights]) -> tuple[Phase, ...]:
         """The weights from position 0 on, and those of the schedule."""
         phases = [Phase(0, whole_weights(list(weights.values())))]
-        for start in sorted(whole_number("schedule", one, 1, MAX_POSITION) for one in schedule):
+        for start in sorted(whole_number("schedule", position, 1, MAX_POSITION) for position in schedule):
             if schedule[start].keys() != self.streams.keys():
                 raise BadValue(
                     f"schedule[{start}] must have a weight for each of {', '.join(self.streams)}; 0 leaves a "
@@ -118,7 +118,10 @@ class Mix(BatchStream):
         """The weights at a position of the mixture, as whole numbers without a common divisor."""
         order = self.plan.order
         assert isinstance(order, Mixture)
-        phase = max((one for one in order.phases if one.start <= position), key=lambda one: one.start)
+        phase = max(
+            (candidate for candidate in order.phases if candidate.start <= position),
+            key=lambda candidate: candidate.start,
+        )
         return dict(zip(self.streams, phase.weights, strict=True))
 
     def seen(self, position: int) -> dict[str, int]:
@@ -150,7 +153,7 @@ class Mix(BatchStream):
         phases = order.phases if isinstance(order, Mixture) else ()
         return {
             "position": self.position if batch is None else batch.position,
-            "phases": [[one.start, dict(zip(sources, one.weights, strict=True))] for one in phases],
+            "phases": [[phase.start, dict(zip(sources, phase.weights, strict=True))] for phase in phases],
             "sources": sources,
         }
 
@@ -179,12 +182,14 @@ class Mix(BatchStream):
                 "order, with weight 0 from a position on for those that are no longer wanted",
                 "sources",
             )
-        before = [one for one in phases if one[0] < max(position, 1)]
-        own = [(start, weights) for start, weights in self.state_dict()["phases"] if start < max(position, 1)]
-        if before != own:
+        before = [phase for phase in phases if phase[0] < max(position, 1)]
+        current = [
+            (start, weights) for start, weights in self.state_dict()["phases"] if start < max(position, 1)
+        ]
+        if before != current:
             raise ResumeError(
-                f"saved state with {_text(before)}, this mixture has {_text(own)}: samples would be repeated "
-                f"and left out; pass the weights of the state, and change them with "
+                f"saved state with {_text(before)}, this mixture has {_text(current)}: samples would be "
+                f"repeated and left out; pass the weights of the state, and change them with "
                 f"schedule={{{position}: ...}}, from_position: {position} in a file of --data.mix",
                 "weights",
             )
@@ -210,14 +215,14 @@ def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Str
         streams[name] = pair[0]
     (first_name, first), *others = streams.items()
     for name, stream in others:
-        if stream is first or any(stream is one for other, one in streams.items() if other != name):
+        if stream is first or any(stream is other for key, other in streams.items() if key != name):
             raise BadValue(f"sources[{name!r}]: is the stream of another source; make one for each source")
         for argument in (*_SAME, *_OPTIONS, "order"):
-            own, other = _value(stream, argument), _value(first, argument)
-            if own != other:
+            value, first_value = _value(stream, argument), _value(first, argument)
+            if value != first_value:
                 raise BadValue(
-                    f"{argument}: the sources {first_name} and {name} have {other!r} and {own!r}; pass the "
-                    "same to all streams of a mixture"
+                    f"{argument}: the sources {first_name} and {name} have {first_value!r} and {value!r}; "
+                    "pass the same to all streams of a mixture"
                 )
     _check_columns(streams)
     return streams

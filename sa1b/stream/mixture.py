@@ -62,9 +62,9 @@ class Mixture:
         before = [np.zeros(len(self.counts), np.int64)]
         for phase, after in zip(self.phases, self.phases[1:], strict=False):
             before.append(before[-1] + _prefix(phase.weights, after.start - phase.start))
-        object.__setattr__(self, "before", tuple(tuple(one.tolist()) for one in before))
+        object.__setattr__(self, "before", tuple(tuple(counts.tolist()) for counts in before))
         ends = [self.position_of(source, count - 1) for source, count in enumerate(self.counts)]
-        finite = [one + 1 for one in ends if one is not None]
+        finite = [end + 1 for end in ends if end is not None]
         if self.until == "all" and None in ends:
             raise BadValue(
                 f"until='all': source {ends.index(None)} has weight 0 before all its samples are used; give "
@@ -80,10 +80,10 @@ class Mixture:
         """For each position the number of its source, the position in this source, and True, all of [N]."""
         positions = checked_positions(positions)
         source, local = np.empty_like(positions), np.empty_like(positions)
-        number = np.searchsorted([phase.start for phase in self.phases], positions, "right") - 1
-        for one in np.unique(number).tolist():
-            here, phase = np.flatnonzero(number == one), self.phases[one]
-            counts = np.array((phase.weights, self.before[one]))
+        numbers = np.searchsorted([phase.start for phase in self.phases], positions, "right") - 1
+        for number in np.unique(numbers).tolist():
+            here, phase = np.flatnonzero(numbers == number), self.phases[number]
+            counts = np.array((phase.weights, self.before[number]))
             period = _period(phase.weights)
             order_kernels.locate(here, positions, phase.start, counts, *period, source, local)
         return source, local, np.ones(len(positions), np.bool_)
@@ -140,12 +140,12 @@ def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
     are 0, or their period has more than 2**20 positions.
     """
     weights = [_fraction(value) for value in values]
-    scale = lcm(*(one.denominator for one in weights))
-    whole = [int(one * scale) for one in weights]
+    scale = lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
     divisor = gcd(*whole)
     if not divisor:
         raise BadValue("weights: all are 0; at least one source must have a positive weight")
-    whole = [one // divisor for one in whole]
+    whole = [weight // divisor for weight in whole]
     if sum(whole) > MAX_PERIOD:
         raise BadValue(
             f"weights={', '.join(map(str, values))}: repeat after {sum(whole):,} positions, and the limit is "

@@ -78,15 +78,15 @@ def fill_period(weights: Int64, sources: npt.NDArray[np.int32], ranks: Int64) ->
     slack, total = 2 * len(weights) - 2, len(sources)
     for n in range(1, total + 1):
         chosen, earliest = -1, 0
-        for one in range(len(weights)):
-            weight = weights[one]
+        for number in range(len(weights)):
+            weight = weights[number]
             # Due when n * weight / total - taken >= 1 / slack. The deadline is the last n at which that
             # difference is at most 1 - 1 / slack.
-            if weight == 0 or slack * (n * weight - taken[one] * total) < total:
+            if weight == 0 or slack * (n * weight - taken[number] * total) < total:
                 continue
-            deadline = (slack * (taken[one] + 1) - 1) * total // (slack * weight)
+            deadline = (slack * (taken[number] + 1) - 1) * total // (slack * weight)
             if chosen < 0 or deadline < earliest:
-                chosen, earliest = one, deadline
+                chosen, earliest = number, deadline
         sources[n - 1] = chosen
         ranks[n - 1] = taken[chosen]
         taken[chosen] += 1
@@ -108,6 +108,6 @@ def locate(
     for index in here:
         turn = (positions[index] - start) // total
         rest = positions[index] - start - turn * total
-        one = sources[rest]
-        source[index] = one
-        local[index] = counts[1, one] + turn * counts[0, one] + ranks[rest]
+        chosen = sources[rest]
+        source[index] = chosen
+        local[index] = counts[1, chosen] + turn * counts[0, chosen] + ranks[rest]

@@ -177,7 +177,10 @@ class PendingBatch:
         """Decode the images of picked samples or of their substitutes: one sample, or all if the decoder
         takes a micro-batch at a time. Raises as `pick`.
         """
-        samples, out = [one for one in self.picked[start:stop] if one is not None], self.images[start:stop]
+        samples, out = (
+            [sample for sample in self.picked[start:stop] if sample is not None],
+            self.images[start:stop],
+        )
         self.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         if all(sample.image is not None for sample in samples):
             errors = self._decode(samples, out)
@@ -200,9 +203,13 @@ class PendingBatch:
                 return source.decoder.decode(images, out)
         except Exception as error:
             together = len(samples) > 1
-            failing = [one for n, one in enumerate(samples) if not together or self._fails(one, out[n, None])]
-            for one in failing[:_NAMED]:
-                self.note(error, one.index)
+            failing = [
+                sample
+                for n, sample in enumerate(samples)
+                if not together or self._fails(sample, out[n, None])
+            ]
+            for sample in failing[:_NAMED]:
+                self.note(error, sample.index)
             if not failing:
                 error.add_note(f"in {self._span()}, decoded together")
             raise
@@ -284,7 +291,7 @@ class PendingBatch:
         batch = collate(self.images, samples, range(piece.start, piece.stop), self.valid, piece.position)
         which = np.array(self.which, np.int64)
         if self.source.name is not None:
-            names = tuple(self.sources[one].name or "" for one in self.which)
+            names = tuple(self.sources[source].name or "" for source in self.which)
             batch = replace(batch, source=names, source_index=torch.from_numpy(which))
         ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
         extra: dict[str, list[Any]] = {}
@@ -349,7 +356,15 @@ def submit(
         for i, row, read in zip(here.tolist(), chosen, source.read(chosen), strict=True):
             rows[i], reads[i] = row, read
     in_order = [reads[i] for i in range(len(rows))]
-    return PendingBatch(sources, piece, which.tolist(), local.tolist(), rows, valid.tolist(), in_order)
+    return PendingBatch(
+        sources,
+        piece,
+        which=which.tolist(),
+        local=local.tolist(),
+        rows=rows,
+        valid=valid.tolist(),
+        reads=in_order,
+    )
 
 
 def _put(

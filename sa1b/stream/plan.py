@@ -165,52 +165,53 @@ class ResumeError(Sa1bError):
 _PASS = "pass what state_dict() returned"
 
 
-def check_state(own: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
-    """Check that a state has the same sequence as a stream, `own`, and warn about other differences.
+def check_state(current: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
+    """Check that a state has the same sequence as a stream, `current`, and warn about other differences.
 
     View and dataset directory are for messages. `grown`: the stream reads all images of the directory, which
     may have grown since the state was saved. ResumeError: another sequence, or not the state of a stream.
     """
     if not isinstance(state, Mapping):
         raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
-    saved, now = state.get("layers", []), own.get("layers", [])
+    saved, now = state.get("layers", []), current.get("layers", [])
     if saved != now:
         raise ResumeError(
             f"saved state with {_layers(saved)}, this stream has {_layers(now)}: the masks differ; pass the "
             "layers that the state was saved with, or begin again from its weights",
             "layers",
         )
-    own = {name: value for name, value in own.items() if name != "layers"}
-    if missing := own.keys() - state.keys():
+    current = {name: value for name, value in current.items() if name != "layers"}
+    if missing := current.keys() - state.keys():
         raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
         raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
     # With blocks, an endless order cuts the blocks of later epochs at other rows.
-    for name in (*_SEQUENCE, "epochs") if own["block_size"] != 1 else _SEQUENCE:
-        if state[name] != own[name]:
-            raise _other_sequence(name, state[name], own[name], view, root, grown)
+    for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
+        if state[name] != current[name]:
+            raise _other_sequence(name, state[name], current[name], view, root, grown=grown)
     if changed := [
-        f"{name} {value}, now {own['options'].get(name)}"
-        for name, value in {**own["options"], **state["options"]}.items()
-        if own["options"].get(name) != value
+        f"{name} {value}, now {current['options'].get(name)}"
+        for name, value in {**current["options"], **state["options"]}.items()
+        if current["options"].get(name) != value
     ]:
         warnings.warn(
             f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
             "images is the same, but the samples differ",
             stacklevel=3,
         )
-    if state["bytes_sha256"] != own["bytes_sha256"]:
+    if state["bytes_sha256"] != current["bytes_sha256"]:
         warnings.warn(
             f"{root} has changed since the state was saved (sample table {_short(state['bytes_sha256'])}, "
-            f"now {_short(own['bytes_sha256'])}): the images are the same, but their stored bytes may differ",
+            f"now {_short(current['bytes_sha256'])}): the images are the same, but their stored bytes "
+            "may differ",
             stacklevel=3,
         )
 
 
-def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown: bool) -> ResumeError:
+def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *, grown: bool) -> ResumeError:
     argument = "view" if name in ("ids_sha256", "masks_where") else name
     if name == "ids_sha256":
-        differs = f"other images ({_short(saved)}) than {view} ({_short(own)})"
+        differs = f"other images ({_short(saved)}) than {view} ({_short(current)})"
         remedy = (
             f"pass the view that the state was saved with; `{command('view')}` prints the digests of views"
         )
@@ -221,10 +222,10 @@ def _other_sequence(name: str, saved: Any, own: Any, view: str, root: str, grown
                 "images and its sequence when a directory grows"
             )
     elif name == "masks_where":
-        differs = f"condition on masks {_condition(saved)}, {view} {_condition(own)}"
+        differs = f"condition on masks {_condition(saved)}, {view} {_condition(current)}"
         remedy = "pass the view that the state was saved with, as view"
     else:
-        differs = f"{name} {saved}, this stream {own}"
+        differs = f"{name} {saved}, this stream {current}"
         remedy = f"pass {name}={saved!r}"
     return ResumeError(
         f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "

@@ -41,12 +41,12 @@ class Tensors:
     def map_tensors(self, function: Callable[[str, Tensor], Tensor]) -> Self:
         """A copy in which function(name, tensor) replaces each tensor, also in nested dataclasses."""
         changed: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for member in fields(self):
+            value = getattr(self, member.name)
             if isinstance(value, Tensor):
-                changed[one.name] = function(one.name, value)
+                changed[member.name] = function(member.name, value)
             elif isinstance(value, Tensors):
-                changed[one.name] = value.map_tensors(function)
+                changed[member.name] = value.map_tensors(function)
         return replace(self, **changed)
 
     def pin_memory(self) -> Self:
@@ -309,7 +309,7 @@ class RaggedMasks(Tensors):
         heights, widths = self.sizes.unbind(1)
         size = self._size(size)
         return raster_torch.empty_frames(
-            self.runs, self.offsets, heights, widths, self.image_size, size, taken=self.taken
+            self.runs, self.offsets, heights, widths, self.image_size, size=size, taken=self.taken
         )
 
     def _size(self, size: int | None) -> int:
@@ -323,18 +323,20 @@ class RaggedMasks(Tensors):
         `sa1b.masks.raster.rasterize_frame`.
         """
         # The compiled function takes the masks of one image, which are contiguous.
-        found: list[Callable[[], object]] = []
+        jobs: list[Callable[[], object]] = []
         for start, stop in pairwise(accumulate(self.counts, initial=0)):
             if start < stop:
                 height, width = self.sizes[start].tolist()
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
-                own = Runs(runs, offsets - offsets[0], height, width)
+                image_runs = Runs(runs, offsets - offsets[0], height, width)
                 rows, columns = self.taken[start].tolist()
-                job = partial(raster.rasterize_frame, own, self.image_size, size, taken=(rows, columns))
+                job = partial(
+                    raster.rasterize_frame, image_runs, self.image_size, size, taken=(rows, columns)
+                )
                 known = None if boxes is None else boxes[start:stop]
-                found.append(partial(job, out=out[start:stop].numpy(), boxes=known))
-        return found
+                jobs.append(partial(job, out=out[start:stop].numpy(), boxes=known))
+        return jobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

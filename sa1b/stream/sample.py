@@ -105,7 +105,9 @@ class SampleOptions:
 
     def record(self) -> dict[str, str | int | float | None]:
         """The options by name as JSON values, for the state of a stream: equal where samples are equal."""
-        named = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "transform"}
+        named = {
+            option.name: getattr(self, option.name) for option in fields(self) if option.name != "transform"
+        }
         if self.min_pixels == 0:
             named["min_pixels_size"] = None
         elif self.min_pixels_size is None:
@@ -164,7 +166,7 @@ def pick_masks(
         filled &= usable
     if frame.is_whole and options.min_pixels == 0:
         # The record's columns are enough to choose; only the chosen masks are decoded.
-        chosen = choose(annotations, filled, options.masks, options.strategy, seed, epoch)
+        chosen = choose(annotations, filled, options.masks, options.strategy, seed=seed, epoch=epoch)
         runs = _in_frame(annotations.runs(chosen), frame)
     else:
         candidates = np.flatnonzero(filled)
@@ -173,7 +175,7 @@ def pick_masks(
         areas[candidates] = geometry.area(all_runs)
         filled[candidates] = (areas[candidates] > 0) & _large_enough(all_runs, frame, options)
         chosen = choose(
-            replace(annotations, area=areas), filled, options.masks, options.strategy, seed, epoch
+            replace(annotations, area=areas), filled, options.masks, options.strategy, seed=seed, epoch=epoch
         )
         runs = all_runs.select(np.searchsorted(candidates, chosen))
     rows, columns = frame.taken

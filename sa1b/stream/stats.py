@@ -104,13 +104,13 @@ class PipelineStats:
         out (`outside`); None without a cache.
         """
         with self._lock:
-            found = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
+            snapshot = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
             seconds = {name: stage.seconds for name, stage in self.stages.items()}
-            found["waited_seconds"], found["ready_batches"] = self.waited_seconds, self.ready
-        found["cache"] = None if self.cache is None else asdict(self.cache.counts())
-        found["limiting"], shares = limiting(seconds)
-        found["limiting_share"] = max(shares.values())
-        return found
+            snapshot["waited_seconds"], snapshot["ready_batches"] = self.waited_seconds, self.ready
+        snapshot["cache"] = None if self.cache is None else asdict(self.cache.counts())
+        snapshot["limiting"], shares = limiting(seconds)
+        snapshot["limiting_share"] = max(shares.values())
+        return snapshot
 
 
 def limiting(busy: Mapping[str, float]) -> tuple[str | None, dict[str, float]]:

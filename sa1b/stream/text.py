@@ -137,8 +137,10 @@ class TextColumn:
 
         kind, is_list = self.column.kind, _is_list
         several = is_list(kind) and (is_list(kind.value_type) or is_text(kind.value_type))
-        one = kind.value_type if several else kind
-        if not is_text(one) and not (is_list(one) and pa.types.is_floating(one.value_type)):
+        value_kind = kind.value_type if several else kind
+        if not is_text(value_kind) and not (
+            is_list(value_kind) and pa.types.is_floating(value_kind.value_type)
+        ):
             raise ColumnError(
                 f"{self.column.source}: column {self.column.name!r} is {kind}; texts are strings or lists of "
                 "strings, embeddings are lists of float or lists of these"
@@ -148,7 +150,7 @@ class TextColumn:
                 f"{self.column.source}: column {self.column.name!r} has no value in any of its "
                 f"{len(self.column):,} rows; pass a table with texts"
             )
-        embeds = is_list(one)
+        embeds = is_list(value_kind)
         object.__setattr__(self, "several", several)
         object.__setattr__(self, "tokenizer", None if embeds else open_tokenizer(self.options.tokenizer))
         object.__setattr__(self, "width", self.column.innermost_length() if embeds else 0)
@@ -264,9 +266,9 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
     if text is None or isinstance(text, TextColumn):
         return text
     options = text if isinstance(text, Text) else Text(text)
-    own = options.source == TEXTS
-    name = TEXTS if own else options.column
-    source = _own_texts(dataset) if own else options.source
+    is_stored = options.source == TEXTS
+    name = TEXTS if is_stored else options.column
+    source = _own_texts(dataset) if is_stored else options.source
     try:
         opened = open_columns(
             {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
@@ -280,13 +282,13 @@ def _own_texts(dataset: "Dataset") -> "pa.Table":
     """The texts that stood beside the images of the dataset directory."""
     from sa1b.views.index_scan import stored_texts
 
-    found = stored_texts(dataset)
-    if found is None:
+    texts = stored_texts(dataset)
+    if texts is None:
         raise ColumnError(
             f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
             "of .txt and .json files beside the images and of columns of Parquet; or pass a table of texts"
         )
-    return found
+    return texts
 
 
 def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:

@@ -224,7 +224,9 @@ def _images(stream: Stream) -> list[EncodedImage]:
         pending = stream.submit(piece)
         for i in range(len(pending)):
             pending.pick(i)
-        images += [one.image for one in pending.picked if one is not None and one.image is not None]
+        images += [
+            sample.image for sample in pending.picked if sample is not None and sample.image is not None
+        ]
         if len(images) >= _SAMPLES:
             break
     return images

@@ -107,7 +107,7 @@ class Frame:
     @classmethod
     def whole_image(cls, height: int, width: int, image_size: int, *, stretch: bool = False) -> "Frame":
         """The whole image, scaled to fill the square as far as possible."""
-        return cls(height, width, image_size, (0, 0, width, height), image_size, stretch)
+        return cls(height, width, image_size, window=(0, 0, width, height), side=image_size, stretch=stretch)
 
     @property
     def is_whole(self) -> bool:
@@ -258,9 +258,11 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
     except Exception as error:
         raise TransformError(_message(function, image_id, f"{type(error).__name__}: {error}")) from error
     if not isinstance(changed, np.ndarray) or changed.dtype != np.uint8 or changed.shape != image.shape:
-        found = f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, np.ndarray) else type(changed)
+        returned = (
+            f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, np.ndarray) else type(changed)
+        )
         raise TransformError(
-            _message(function, image_id, f"it returned {found} for an image uint8 {list(image.shape)}")
+            _message(function, image_id, f"it returned {returned} for an image uint8 {list(image.shape)}")
         )
     return changed
 

@@ -87,7 +87,7 @@ def main(
         cache_bytes=cache_bytes,
     )
     try:
-        found = measure(
+        measured = measure(
             stream,
             seconds=seconds,
             threads=threads,
@@ -99,5 +99,5 @@ def main(
     except ValueError as error:  # no library for the GPU
         message = str(error).replace("decode=", "--decode ")
         raise UsageError(message) from None
-    present(found, json_output)
+    present(measured, json_output)
     return 0

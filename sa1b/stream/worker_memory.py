@@ -92,8 +92,8 @@ def share_images() -> None:
 def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Memory for the pixels of a batch, uint8, not initialised; in a worker process shared if it can be."""
     memory, size = _workers.get(os.getpid()), int(np.prod(shape))
-    found = memory.take(size) if memory is not None and device.type == "cpu" and size > _SMALL else None
-    return fresh(shape, device) if found is None else found.view(shape)
+    shared = memory.take(size) if memory is not None and device.type == "cpu" and size > _SMALL else None
+    return fresh(shape, device) if shared is None else shared.view(shape)
 
 
 def sent(tensor: Tensor) -> Any:
@@ -146,7 +146,7 @@ def _remove_segments() -> None:
 def _reduce(batch: Batch) -> tuple[Any, ...]:
     try:
         # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
-        columns = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        columns = {member.name: getattr(batch, member.name) for member in fields(batch)}
         pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
         with _sending:
             return _batch, (bytes(pickler.dumps(columns)),)
@@ -171,8 +171,8 @@ class _Pickler(ForkingPickler):
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return found.as_strided(shape, stride)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.as_strided(shape, stride)
 
 
 def _batch(columns: bytes) -> Batch:

@@ -284,7 +284,11 @@ def infer_tasks(
         reading = (dataset or {}).get(READING, {}).get(name) or shards[0].reading
         largest = {what: max(shard.largest[what] for shard in shards) for what in LARGEST}
         infos, jpg_bytes = [shard.info for shard in shards], sum(shard.jpg_bytes for shard in shards)
-        inferred.append(rebuilt_task(name, options, versions, infos, largest, reading, jpg_bytes=jpg_bytes))
+        inferred.append(
+            rebuilt_task(
+                name, options, versions, infos, largest=largest, reading=reading, jpg_bytes=jpg_bytes
+            )
+        )
     names = ", ".join(sorted(lost))
     notes = [
         f"no task file of {names}: rebuilt from the shards. Size, time and digest of the source and the "
