@@ -88,7 +88,7 @@ class FetchSummary:
         }
 
     def _named(self, ids: Ids) -> list[int | str]:
-        return [self.names.get(one, one) for one in ids.tolist()]
+        return [self.names.get(image_id, image_id) for image_id in ids.tolist()]
 
     def table(self) -> str:
         lines = [
@@ -171,7 +171,7 @@ def fetch(
     for name in gone.keys() - set(begun.names):
         work.failed[name] = f"{gone[name]} is missing or truncated; add the tar of {name} to read it again"
     wanted = sought.all_ids(ids)
-    missing = np.setdiff1d(wanted, _joined(one for name, one in stored.items() if name not in again))
+    missing = np.setdiff1d(wanted, _joined(own_ids for name, own_ids in stored.items() if name not in again))
     summary.before = len(np.intersect1d(ids, sought.representatives(_joined(stored.values()))))
     missing = np.union1d(missing, _joined(stored[name] for name in again))
     if len(missing):
@@ -181,15 +181,23 @@ def fetch(
         while names_now := again or search.next_sources(missing):
             again = []
             sources = _sources(
-                names_now, local, remote, missing, store, work, run, sought, everywhere=everywhere
+                names_now,
+                local,
+                remote,
+                missing,
+                store=store,
+                work=work,
+                run=run,
+                sought=sought,
+                everywhere=everywhere,
             )
             check_names(store, tasks, sources)
             check_reading(store, tasks, sources, policy, "")
             if not checked and sources:
                 checked = True
                 share = min(1.0, len(missing) / (IDS_PER_TAR * len(sources)))
-                check_space(sources, store, options, policy.spill, run.workers, share)
-            work_through(sources, store, options, policy, {}, run, work, supervise)
+                check_space(sources, store, options, spill=policy.spill, workers=run.workers, fraction=share)
+            work_through(sources, store, options, policy, md5={}, run=run, summary=work, supervise=supervise)
             for name in names_now:
                 searched = work.searched.pop(name, None)
                 search.record(name, searched)
@@ -238,21 +246,21 @@ def _sources(
         record_failure(store, name, "SourceError", why)
     of_links = {source.name: source for source in linked}
     chosen = [local.get(name) or of_links[name] for name in names if name not in broken]
-    found = []
-    for one in chosen:
-        is_block = one.kind == "tar" and tar_number(one.name) is not None and not everywhere
-        wanted = WantedPairs(sought.of_source(missing, one.name), is_block=is_block)
-        found.append(replace(one, wanted=wanted))
-    return found
+    limited = []
+    for source in chosen:
+        is_block = source.kind == "tar" and tar_number(source.name) is not None and not everywhere
+        wanted = WantedPairs(sought.of_source(missing, source.name), is_block=is_block)
+        limited.append(replace(source, wanted=wanted))
+    return limited
 
 
 def _count(summary: FetchSummary, ids: Ids, missing: Ids, store: Store, sought: SoughtNames) -> None:
     stored = _joined(stored_ids(store, task) for task in known_tasks(store).values())
     left = np.setdiff1d(ids, sought.representatives(stored))
     summary.stored = len(ids) - len(left)
-    found = sought.representatives(np.setdiff1d(sought.all_ids(left), missing, assume_unique=True))
-    summary.refused = np.intersect1d(left, found, assume_unique=True)
-    summary.missing = np.setdiff1d(left, found, assume_unique=True)
+    representatives = sought.representatives(np.setdiff1d(sought.all_ids(left), missing, assume_unique=True))
+    summary.refused = np.intersect1d(left, representatives, assume_unique=True)
+    summary.missing = np.setdiff1d(left, representatives, assume_unique=True)
 
 
 def _source_now(local: dict[str, Source], remote: dict[str, Link], name: str) -> Source | None:

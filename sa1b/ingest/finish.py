@@ -116,11 +116,11 @@ def finish(root: Root, expected: Iterable[str] = (), *, without: str | None = No
         pending = sorted(known - tasks.keys() - failed.keys() - {without})
         if not is_current(store, tasks, failed, pending) and (tasks or without is not None):
             unlike = _other_options(tasks)
-            found = tables_of(store, {name: task for name, task in tasks.items() if name not in unlike})
-            clash = clashes({name: rows for name, (_, rows) in found.items()})
+            stored = tables_of(store, {name: task for name, task in tasks.items() if name not in unlike})
+            clash = clashes({name: rows for name, (_, rows) in stored.items()})
             left_out = unlike | {name: f"{why}{_advice(tasks[name])}" for name, why in clash.items()}
-            tasks = {name: task for name, (task, _) in found.items() if name not in left_out}
-            tables = {name: found[name][1] for name in tasks}
+            tasks = {name: task for name, (task, _) in stored.items() if name not in left_out}
+            tables = {name: stored[name][1] for name in tasks}
             failed |= left_out
             if not is_current(store, tasks, failed, pending):
                 unproven = unproven_tables(store, tables.values()) if before is None else ()
@@ -141,11 +141,11 @@ def record_expected(root: Root, names: Iterable[str]) -> None:
 
 
 def _listed(store: Store, lists: list[str]) -> set[str]:
-    found: set[str] = set()
+    listed: set[str] = set()
     for name in lists:
         with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
-            found.update(map(str, json.loads(store.read(f"{TASKS}/{name}"))["sources"]))
-    return found
+            listed.update(map(str, json.loads(store.read(f"{TASKS}/{name}"))["sources"]))
+    return listed
 
 
 def _claimed(store: Store) -> set[str]:
@@ -163,15 +163,15 @@ def _known_before(root: Root) -> set[str] | None:
 
 def _other_options(tasks: Mapping[str, Task]) -> dict[str, str]:
     """Sources whose options differ from those of the first source: source -> message."""
-    found = {}
+    options_of = {}
     first = next(iter(tasks.values()), None)
     for name, task in tasks.items():
         if first is not None and (differs := first.options.difference(task.options)):
-            found[name] = (
+            options_of[name] = (
                 f"{name} was made with {differs[1]}, {first.name} with {differs[0]}; all shards of a dataset "
                 f"need the same options: drop one of the two (--drop {name}) and reshard it again"
             )
-    return found
+    return options_of
 
 
 def record_failure(root: Root, name: str, error: str, message: str) -> None:
@@ -183,14 +183,14 @@ def record_failure(root: Root, name: str, error: str, message: str) -> None:
 
 def read_failed(store: Store) -> dict[str, str]:
     """Source -> recorded error message, for all failed sources."""
-    found = {}
+    messages = {}
     for name in store.names(TASKS, ".failed"):
         try:
             message = str(json.loads(store.read(f"{TASKS}/{name}"))["message"])
         except (ValueError, KeyError, TypeError, FileNotFoundError):
             message = f"{store.url(f'{TASKS}/{name}')}: damaged; run reshard again for this source"
-        found[name.removesuffix(".failed")] = message
-    return found
+        messages[name.removesuffix(".failed")] = message
+    return messages
 
 
 def stored_source(root: Root, text: str) -> str:
@@ -222,19 +222,19 @@ def drop_source(root: Root, name: str) -> Finished:
         return Claim.take(store, own_claim)
 
     def remove_rows() -> None:  # they can be rebuilt, so no process that takes the claim now loses by it
-        if (found := holder(store, own_claim)) is None or not found.is_live():
+        if (current := holder(store, own_claim)) is None or not current.is_live():
             store.remove(task_name(name, "samples"))
 
     def remove_shards() -> None:
-        own = sorted(stored_shards(store, name))
-        store.remove(*(file for shard in own for file in shard_files(shard)))
+        shards = sorted(stored_shards(store, name))
+        store.remove(*(file for shard in shards for file in shard_files(shard)))
 
     claim = _freeing(take, remove_rows)
     if claim is None:
-        found, path = holder(store, own_claim), store.url(own_claim)
-        terms = path if found is None else found.terms(path)
+        current, path = holder(store, own_claim), store.url(own_claim)
+        terms = path if current is None else current.terms(path)
         raise LockedError(
-            f"--drop {name}: {found or 'another process'} is writing this source; wait for it ({terms})"
+            f"--drop {name}: {current or 'another process'} is writing this source; wait for it ({terms})"
         )
     with claim:
         check_drop(store, name)

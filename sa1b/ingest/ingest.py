@@ -100,7 +100,7 @@ def ingest(
     staged.mkdir()
     try:
         with naming_path(store.scratch), ThreadPoolExecutor(1) as sealer:
-            ingestion = SourcePass(source, staged, spill, options, policy, report, sealer)
+            ingestion = SourcePass(source, staged, spill, options, policy, report=report, sealer=sealer)
             task = ingestion.run()
         check(task)
         check_clash(task, staged, store)
@@ -167,7 +167,7 @@ def ingest_wanted(
 
     task: Task | None = None
     try:
-        task = ingest(replace(source, wanted=part), root, options, policy, report, check_all)
+        task = ingest(replace(source, wanted=part), root, options, policy, report=report, check=check_all)
     except NoPairError:
         check_stored()
         root.remove(task_name(source.name, "failed"))
@@ -196,7 +196,7 @@ def known_ids(root: Store, name: str) -> Ids:
     """The image ids of a source whose task file is not used: from its rows or else from its shards."""
     with contextlib.suppress(OSError, TableError), root.files(task_name(name, "samples")) as (path,):
         return open_table(path, check=True).image_id.copy()
-    return np.unique(np.concatenate([no_ids(), *(images_of(root, one) for one in stored_shards(root, name))]))
+    return np.unique(np.concatenate([no_ids(), *(images_of(root, tar) for tar in stored_shards(root, name))]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def work_on(
     limit_threads()
     store = open_store(root)
     try:
-        return _with_claim(source, store, options, policy, run, report)
+        return _with_claim(source, store, options, policy, run=run, report=report)
     except StorageError as error:
         if not store.contains(error.url):
             raise
@@ -248,7 +248,7 @@ def _with_claim(
             remove_staging_of(claim.previous, store, policy.spill)
         abort_uploads(store, source.name)
         try:
-            return _claimed(source, store, options, policy, run, claim, report)
+            return _claimed(source, store, options, policy, run=run, claim=claim, report=report)
         except (LockedError, OSError):
             # An OSError concerns this machine or its disk, not the source. A run that takes over the claim
             # removes the staging folder of this process, which may have caused the error.
@@ -267,10 +267,10 @@ def _with_claim(
 
 
 def _held_by(store: Store, name: str) -> str:
-    found = holder(store, name)
+    other = holder(store, name)
     path = store.url(name)
     return (
-        f"another process works on ({path})" if found is None else f"{found} works on ({found.terms(path)})"
+        f"another process works on ({path})" if other is None else f"{other} works on ({other.terms(path)})"
     )
 
 
@@ -293,8 +293,8 @@ def _claimed(
         claim.check()
         if previous is None or run.replace:
             return
-        recorded, found = previous.source["sha256"], task.source["sha256"]
-        if recorded is not None and found is not None and recorded != found:
+        recorded, actual = previous.source["sha256"], task.source["sha256"]
+        if recorded is not None and actual is not None and recorded != actual:
             raise _refused(source, previous, root)
 
     if source.wanted is not None:
@@ -302,7 +302,7 @@ def _claimed(
             return Outcome("skipped", Counts())  # the dataset has all images of this source
         # Without a task file, what is left of an earlier run is read again too.
         stored = known_ids(root, source.name) if previous is None else stored_ids(root, previous)
-        task, searched = ingest_wanted(source, root, options, policy, reports, check, stored)
+        task, searched = ingest_wanted(source, root, options, policy, reports, check=check, stored=stored)
         return Outcome("done", reports.newest, "", task, searched)
     note = ""
     if previous is not None:
@@ -314,8 +314,8 @@ def _claimed(
             if previous.source["size"] != source.size and not run.replace:
                 raise _refused(source, previous, root)
             if digest_of_source(source) == previous.source["sha256"]:
-                if (found := other_md5(previous, source, policy.md5, run.quiet)) is not None:
-                    raise SourceError(found)
+                if (message := other_md5(previous, source, policy.md5, run.quiet)) is not None:
+                    raise SourceError(message)
                 known = {**previous.source, "mtime_ns": source.mtime_ns}
                 write_task(root, replace(previous, source=known))
                 if previous.source["mtime_ns"] != source.mtime_ns:
@@ -323,7 +323,7 @@ def _claimed(
                 return Outcome("skipped", Counts(), note)
             if not run.replace:
                 raise _refused(source, previous, root)
-    task = ingest(source, root, options, policy, reports, check, replace_images=run.replace)
+    task = ingest(source, root, options, policy, report=reports, check=check, replace_images=run.replace)
     return Outcome("done", reports.newest, note, task)
 
 
@@ -332,14 +332,14 @@ def other_md5(task: Task, source: Source, expected: str | None, quiet: bool) -> 
     # The source is read only if its task file has no md5.
     if expected is None:
         return None
-    found = task.source["md5"]
-    if found is None:
+    actual = task.source["md5"]
+    if actual is None:
         with bar(source.size, f"md5 of {source.name}", "B", quiet) as progress:
-            found = digest_of_source(source, progress.update, "md5")
-    if found == expected:
+            actual = digest_of_source(source, progress.update, "md5")
+    if actual == expected:
         return None
     return (
-        f"{source.label}: already finished, but its md5 is {found} and the checklist has {expected}; "
+        f"{source.label}: already finished, but its md5 is {actual} and the checklist has {expected}; "
         "download it again and run the same command with --replace"
     )
 

@@ -93,7 +93,15 @@ def check_pair(members: MemberPair, options: Options, max_pixels: int) -> Pair:
         message = f"{frame.trailing_bytes:,} bytes after the end of the JPEG"
         parsed.warnings.add("jpeg_trailing_bytes", message)
     keep = text if options.keep_json else None
-    return Pair(data, height, width, parsed.annotations, parsed.runs, keep, parsed.warnings)
+    return Pair(
+        data,
+        height,
+        width,
+        annotations=parsed.annotations,
+        runs=parsed.runs,
+        text=keep,
+        warnings=parsed.warnings,
+    )
 
 
 class SystematicCheck:

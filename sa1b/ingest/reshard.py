@@ -90,8 +90,8 @@ def reshard(
         task, expected = tasks.get(source.name), md5.get(source.name)
         if task is not None and not run.recheck and is_unchanged(task, source, store, sizes):
             summary.skipped.append(source.name)
-            if (found := other_md5(task, source, expected, run.quiet)) is not None:
-                summary.failed[source.name] = found
+            if (message := other_md5(task, source, expected, run.quiet)) is not None:
+                summary.failed[source.name] = message
         else:
             waiting.append(source)
     checked = waiting if run.redo else sources
@@ -104,7 +104,7 @@ def reshard(
         fix_options(store, tasks, options)
     summary.tasks = tasks
     try:
-        work_through(waiting, store, options, policy, md5, run, summary, supervise)
+        work_through(waiting, store, options, policy, md5=md5, run=run, summary=summary, supervise=supervise)
         if not summary.disk_full and not summary.store_error and _finishes(run, store, begun.names):
             summary.end(finish(store, begun.names))
     except KeyboardInterrupt:
@@ -137,13 +137,15 @@ def work_through(
 ) -> None:
     """Ingest sources, and wait for those that other runs have claimed; results go into the summary."""
     totals, earlier = Counts(), summary.stored_bytes
-    told: set[str] = set()
+    announced: set[str] = set()
     total = sum(source.size for source in sources)
     name = "fetch" if any(source.wanted is not None for source in sources) else "reshard"
     with bar(total, name, "B", run.quiet or not sources) as progress:
         while sources:
             held: dict[str, str] = {}
-            jobs = [(one, store, options, replace(policy, md5=md5.get(one.name)), run) for one in sources]
+            jobs = [
+                (source, store, options, replace(policy, md5=md5.get(source.name)), run) for source in sources
+            ]
             seen = [Counts()] * len(sources)
             for event in supervise(work_on, jobs, workers=run.workers, stall_timeout=run.stall_timeout):
                 name = sources[event.task].name
@@ -186,9 +188,9 @@ def work_through(
                     progress.update(totals.stored_bytes - progress.n)
             summary.stored_bytes = earlier + totals.stored_bytes
             sources = [source for source in sources if source.name in held]
-            for name in sorted(held.keys() - told):
+            for name in sorted(held.keys() - announced):
                 _say(f"note: waiting for {name}, which {held[name]}", run.quiet)
-            told |= held.keys()
+            announced |= held.keys()
             if sources:
                 _wait_for_change(store, sources)
     summary.done.sort()
@@ -233,7 +235,9 @@ def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: IngestR
         if source.path.name not in listed:
             _say(f"note: {source.path.name} is not in {run.checklist}; its md5 is not checked", run.quiet)
     return {
-        one.name: listed[one.path.name] for one in sources if one.kind == "tar" and one.path.name in listed
+        source.name: listed[source.path.name]
+        for source in sources
+        if source.kind == "tar" and source.path.name in listed
     }
 
 

@@ -68,7 +68,7 @@ class Search:
 
     def learn(self, known: Mapping[str, Searched]) -> None:
         """Add what earlier runs have found in sources that they read to the end. They may be read again."""
-        self._known.update({name: one for name, one in known.items() if name in set(self.names)})
+        self._known.update({name: searched for name, searched in known.items() if name in set(self.names)})
 
     def record(self, name: str, searched: Searched | None) -> None:
         """Add the result for a source that was read for all missing images; None: it failed.
@@ -103,7 +103,7 @@ class Search:
         return [name for name in self.names if name in chosen]
 
     def _done(self) -> set[str]:
-        return self._read | {name for name, one in self._known.items() if one.has_all}
+        return self._read | {name for name, searched in self._known.items() if searched.has_all}
 
     def _by_range(self, missing: Ids) -> set[str]:
         """Sources among the numbered ones, by the ranges known so far."""
@@ -112,9 +112,11 @@ class Search:
         if not len(waiting) or not len(missing):
             return set()
         ranges = [
-            (i, one.first, one.last, name)
+            (i, searched.first, searched.last, name)
             for i, name in enumerate(self._ordered)
-            if (one := self._known.get(name)) is not None and one.first is not None and one.last is not None
+            if (searched := self._known.get(name)) is not None
+            and searched.first is not None
+            and searched.last is not None
         ]
         if any(after[1] <= before[2] for before, after in pairwise(ranges)):
             return {self._ordered[i] for i in waiting.tolist()}  # the ids are not in the order of the numbers
@@ -189,7 +191,7 @@ def read_searched(root: Store, sources: Callable[[str], Source | None]) -> dict[
     """The sources that earlier runs have read to the end, by name, if they have not changed since. `sources`:
     name -> source, measured now; None: unknown.
     """
-    found = {}
+    searches = {}
     for name in root.names(TASKS, SEARCHED):
         with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, OSError):
             document = json.loads(root.read(f"{TASKS}/{name}"))
@@ -197,7 +199,7 @@ def read_searched(root: Store, sources: Callable[[str], Source | None]) -> dict[
             if source is None or not state_of(source).items() <= document.items():
                 continue
             absent = np.array(document["absent"], np.uint64)
-            found[name.removesuffix(SEARCHED)] = Searched(
+            searches[name.removesuffix(SEARCHED)] = Searched(
                 document["first"], document["last"], np.empty(0, np.uint64), absent
             )
-    return found
+    return searches

@@ -117,9 +117,9 @@ class SourcePass:
         self.quarantine.flush()  # the task file, written later, counts its contents
         return self._task(digests.get("sha256"), reader.found())
 
-    def _task(self, sha256: str | None, found: dict[str, Any]) -> Task:
+    def _task(self, sha256: str | None, facts: dict[str, Any]) -> Task:
         source, quarantine = self.source, self.quarantine
-        reading = {**self.policy.reading(source), **found}
+        reading = {**self.policy.reading(source), **facts}
         is_all = source.wanted is None
         return Task(
             source={
@@ -246,15 +246,15 @@ class SourcePass:
         raise RefusedError(f"{self.source.label}: {why}; fix the source, or use --on-error quarantine")
 
     def _problems(self) -> str:
-        found = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
-        found += [damage["message"] for damage in self.quarantine.damages]
+        messages = [f"{reason}: {count}" for reason, count in self.quarantine.refused.items()]
+        messages += [damage["message"] for damage in self.quarantine.damages]
         alone = [*{"jpg_unpaired", "unexpected_name"} & self.quarantine.refused.keys()]
         if self.source.format.kind == "tar" and is_parquet(self.source.path):  # no other took it
             if self.source.path.suffix != ".parquet":
                 return "a Parquet file; rename it, so that its name ends with .parquet"
-            found = alone = ["a Parquet file without a column of image bytes or of annotations"]
+            messages = alone = ["a Parquet file without a column of image bytes or of annotations"]
         way = "; for images without annotations, pass --images-only" if alone else ""
-        return f"{', '.join(found) or 'it is empty; download it again, or leave it out'}{way}"
+        return f"{', '.join(messages) or 'it is empty; download it again, or leave it out'}{way}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,8 @@ def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy,
     rename = run.rename or {}
     check_out([*paths, *rename], store)
     folders = (store.scratch, store.scratch / PARTIAL, run.checklist, policy.spill)
-    own = [path for path in folders if path is not None]
-    discovered = admitted(paths, rename, own, run.ignore, run.formats)
+    own_folders = [path for path in folders if path is not None]
+    discovered = admitted(paths, rename, own_folders, run.ignore, run.formats)
     local, remote = by_name(discovered, run.links)
     names = sorted(local.keys() | remote.keys())
     if strangers := set(run.redo) - set(names):
@@ -87,7 +87,9 @@ def start(paths: Sequence[Path], store: Store, options: Options, policy: Policy,
     check_not_foreign(store)
     check_options(store, tasks, options)
     check_listed(store, tasks, own_names)
-    return Start(discovered, local, remote, names, own_names, tasks)
+    return Start(
+        discovered=discovered, local=local, remote=remote, names=names, own_names=own_names, tasks=tasks
+    )
 
 
 def admitted(
@@ -121,8 +123,8 @@ def source_names(
     formats: Sequence[SourceFormat],
 ) -> list[str]:
     """The names of all sources; errors as `start`."""
-    found = admitted(paths, rename, [store.scratch], ignore, formats)
-    return [*(one.name for one in found.sources), *named_links(links)]
+    discovered = admitted(paths, rename, [store.scratch], ignore, formats)
+    return [*(source.name for source in discovered.sources), *named_links(links)]
 
 
 def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, Source], dict[str, Link]]:
@@ -160,17 +162,17 @@ def check_out(paths: Sequence[Path], store: Store) -> None:
             raise UsageError(
                 f"{path}: is in a folder that reshard writes; move it, or pass another --out than {root}"
             )
-        if out.is_relative_to(source) and (found := _source_file(out)) is not None:
+        if out.is_relative_to(source) and (file := _source_file(out)) is not None:
             raise UsageError(
-                f"--out {root}: is inside SOURCE {path} and contains {found}, which would not be converted; "
+                f"--out {root}: is inside SOURCE {path} and contains {file}, which would not be converted; "
                 "pass another --out"
             )
 
 
 def _source_file(folder: Path) -> Path | None:
     """The path, relative to a folder, of one file below it whose name may be that of a part of a source."""
-    for found, folders, names in os.walk(folder):
-        inside = Path(found).relative_to(folder)
+    for parent, folders, names in os.walk(folder):
+        inside = Path(parent).relative_to(folder)
         if not inside.parts:
             folders[:] = [name for name in folders if name not in _OWN]
         for name in sorted(names):
@@ -256,10 +258,10 @@ def check_reading(
     for source in sources:
         if source.name not in known:
             continue
-        recorded, asked = {**_USUAL, **known[source.name]}, {**_USUAL, **policy.reading(source)}
+        recorded, current = {**_USUAL, **known[source.name]}, {**_USUAL, **policy.reading(source)}
         for what in _DECISIVE:
             flag = f"--{what.replace('_', '-')}"
-            if what in recorded and recorded[what] != (now := asked.get(what, [])):
+            if what in recorded and recorded[what] != (now := current.get(what, [])):
                 raise UsageError(
                     f"{source.label}: {root} has {source.name} with {flag} {_typed(recorded[what])}, this "
                     f"run has {flag} {_typed(now)}; pass it as before{way_out.format(name=source.name)}"
@@ -332,7 +334,7 @@ def needed_space(sources: Sequence[Source], options: Options, workers: int) -> S
     if options.annotations_only:
         factor = _ANNOTATIONS_ONLY + (_TEXTS if options.keep_json else 0)
     sizes = sorted((source.size for source in sources), reverse=True)
-    tars = sorted((one.size for one in sources if one.kind == "tar"), reverse=True)
+    tars = sorted((source.size for source in sources if source.kind == "tar"), reverse=True)
     return Space(
         int(factor * sum(sizes)), int(factor * sum(sizes[:workers])), int(_SPILL_FACTOR * sum(tars[:workers]))
     )

@@ -58,8 +58,8 @@ class ReshardSummary:
         self.finished = finished
         for name in set(self.sources) & finished.failed.keys():
             self.failed.setdefault(name, finished.failed[name])
-            self.done = [one for one in self.done if one != name]
-            self.skipped = [one for one in self.skipped if one != name]
+            self.done = [other for other in self.done if other != name]
+            self.skipped = [other for other in self.skipped if other != name]
 
     def _chosen(self) -> list[Task]:
         return [self.tasks[name] for name in self.done + self.skipped if name in self.tasks]
@@ -119,7 +119,7 @@ class ReshardSummary:
             "failed": self.failed,
             "retried": self.retried,
             **({"store_error": self.store_error} if self.store_error else {}),
-            "not_taken": [{"path": str(one.path), "reason": one.reason} for one in self.not_taken],
+            "not_taken": [{"path": str(entry.path), "reason": entry.reason} for entry in self.not_taken],
             **self.totals(),
         }
 
@@ -144,7 +144,8 @@ class ReshardSummary:
         rows += [(f"left out: {what}", f"{count:,}") for what, count in totals.get("left_out", {}).items()]
         for name, damages in totals["damaged_sources"].items():
             rows += [
-                (f"damage in {name}", f"at offset {one['offset']:,}: {one['message']}") for one in damages[:5]
+                (f"damage in {name}", f"at offset {damage['offset']:,}: {damage['message']}")
+                for damage in damages[:5]
             ]
             if len(damages) > 5:
                 rows.append(("", f"and {len(damages) - 5} more"))
@@ -167,7 +168,7 @@ class ReshardSummary:
         count = len(self.not_taken)
         if not count:
             return []
-        paths = [f"{ascii(str(one.path))[1:-1]}: {one.reason}" for one in self.not_taken]
+        paths = [f"{ascii(str(entry.path))[1:-1]}: {entry.reason}" for entry in self.not_taken]
         lines = (f"  {line}" for line in first_lines(paths, _LISTED))
         return [f"not taken: {counted(count, 'path')}; exclude with --ignore PATTERN", *lines]
 

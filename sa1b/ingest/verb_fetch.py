@@ -125,31 +125,31 @@ def main(
         from sa1b.sources.mirror import formats_of
     rate = None if max_rate is None else max_rate * 1e6 / workers
     formats = formats_of(max_pixels=max_pixels, images_only=images_only)
-    found = linked(source, links, connections, rate, endpoint)
+    all_links = linked(source, links, connections, rate, endpoint)
     names = None
     if images_only:
-        sources = source_names(paths_of(source), found, store, {}, ignore, formats)
+        sources = source_names(paths_of(source), all_links, store, rename={}, ignore=ignore, formats=formats)
         names = SoughtNames(frozenset(sources))
     summary = fetch(
         read_image_ids(ids, names),
         paths_of(source),
         store,
-        Options(
-            images_per_shard,
-            image_size,
-            quality,
-            keep_json,
-            not no_index_runs,
-            decode_images,
-            annotations_only,
+        options=Options(
+            images_per_shard=images_per_shard,
+            image_size=image_size,
+            quality=quality,
+            keep_json=keep_json,
+            index_runs=not no_index_runs,
+            decode_images=decode_images,
+            annotations_only=annotations_only,
         ),
-        Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
-        IngestRun(
+        policy=Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
+        run=IngestRun(
             workers=workers,
             redo=redo,
             ignore=ignore,
             formats=formats,
-            links=found,
+            links=all_links,
             space_check=not no_space_check,
             quiet=json_output,
         ),

@@ -99,10 +99,10 @@ def reshard(
     paths = (sources,) if isinstance(sources, str | os.PathLike) else sources
     values = {name: of_type(name, value, hints[name]) for name, value in options.items()}
     check_values(get_type_hints(_converted, include_extras=True), values)
-    found = _converted(tuple(os.fspath(one) for one in paths), os.fspath(out), json_output=quiet, **values)
-    if found.exit_code == 130:  # Ctrl-C ends the caller too
+    result = _converted(tuple(os.fspath(path) for path in paths), os.fspath(out), json_output=quiet, **values)
+    if result.exit_code == 130:  # Ctrl-C ends the caller too
         raise KeyboardInterrupt
-    return found
+    return result
 
 
 def _converted(
@@ -221,13 +221,21 @@ def _converted(
 
     if drop or (finish and task is None):
         store = store_of(out, scratch, endpoint, source)
-        found = linked(source, links, CONNECTIONS, None, endpoint)
+        all_links = linked(source, links, CONNECTIONS, None, endpoint)
         from sa1b.ingest.start_checks import source_names
 
         formats = formats_of(images, image_ids, MAX_IMAGE_PIXELS, images_only=images_only)
-        named = partial(source_names, paths_of(source), found, store, _renamed(rename), ignore, formats)
-        has_sources = bool(source or found or rename)
-        return _without_ingest(has_sources, named, store, drop, finish, task)
+        named = partial(
+            source_names,
+            paths_of(source),
+            all_links,
+            store,
+            rename=_renamed(rename),
+            ignore=ignore,
+            formats=formats,
+        )
+        has_sources = bool(source or all_links or rename)
+        return _without_ingest(has_sources, named, store, drop=drop, finish=finish, task=task)
     if not source and links is None and not rename:
         raise UsageError(f"--out {out}: no SOURCE to convert; add tars, folders or --links, see --help")
     _check_images(images, image_ids, images_only, paths_of((*source, *map(str, _renamed(rename)))))
@@ -243,17 +251,17 @@ def _converted(
         summary = convert(
             paths_of(source),
             store,
-            Options(
-                images_per_shard,
-                image_size,
-                quality,
-                keep_json,
-                not no_index_runs,
-                decode_images,
-                annotations_only,
+            options=Options(
+                images_per_shard=images_per_shard,
+                image_size=image_size,
+                quality=quality,
+                keep_json=keep_json,
+                index_runs=not no_index_runs,
+                decode_images=decode_images,
+                annotations_only=annotations_only,
             ),
-            Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
-            IngestRun(
+            policy=Policy(on_error == "stop", frozenset(accept), None, spill, max_pixels=max_pixels),
+            run=IngestRun(
                 workers=count,
                 checklist=md5,
                 recheck=recheck,
@@ -270,7 +278,7 @@ def _converted(
                 space_check=not no_space_check,
                 quiet=json_output,
             ),
-            supervise,
+            supervise=supervise,
         )
     totals = summary.totals()
     return Resharded(
@@ -286,9 +294,9 @@ def _converted(
 def main(*arguments: Any, **options: Any) -> int:
     with loading():
         importlib.import_module("sa1b.ingest.reshard")
-    found = _converted(*arguments, **options)
-    show(json.dumps(found.document, indent=1) if options.get("json_output") else found.text)
-    return found.exit_code
+    result = _converted(*arguments, **options)
+    show(json.dumps(result.document, indent=1) if options.get("json_output") else result.text)
+    return result.exit_code
 
 
 def _without_ingest(
@@ -322,8 +330,11 @@ def _without_ingest(
     shown = failed_lines(dict(sorted(finished.failed.items())))
     return Resharded(
         exit_code=code,
-        **{name: sum(one.counts[name] for one in finished.tasks.values()) for name in ("images", "masks")},
-        shards=sum(len(one.shards) for one in finished.tasks.values()),
+        **{
+            name: sum(source.counts[name] for source in finished.tasks.values())
+            for name in ("images", "masks")
+        },
+        shards=sum(len(source.shards) for source in finished.tasks.values()),
         done=[],
         skipped=sorted(finished.tasks),
         failed=finished.failed,
@@ -346,10 +357,10 @@ def _check_images(images: Path | None, image_ids: str, images_only: bool, paths:
 
 
 def _renamed(pairs: tuple[str, ...]) -> dict[Path, str]:
-    found = {}
+    names = {}
     for pair in pairs:
         path, equals, name = pair.rpartition("=")
         if not equals or not path or not name:
             raise UsageError(f"--rename {pair}: must have the form PATH=NAME")
-        found[Path(path)] = name
-    return found
+        names[Path(path)] = name
+    return names

@@ -80,8 +80,8 @@ class Change:
         changes, count = self.masks, len(base)
         if (changes.image_id, changes.height, changes.width) != (base.image_id, base.height, base.width):
             raise RecordError(
-                f"changes of image {changes.image_id}, {changes.width} x {changes.height} pixels: the image has "
-                f"the id {base.image_id} and {base.width} x {base.height} pixels"
+                f"changes of image {changes.image_id}, {changes.width} x {changes.height} pixels: the image "
+                f"has the id {base.image_id} and {base.width} x {base.height} pixels"
             )
         source = np.arange(count + len(changes))
         if len(self.hidden) or self.replaces.any():

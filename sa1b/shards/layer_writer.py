@@ -279,7 +279,7 @@ def is_own(store: Store, name: str) -> bool:
 
 
 def make_change(base: Annotations, changes: Annotations, existing: Existing) -> tuple[Change, int]:
-    """The change that the masks `own` of a file make to those of an image, and how many got a new id.
+    """The change that the masks `changes` of a file make to those of an image, and how many got a new id.
 
     A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
     mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no

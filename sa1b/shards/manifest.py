@@ -297,7 +297,7 @@ def _listed_task(document: Mapping[str, Any], name: str) -> Task:
         Options(**document["options"]),
         document["versions"],
         shards,
-        largest=document["largest"],
+        document["largest"],
         reading=document.get(READING, {}).get(name),
         listed=document["sources"][name],
     )
@@ -308,8 +308,8 @@ def rebuilt_task(
     options: Options,
     versions: dict[str, str],
     shards: list[ShardInfo],
-    *,
     largest: dict[str, int],
+    *,
     reading: Mapping[str, Any] | None,
     jpg_bytes: int | None = None,
     listed: str | None = None,

@@ -59,9 +59,9 @@ class CocoPass(SourceReading):
         for image in file.images:
             yield from self._image(file, image)
         for key, numbers in file.unlisted.items():
-            found = [file.annotation(number) for number in numbers]
+            annotations = [file.annotation(number) for number in numbers]
             message = f"the list 'images' of {self.path.name} has no image {str(key)[:60]!r}"
-            yield _refused(f"image-{key}", "annotation_without_image", message, found)
+            yield _refused(f"image-{key}", "annotation_without_image", message, annotations)
 
     def digests(self) -> dict[str, str]:
         """sha256 of the file and of names and contents of the images."""
@@ -77,7 +77,7 @@ class CocoPass(SourceReading):
 
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
         annotations = file.annotations(image)
-        own = image_name(image.image_id)
+        name = image_name(image.image_id)
         try:
             path, data = self._content(file, image)
             annotated = image.entry.get("height"), image.entry.get("width")
@@ -85,28 +85,35 @@ class CocoPass(SourceReading):
         except BadSample as error:
             further = {"further_entries": image.further} if image.further else {}
             content = {"image": image.entry, **further, "annotations": annotations}
-            yield _refused(own, error.reason, str(error), content)
+            yield _refused(name, error.reason, str(error), content)
             return
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
         if image.phrases is not None:
             provenance["texts"] = list(dict.fromkeys(image.phrases))
             provenance |= {"further_entries": image.further} if image.further else {}
-        pair = coco_pair(image.image_id, height, width, annotations, file.categories, provenance)
+        pair = coco_pair(
+            image.image_id,
+            height,
+            width,
+            annotations=annotations,
+            categories=file.categories,
+            provenance=provenance,
+        )
         yield Member(member_name(image.image_id, "jpg"), "file", 0, jpeg)
         yield Member(member_name(image.image_id, "json"), "file", 0, pair.text)
         for reason, lost in pair.refused.items():
             message = f"{len(lost):,} of {len(annotations):,} annotations of {image.name}: "
-            yield _refused(f"{own}-{reason}", reason, message + pair.messages[reason], lost)
+            yield _refused(f"{name}-{reason}", reason, message + pair.messages[reason], lost)
 
     def _content(self, file: CocoFile, image: CocoImage) -> tuple[Path, bytes]:
         path = file.file_of(image)
         if path is None:
             why = f"file_name {image.name!r} is not in {file.folder}" if image.name else "it has no file_name"
             raise BadSample("image_name", why)
-        found = stat_of(path)
-        if isinstance(found, OSError):
-            raise BadSample("image_missing", f"{path}: {found.strerror}")
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_IMAGE_BYTES:
+        state = stat_of(path)
+        if isinstance(state, OSError):
+            raise BadSample("image_missing", f"{path}: {state.strerror}")
+        if not stat.S_ISREG(state.st_mode) or state.st_size > MAX_IMAGE_BYTES:
             why = f"{path}: not a file of at most {MAX_IMAGE_BYTES:,} bytes"
             raise BadSample("image_unreadable", why)
         try:
@@ -186,8 +193,8 @@ def _not_convertible(image: "Image.Image") -> str:
     frames = getattr(image, "n_frames", 1)
     if image.mode in _EIGHT_BITS and frames == 1:
         return ""
-    found = f"{image.format} of mode {image.mode} with {counted(frames, 'frame')}"
-    return f"{found}; save it as one image with 8 bits a channel"
+    description = f"{image.format} of mode {image.mode} with {counted(frames, 'frame')}"
+    return f"{description}; save it as one image with 8 bits a channel"
 
 
 def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:
@@ -201,7 +208,9 @@ def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:
 
 
 def _refused(name: str, reason: str, message: str, content: Any) -> Member:
-    return Member(f"{name}.refused.json", "file", 0, json.dumps(content).encode(), message, reason)
+    return Member(
+        f"{name}.refused.json", "file", 0, json.dumps(content).encode(), detail=message, reason=reason
+    )
 
 
 @dataclass(frozen=True)

@@ -93,12 +93,12 @@ class CocoFile:
         self.path = path
         self.folder = options.images or path.parent
         self._file = read_document(path)
-        found = [one for one in self._file.categories or [] if isinstance(one, dict)]
-        self.listed = [one for one in found if type(one.get("id")) is int]
+        categories = [category for category in self._file.categories or [] if isinstance(category, dict)]
+        self.listed = [category for category in categories if type(category.get("id")) is int]
         self.categories = {
-            one["id"]: str(one.get("name", one["id"]))
-            for one in found
-            if isinstance(one.get("id"), int | str)
+            category["id"]: str(category.get("name", category["id"]))
+            for category in categories
+            if isinstance(category.get("id"), int | str)
         }
         rows: dict[Any, int] = {}
         for row, entry in enumerate(self._file.images):
@@ -119,7 +119,7 @@ class CocoFile:
 
         The ids of the file are those of entries. An image has that of its name sa_<id>.jpg, or a hash.
         """
-        found: dict[str, CocoImage] = {}
+        images: dict[str, CocoImage] = {}
         keys: dict[Any, dict[str, Any]] = {}
         for row, entry in enumerate(self._file.images):
             if keys.setdefault(str(entry.get("id")), entry) != entry:
@@ -130,14 +130,14 @@ class CocoFile:
             name = self._name(entry)
             named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
             image_id = hashed_id(source, name) if named is None else named.image_id
-            image = found.setdefault(name, CocoImage(image_id, entry, name, [], []))
+            image = images.setdefault(name, CocoImage(image_id, entry, name, [], []))
             if image.entry is not entry:
                 image.further.append(entry)
             image.annotations.extend(groups[row])
             if isinstance(phrase := entry.get(_PHRASE), str) and image.phrases is not None:
                 image.phrases.append(phrase)
                 image.phrase_of.update(dict.fromkeys(groups[row], phrase))
-        return list(found.values())
+        return list(images.values())
 
     def annotation(self, number: int) -> Any:
         """Annotation `number` of the file as parsed JSON."""
@@ -145,11 +145,11 @@ class CocoFile:
 
     def annotations(self, image: CocoImage) -> list[Any]:
         """The annotations of an image, with their phrases as `text_input`."""
-        found = [self.annotation(number) for number in image.annotations]
-        for number, one in zip(image.annotations, found, strict=True):
-            if isinstance(one, dict) and number in image.phrase_of:
-                one.setdefault(_PHRASE, image.phrase_of[number])
-        return found
+        annotations = [self.annotation(number) for number in image.annotations]
+        for number, annotation in zip(image.annotations, annotations, strict=True):
+            if isinstance(annotation, dict) and number in image.phrase_of:
+                annotation.setdefault(_PHRASE, image.phrase_of[number])
+        return annotations
 
     def file_of(self, image: CocoImage) -> Path | None:
         """The path of the image's file; None if the folder has no file of this name."""
@@ -177,22 +177,22 @@ class CocoFile:
                 f"{self.path}: none of its images is in {self.folder} ({names}); "
                 f"name their folder with --images of `{command('reshard')}`"
             )
-        return sum(one.st_size for one in stats), max(one.st_mtime_ns for one in stats)
+        return sum(state.st_size for state in stats), max(state.st_mtime_ns for state in stats)
 
     def _groups(self, rows: dict[Any, int]) -> tuple[list[list[int]], dict[Any, list[int]]]:
         """Numbers of the annotations of each row of `images`, and of images that are not in the file."""
         unlisted: dict[Any, list[int]] = {}
         decoder = msgspec.json.Decoder(_Key)
-        found = np.full(len(self._file.annotations), -1, np.int64)
+        row_of = np.full(len(self._file.annotations), -1, np.int64)
         for number, raw in enumerate(self._file.annotations):
             try:
                 key = decoder.decode(raw).image_id
-                found[number] = rows[key]
+                row_of[number] = rows[key]
             except (msgspec.DecodeError, KeyError, TypeError):
                 key = key if isinstance(key := _key(raw), int | str) else None
                 unlisted.setdefault(key, []).append(number)
-        order = np.argsort(found, kind="stable")
-        ends = np.searchsorted(found[order], np.arange(len(self._file.images) + 1))
+        order = np.argsort(row_of, kind="stable")
+        ends = np.searchsorted(row_of[order], np.arange(len(self._file.images) + 1))
         groups = [part.tolist() for part in np.split(order, ends)[1:-1]]
         return groups, unlisted
 
@@ -215,8 +215,8 @@ def _decode(raw: msgspec.Raw) -> Any:
 
 
 def _key(raw: msgspec.Raw) -> Any:
-    found = _decode(raw)
-    return found.get("image_id") if isinstance(found, dict) else None
+    entry = _decode(raw)
+    return entry.get("image_id") if isinstance(entry, dict) else None
 
 
 def read_document(path: Path) -> CocoDocument:
@@ -233,9 +233,9 @@ def read_document(path: Path) -> CocoDocument:
         _check_keys(path, data)
         return parsed
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        found = f"{error}{_near(data, str(error))}"
+        why = f"{error}{_near(data, str(error))}"
         raise SourceError(
-            f"{path}: not annotations in COCO's format ({found}); the file must be a JSON object with the "
+            f"{path}: not annotations in COCO's format ({why}); the file must be a JSON object with the "
             "lists 'images' and 'annotations'. For extracted pairs of SA-1B, name their folder"
         ) from None
 
@@ -243,12 +243,12 @@ def read_document(path: Path) -> CocoDocument:
 def read_results(path: Path) -> list[Any]:
     """The entries of a file of results in COCO's format. Raises as `read_document`."""
     try:
-        found = json.loads(path.read_bytes())
+        results = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON ({error}); download it again") from None
-    if not isinstance(found, list):
+    if not isinstance(results, list):
         raise SourceError(f"{path}: not a list; pass results in COCO's format")
-    return found
+    return results
 
 
 def _check_keys(path: Path, data: mmap.mmap) -> None:
@@ -262,9 +262,9 @@ def _check_keys(path: Path, data: mmap.mmap) -> None:
 
 def _near(data: mmap.mmap, message: str) -> str:
     """The text at the byte that a message of the parser names, with the reason if it is NaN."""
-    if not (found := re.search(r"\(byte (\d+)\)", message)):
+    if not (match := re.search(r"\(byte (\d+)\)", message)):
         return ""
-    at = int(found[1])
+    at = int(match[1])
     text = data[max(0, at - _NEAR) : at + _NEAR // 2].decode(errors="replace")
     number = re.match(rb"NaN|Infinity", data[at : at + 8]) is not None
     why = ". NaN and Infinity are not JSON: write null" if number else ""
@@ -281,10 +281,10 @@ def _image_id(path: Path, source: str, entry: dict[str, Any], name: str, ids: Id
     """The id of an image in the dataset directory."""
     if ids == "hash":
         return hashed_id(source, name)
-    found = entry.get("id")
-    if type(found) is not int or not 0 <= found < ID_END:
+    image_id = entry.get("id")
+    if type(image_id) is not int or not 0 <= image_id < ID_END:
         raise SourceError(
-            f"{path}: the image {name!r} has the id {str(found)[:60]!r}, and ids must be integers from 0 to "
-            "2**63 - 1; take ids that are hashes of the file names with --image-ids hash"
+            f"{path}: the image {name!r} has the id {str(image_id)[:60]!r}, and ids must be integers from 0 "
+            "to 2**63 - 1; take ids that are hashes of the file names with --image-ids hash"
         )
-    return found
+    return image_id

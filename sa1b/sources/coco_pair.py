@@ -67,7 +67,9 @@ def coco_pair(
     object beside `masks`.
     """
     pair = CocoPair()
-    masks = [mask for one in annotations if (mask := _mask(pair, one, height, width)) is not None]
+    masks = [
+        mask for annotation in annotations if (mask := _mask(pair, annotation, height, width)) is not None
+    ]
     _rasterize(pair, masks, height, width)
     masks = [mask for mask in masks if mask.text]
     _check_strings(pair, masks, height, width)
@@ -116,21 +118,23 @@ def _mask(pair: CocoPair, annotation: Any, height: int, width: int) -> _Mask | N
     if not isinstance(annotation, dict):
         pair.refuse("bad_annotation", annotation, "not an object")
         return None
-    found = annotation.get("segmentation")
-    if not found:
+    segmentation = annotation.get("segmentation")
+    if not segmentation:
         pair.refuse("no_segmentation", annotation, "no segmentation; a box alone is not a mask")
         return None
-    if isinstance(found, list):
+    if isinstance(segmentation, list):
         return _Mask(annotation, "polygons")
-    if not isinstance(found, dict) or not isinstance(found.get("counts"), str | list):
+    if not isinstance(segmentation, dict) or not isinstance(segmentation.get("counts"), str | list):
         message = "segmentation is neither a list of polygons nor an object with size and counts"
         pair.refuse("bad_segmentation", annotation, message)
         return None
-    if found.get("size") != [height, width]:
-        message = f"segmentation size is {str(found.get('size'))[:60]}, the image has {[height, width]}"
+    if segmentation.get("size") != [height, width]:
+        message = (
+            f"segmentation size is {str(segmentation.get('size'))[:60]}, the image has {[height, width]}"
+        )
         pair.refuse("mask_size", annotation, message)
         return None
-    counts = found["counts"]
+    counts = segmentation["counts"]
     mask = _Mask(annotation, "rle" if isinstance(counts, str) else "counts")
     if isinstance(counts, str):
         mask.text = counts or " "  # refused later, like a string that does not decode
@@ -173,8 +177,8 @@ def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) 
 def _score(mask: _Mask, key: str, defaults: set[str]) -> float:
     """The annotation's own value of a score of SA-1B, or a detector's `score` for predicted_iou, or 1."""
     for name in (key, "score") if key == "predicted_iou" else (key,):
-        if _is_number(found := mask.annotation.get(name)):
-            return float(found)
+        if _is_number(score := mask.annotation.get(name)):
+            return float(score)
     defaults.add(key)
     return 1.0
 
@@ -183,11 +187,11 @@ def _numbers(
     mask: _Mask, key: str, default: list[list[float]], length: int, defaults: set[str]
 ) -> list[float]:
     """The annotation's own value of a row of numbers, or the default."""
-    found = mask.annotation.get(key)
-    if length == 2 and isinstance(found, list) and len(found) == 1:
-        found = found[0]
-    if isinstance(found, list) and len(found) == length and all(map(_is_number, found)):
-        return [float(value) for value in found]
+    numbers = mask.annotation.get(key)
+    if length == 2 and isinstance(numbers, list) and len(numbers) == 1:
+        numbers = numbers[0]
+    if isinstance(numbers, list) and len(numbers) == length and all(map(_is_number, numbers)):
+        return [float(value) for value in numbers]
     defaults.add(key)
     return default[0]
 
@@ -198,8 +202,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 def _mask_id(mask: _Mask) -> int:
     for key in ("mask_id", "id"):  # mask_id: in files that sa1b export writes
-        if type(found := mask.annotation.get(key)) is int and -ID_END <= found < ID_END:
-            return found
+        if type(mask_id := mask.annotation.get(key)) is int and -ID_END <= mask_id < ID_END:
+            return mask_id
     return -1
 
 
@@ -213,5 +217,5 @@ def _origin(mask: _Mask, categories: dict[int | str, str]) -> dict[str, Any]:
 
 
 def _name(annotation: Any) -> str:
-    found = annotation.get("id") if isinstance(annotation, dict) else annotation
-    return str(found)[:60]
+    annotation_id = annotation.get("id") if isinstance(annotation, dict) else annotation
+    return str(annotation_id)[:60]

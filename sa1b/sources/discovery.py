@@ -64,13 +64,13 @@ _UNFIT = (
 
 def formats_with(*changed: SourceFormat) -> tuple[SourceFormat, ...]:
     """All formats, some of them with other settings."""
-    of_kind = {one.kind: one for one in changed}
-    return tuple(of_kind.get(one.kind, one) for one in FORMATS)
+    of_kind = {format.kind: format for format in changed}
+    return tuple(of_kind.get(format.kind, format) for format in FORMATS)
 
 
 def format_of(kind: object) -> SourceFormat:
     """The format that a task file names; tars if it names none."""
-    return next((one for one in (*FORMATS, ImageRows(0)) if one.kind == kind), TAR)
+    return next((format for format in (*FORMATS, ImageRows(0)) if format.kind == kind), TAR)
 
 
 class NotTaken(NamedTuple):
@@ -131,14 +131,14 @@ def discover(
                     "shards are named after their source; leave one out with --ignore, or give it "
                     f"another one with --rename {shlex.quote(f'{source.path}=NAME')}"
                 )
-        not_taken |= {os.path.realpath(one.path): one for one in search.not_taken}
+        not_taken |= {os.path.realpath(entry.path): entry for entry in search.not_taken}
     taken = {os.path.realpath(source.path) for source in sources.values()}
     for path in rename or {}:
         if os.path.realpath(path) not in taken:
             raise SourceError(f"--rename {path}: no source is there; name a tar or a folder of pairs")
     return Discovered(
         sorted(sources.values(), key=lambda source: source.name),
-        sorted(one for path, one in not_taken.items() if path not in taken),
+        sorted(entry for path, entry in not_taken.items() if path not in taken),
     )
 
 
@@ -154,7 +154,7 @@ class _Search:
         formats: Sequence[SourceFormat],
     ) -> None:
         self.path, self.ignore, self.skipped, self.names, self.formats = path, ignore, skipped, names, formats
-        self.folder = next(one for one in formats if isinstance(one, FolderFormat))
+        self.folder = next(format for format in formats if isinstance(format, FolderFormat))
         self.tar = formats[-1]
         self.sources: list[Source] = []
         self.not_taken: list[NotTaken] = []
@@ -164,7 +164,7 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
-            self._take(next(one for one in self.formats if one.takes(self.path)), self.path)
+            self._take(next(format for format in self.formats if format.takes(self.path)), self.path)
             return self.sources
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
@@ -176,8 +176,8 @@ class _Search:
         while self.waiting:
             self._folder(*self.waiting.pop())
         if not self.sources:
-            found = [f"{one.path.name} ({one.reason})" for one in sorted(self.not_taken)]
-            hint = f" (found and not taken: {first_names(found, 3)})" if found else ""
+            left_out = [f"{entry.path.name} ({entry.reason})" for entry in sorted(self.not_taken)]
+            hint = f" (found and not taken: {first_names(left_out, 3)})" if left_out else ""
             what, way = (
                 ("no image, no tar and no Parquet file", "name a folder that contains some at any depth")
                 if isinstance(self.folder, ImageFolder)
@@ -225,16 +225,18 @@ class _Search:
         for child, _ in below:
             if child.name.startswith("."):
                 self._leave(child, "a hidden folder")
-        self.waiting += [one for one in reversed(below) if not one[0].name.startswith(".")]
+        self.waiting += [item for item in reversed(below) if not item[0].name.startswith(".")]
 
     def _file(self, path: Path) -> bool:
         try:
-            found = path.stat()
-            inode = found.st_dev, found.st_ino
+            state = path.stat()
+            inode = state.st_dev, state.st_ino
             if inode in self.skipped:
                 return False
-            format = next((one for one in self.formats if one.in_folders and one.takes(path)), self.tar)
-            reason = _why_not_taken(path, found, is_known=format is not self.tar)
+            format = next(
+                (known for known in self.formats if known.in_folders and known.takes(path)), self.tar
+            )
+            reason = _why_not_taken(path, state, is_known=format is not self.tar)
             if reason == _NO_SOURCE and isinstance(self.folder, ImageFolder):
                 reason = "neither an image nor a text beside one"
         except OSError as error:
@@ -267,11 +269,11 @@ def _is_dataset(names: Sequence[str]) -> bool:
     return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
 
 
-def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str | None:
+def _why_not_taken(path: Path, state: os.stat_result, *, is_known: bool) -> str | None:
     """The reason why a file is not a source; None if a format knows it, or it is a tar by content or name."""
     # A file with the name of a tar and other content is taken as a source, so that its failure is reported.
     name = path.name.lower()
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(state.st_mode):
         return "not a regular file"
     if name.startswith("."):
         return "a hidden file"
@@ -279,7 +281,7 @@ def _why_not_taken(path: Path, found: os.stat_result, *, is_known: bool) -> str 
         return "a partial download"
     if is_known or is_tar_name(name) or holds_tar(path):
         return None
-    if found.st_size == 0:
+    if state.st_size == 0:
         return "an empty file"
     if name.endswith(_UNREAD_IMAGES):
         return "an image of a format that is not read; convert it to JPEG, PNG or WebP"

@@ -48,7 +48,7 @@ def subfolders(path: Path, ignore: Ignore) -> list[Path]:
 
 def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
     """The folders at any depth below some folders of a source, without hidden ones, each once."""
-    waiting, found = list(folders), list[Path]()
+    waiting, deeper = list(folders), list[Path]()
     seen = {inode_of(folder) for folder in (path, *folders)}
     while waiting:
         folder = waiting.pop()
@@ -56,21 +56,21 @@ def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
             for child in [folder / entry.name for entry in os.scandir(folder) if is_folder(entry)]:
                 if child.name[0] != "." and not ignore(child) and (inode := inode_of(child)) not in seen:
                     seen.add(inode)
-                    found.append(child)
+                    deeper.append(child)
                     waiting.append(child)
-    return sorted(found)
+    return sorted(deeper)
 
 
 def pair_files(path: Path, ignore: Ignore) -> list[Path]:
     """The files of a folder source by image id, jpg before json; unreadable subfolders first."""
-    found = []
+    keyed = []
     files, unreadable = listed(path, subfolders(path, ignore))
     for file in files:
         named = parse_member_path(file.name)
         if named is not None and named.ending != "masks" and not ignore(file):
             # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
-            found.append((named, not file.name.endswith(named.ending), str(file), file))
-    return unreadable + [file for *_, file in sorted(found)]
+            keyed.append((named, not file.name.endswith(named.ending), str(file), file))
+    return unreadable + [file for *_, file in sorted(keyed)]
 
 
 def listed(path: Path, folders: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -128,27 +128,27 @@ class FolderPass(SourceReading):
             raise SourceError(f"{self.path}: files changed while they were read; run the same command again")
 
     def _member(self, file: Path) -> Member:
-        found = stat_of(file)
-        self._stats.update(fingerprint(file, found))
-        if isinstance(found, OSError):
+        state = stat_of(file)
+        self._stats.update(fingerprint(file, state))
+        if isinstance(state, OSError):
             kind = "link to nothing" if file.is_symlink() else UNREADABLE
-            return Member(file.name, kind, 0, b"", f"cannot be read: {found.strerror}")
+            return Member(file.name, kind, 0, b"", f"cannot be read: {state.strerror}")
         if self._leaves(file):
             return Member(file.name, "link out of the folder", 0, b"")
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(state.st_mode):
             return Member(file.name, UNREADABLE, 0, b"", "a folder that cannot be listed")
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(state.st_mode):
             return Member(file.name, "special file", 0, b"")
-        if found.st_size > MAX_MEMBER_BYTES:
-            why = f"{found.st_size:,} bytes, more than the {MAX_MEMBER_BYTES:,} that a member may have"
+        if state.st_size > MAX_MEMBER_BYTES:
+            why = f"{state.st_size:,} bytes, more than the {MAX_MEMBER_BYTES:,} that a member may have"
             return Member(file.name, OVERSIZED, 0, b"", why)
         try:
             with file.open("rb") as opened:
-                data = opened.read(found.st_size)
+                data = opened.read(state.st_size)
         except OSError as error:
             return Member(file.name, UNREADABLE, 0, b"", f"cannot be read: {error.strerror}")
-        if len(data) != found.st_size:
-            why = f"cannot be read: {len(data):,} of {found.st_size:,} bytes received"
+        if len(data) != state.st_size:
+            why = f"cannot be read: {len(data):,} of {state.st_size:,} bytes received"
             return Member(file.name, UNREADABLE, 0, b"", why)
         return Member(file.name, "file", 0, data)
 
@@ -161,8 +161,8 @@ class FolderPass(SourceReading):
 
 def inode_of(path: Path) -> tuple[int, int]:
     """Device and inode, which are the same for all names of a file or folder."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    state = path.stat()
+    return state.st_dev, state.st_ino
 
 
 def stat_of(file: Path) -> os.stat_result | OSError:
@@ -173,12 +173,12 @@ def stat_of(file: Path) -> os.stat_result | OSError:
         return error
 
 
-def fingerprint(file: Path, found: os.stat_result | OSError) -> bytes:
+def fingerprint(file: Path, state: os.stat_result | OSError) -> bytes:
     """Bytes that differ if a file was changed; empty if it does not exist."""
-    if isinstance(found, OSError):
+    if isinstance(state, OSError):
         return b""  # the file was removed before it was read: its member is refused
     # Without the inode: some network file systems give a file a new number each time it is opened.
-    numbers = found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    numbers = state.st_size, state.st_mtime_ns, state.st_ctime_ns
     return f"{file} {numbers}\n".encode("utf-8", "surrogateescape")
 
 
@@ -207,9 +207,11 @@ class FolderFormat(SourceFormat):
         return path.resolve().name
 
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        found = [one for file in self.files(path, ignore) if isinstance(one := stat_of(file), os.stat_result)]
-        size = sum(one.st_size for one in found if one.st_size <= MAX_MEMBER_BYTES)
-        return size, max((one.st_mtime_ns for one in found), default=0)
+        states = [
+            state for file in self.files(path, ignore) if isinstance(state := stat_of(file), os.stat_result)
+        ]
+        size = sum(state.st_size for state in states if state.st_size <= MAX_MEMBER_BYTES)
+        return size, max((state.st_mtime_ns for state in states), default=0)
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return FolderPass(source.path, source.ignore or Ignore(source.path), self, progress=progress)

@@ -58,15 +58,15 @@ def is_image_name(name: str) -> bool:
 class _ImagesPass(SourceReading):
     """The pass of another format, with a pair in place of each image."""
 
-    def __init__(self, found: SourceReading, source: str, max_pixels: int) -> None:
-        self._found, self._source, self._max_pixels = found, source, max_pixels
+    def __init__(self, reading: SourceReading, source: str, max_pixels: int) -> None:
+        self._reading, self._source, self._max_pixels = reading, source, max_pixels
         self.left_out: Counter[str] = Counter()
         self._ids: set[int] = set()
 
     def items(self) -> Iterator[Member | Damage]:
         """The jpg and the json of each image; damage, and what is no file, as in the source."""
         images, texts = list[Member](), list[Member]()
-        for item in self._found.items():
+        for item in self._reading.items():
             if isinstance(item, Damage) or item.reason or item.kind != "file":
                 yield item
                 continue
@@ -79,16 +79,16 @@ class _ImagesPass(SourceReading):
                 images, texts = [], []
             (images if is_image else texts).append(item)
         yield from self._pairs(images, texts)
-        self.left_out.update(self._found.left_out)
+        self.left_out.update(self._reading.left_out)
 
     def digests(self) -> dict[str, str]:
-        return self._found.digests()
+        return self._reading.digests()
 
     def check_unchanged(self) -> None:
-        return self._found.check_unchanged()
+        return self._reading.check_unchanged()
 
     def close(self) -> None:
-        return self._found.close()
+        return self._reading.close()
 
     def _pairs(self, images: list[Member], files: list[Member]) -> Iterator[Member]:
         """The pairs of images of one name, with the texts beside them; a text of no image is refused."""
@@ -100,19 +100,19 @@ class _ImagesPass(SourceReading):
                 self._add_fields(fields, {_ending(file.name): _decoded(file.data) if beside else None})
                 continue
             try:
-                found, others = _contents(file)
-                if found and not beside:
+                file_texts, others = _contents(file)
+                if file_texts and not beside:
                     raise BadSample("text_unpaired", "no image of this name beside it")
-                texts |= dict.fromkeys(found)
+                texts |= dict.fromkeys(file_texts)
                 self._add_fields(fields, others)
             except BadSample as error:
                 yield replace(file, detail=str(error), reason=error.reason)
         for image in images:
             yield from self._pair(image, {"texts": list(texts)} | ({"fields": fields} if fields else {}))
 
-    def _add_fields(self, fields: dict[str, Any], found: dict[str, Any]) -> None:
+    def _add_fields(self, fields: dict[str, Any], additions: dict[str, Any]) -> None:
         """Add numbers and short strings; anything else that has a value is left out."""
-        for name, value in found.items():
+        for name, value in additions.items():
             is_short = isinstance(value, bool | int | float) or (
                 isinstance(value, str) and len(value) <= _MAX_FIELD
             )
@@ -153,8 +153,8 @@ class ImageFolder(FolderFormat):
     def files(self, path: Path, ignore: Ignore) -> list[Path]:
         files, unreadable = listed(path, self.parts(path, ignore))  # a folder is refused as a member
         taken = (file for file in files if is_image_name(file.name) or _is_text_name(file.name))
-        found = (file for file in (*taken, *unreadable) if not ignore(file))
-        return sorted(found, key=lambda file: (file.parent, file.name))  # a text beside its image
+        readable = (file for file in (*taken, *unreadable) if not ignore(file))
+        return sorted(readable, key=lambda file: (file.parent, file.name))  # a text beside its image
 
     def parts(self, path: Path, ignore: Ignore) -> list[Path]:
         return below(path, [path], ignore)
@@ -236,9 +236,9 @@ class RowsPass(SourceReading):
                         f"{self._label}: has no column of annotations ({', '.join(self._needed)}); pass "
                         "--images-only for images alone"
                     )
-                others = [one for one in schema if one.name != column]
-                further = [one.name for one in others if self._takes(one)]
-                left = {one.name for one in others}.difference(further)
+                others = [field for field in schema if field.name != column]
+                further = [field.name for field in others if self._takes(field)]
+                left = {field.name for field in others}.difference(further)
                 self.left_out = dict.fromkeys(left, file.metadata.num_rows)
                 batches = file.iter_batches(_ROWS, columns=[column, *further])
                 rows = (row for batch in batches for row in batch.to_pylist())
@@ -261,7 +261,7 @@ class RowsPass(SourceReading):
             self._progress(len(data or b""))
         if data is None or len(data) > MAX_MEMBER_BYTES:
             why = "the row has no bytes of an image" if data is None else f"{len(data):,} bytes are too many"
-            return Member(name, "file", 0, b"", f"row {number:,}: {why}", "image_missing")
+            return Member(name, "file", 0, b"", detail=f"row {number:,}: {why}", reason="image_missing")
         return Member(name, "file", 0, data)
 
     def digests(self) -> dict[str, str]:
@@ -333,21 +333,21 @@ def _contents(file: Member) -> tuple[list[str], dict[str, Any]]:
 def texts_of(fields: dict[str, Any]) -> list[str]:
     """The texts of the known fields of an object, which are strings or lists of strings; each once."""
     given = [fields.get(name) for name in TEXT_FIELDS]
-    found = [text for one in given for text in (one if isinstance(one, list) else [one])]
-    return list(dict.fromkeys(text.strip() for text in found if isinstance(text, str) and text.strip()))
+    texts = [text for value in given for text in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(text.strip() for text in texts if isinstance(text, str) and text.strip()))
 
 
 def image_column(path: Path | str, schema: pa.Schema) -> str:
     """The column with the bytes of the images: binary, or a struct of bytes and path as of `datasets`."""
     named = {field.name: field.type for field in schema}
-    found = [name for name, type in named.items() if _holds_images(name, type)]
-    if len(found) != 1:
-        which = f"{len(found)} columns" if found else "no column"
+    columns = [name for name, type in named.items() if _holds_images(name, type)]
+    if len(columns) != 1:
+        which = f"{len(columns)} columns" if columns else "no column"
         raise SourceError(
             f"{path}: {which} of image bytes among {first_names(list(named), 5)}; keep one: a struct of "
             f"bytes and path, or a binary column named {' or '.join(_BINARY)}"
         )
-    return str(found[0])
+    return str(columns[0])
 
 
 def _holds_images(name: str, type: pa.DataType) -> bool:
@@ -373,8 +373,8 @@ class ImageRows(SourceFormat):
         return path.stem
 
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        found = path.stat()
-        return found.st_size, found.st_mtime_ns
+        state = path.stat()
+        return state.st_size, state.st_mtime_ns
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return _ImagesPass(

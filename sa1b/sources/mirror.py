@@ -105,7 +105,7 @@ class _PairsPass(RowsPass):
         yield replace(image, name=name, data=data)
         document: dict[str, Any] = {
             "image": {"image_id": image_id, **size, "file_name": name} | _given(entry),
-            "annotations": [_annotation(one, size) for one in masks],
+            "annotations": [_annotation(mask, size) for mask in masks],
         }
         further = encoding | ({} if row.keys().isdisjoint(TEXT_FIELDS) else {"texts": texts_of(row)})
         if further:
@@ -126,7 +126,7 @@ def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if isinstance(given, dict):  # a list of objects as `datasets` before version 4 stores it
         lists = {key: value for key, value in given.items() if isinstance(value, list)}
         given = [dict(zip(lists, values, strict=False)) for values in zip(*lists.values(), strict=False)]
-    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+    if not isinstance(given, list) or not all(isinstance(annotation, dict) for annotation in given):
         raise BadSample("unreadable_json", "the row has no list of annotations")
     return entry, given
 
@@ -157,25 +157,28 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 def _annotation(given: dict[str, Any], size: dict[str, Any]) -> dict[str, Any]:
     """An annotation in SA-1B's form; values that the row lacks are left out."""
-    found = _given(given)
-    if "counts" in found:  # of sa1b export: COCO's boxes, and points without a list around them
-        found["segmentation"] = {"size": [size["height"], size["width"]], "counts": found.pop("counts")}
-        if len(box := found.get("bbox", ())) == 4:
-            found["bbox"] = [*box[:2], *(max(0.0, side - 1) for side in box[2:])]
-        if "point_coords" in found:
-            found["point_coords"] = [found["point_coords"]]
-    mask = found.get("segmentation")
+    annotation = _given(given)
+    if "counts" in annotation:  # of sa1b export: COCO's boxes, and points without a list around them
+        annotation["segmentation"] = {
+            "size": [size["height"], size["width"]],
+            "counts": annotation.pop("counts"),
+        }
+        if len(box := annotation.get("bbox", ())) == 4:
+            annotation["bbox"] = [*box[:2], *(max(0.0, side - 1) for side in box[2:])]
+        if "point_coords" in annotation:
+            annotation["point_coords"] = [annotation["point_coords"]]
+    mask = annotation.get("segmentation")
     if isinstance(mask, dict) and mask.keys() == {"size", "counts"}:
         counts = mask["counts"]
         text = counts.decode("ascii", "replace") if isinstance(counts, bytes) else counts
-        found["segmentation"] = {"size": mask["size"], "counts": text}
-    usual = {key: found[key] for key in MASK_KEYS if key in found}
-    return usual | {key: value for key, value in found.items() if key not in usual}
+        annotation["segmentation"] = {"size": mask["size"], "counts": text}
+    usual = {key: annotation[key] for key in MASK_KEYS if key in annotation}
+    return usual | {key: value for key, value in annotation.items() if key not in usual}
 
 
 def _is_missing(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
-    return any(one is None or (isinstance(one, float) and math.isnan(one)) for one in values)
+    return any(number is None or (isinstance(number, float) and math.isnan(number)) for number in values)
 
 
 def formats_of(

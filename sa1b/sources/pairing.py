@@ -108,14 +108,14 @@ def pair_up(items: Iterable[Member | Damage], spill: Spill) -> Iterator[MemberPa
             if neighbour is None and _key(item):
                 neighbour = item
                 continue
-            found = None if neighbour is None else _named_by_json(neighbour, item)
-            if found is not None and found.image_id not in done and found.image_id not in waiting:
-                done.add(found.image_id)
-                yield found
+            pair = None if neighbour is None else _named_by_json(neighbour, item)
+            if pair is not None and pair.image_id not in done and pair.image_id not in waiting:
+                done.add(pair.image_id)
+                yield pair
             else:
-                reason = "unexpected_name" if found is None else "duplicate"
+                reason = "unexpected_name" if pair is None else "duplicate"
                 unknown = _TEXT if item.name.lower().endswith(".txt") else _NAMES
-                message = unknown if found is None else f"a second pair of image {found.image_id}"
+                message = unknown if pair is None else f"a second pair of image {pair.image_id}"
                 for member in (neighbour, item):
                     if member is not None:
                         yield Refusal(reason, message, member)
@@ -152,8 +152,8 @@ def _key(member: Member) -> str:
 
 def _named_by_json(*members: Member) -> MemberPair | None:
     """The pair of two neighbours with the image id of their JSON file; None if they are no pair."""
-    texts = [one for one in members if one.name.lower().endswith(".json")]
-    images = [one for one in members if one not in texts]
+    texts = [member for member in members if member.name.lower().endswith(".json")]
+    images = [member for member in members if member not in texts]
     if not texts or not images:
         return None
     with suppress(ValueError, TypeError, KeyError):
@@ -224,8 +224,8 @@ class WantedPairs:
 
     def found(self) -> npt.NDArray[np.uint64]:
         """The wanted ids whose two members have been read."""
-        found: npt.NDArray[np.uint64] = self.ids[self._seen == _BOTH]
-        return found
+        ids: npt.NDArray[np.uint64] = self.ids[self._seen == _BOTH]
+        return ids
 
     def absent(self) -> npt.NDArray[np.uint64]:
         """Wanted ids inside the range of a source that was read to its end, without two members in it."""
@@ -289,8 +289,8 @@ _NUMBERED = re.compile(r"sa_([0-9]{1,9})")
 
 def tar_number(source: str) -> int | None:
     """The number in the name of a source, such as 20 of sa_000020; None if the name has another form."""
-    found = _NUMBERED.fullmatch(source)
-    return int(found[1]) if found else None
+    match = _NUMBERED.fullmatch(source)
+    return int(match[1]) if match else None
 
 
 def estimated_numbers(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:

@@ -40,8 +40,8 @@ def takes_endpoint(main: Callable[..., _Code]) -> Callable[..., _Code]:
         if endpoint is None:
             return main(*arguments, **options)
         values = [*arguments, *options.values()]
-        words = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-        urls = [one for one in map(str, words) if is_url(one) and endpoint_options(one, endpoint)]
+        words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]
+        urls = [word for word in map(str, words) if is_url(word) and endpoint_options(word, endpoint)]
         if not urls:
             raise UsageError(f"--endpoint {endpoint}: only with a URL such as s3://BUCKET/shards; omit it")
         variables = {kind_of(url).endpoint_variable for url in urls}
@@ -54,9 +54,11 @@ def takes_endpoint(main: Callable[..., _Code]) -> Callable[..., _Code]:
                 del os.environ[name]
             os.environ.update(before)
 
-    own = signature(main)
+    main_signature = signature(main)
     flag = Parameter("endpoint", Parameter.KEYWORD_ONLY, default=None, annotation=Endpoint)
-    vars(verb)["__signature__"] = own.replace(parameters=[*own.parameters.values(), flag])
+    vars(verb)["__signature__"] = main_signature.replace(
+        parameters=[*main_signature.parameters.values(), flag]
+    )
     verb.__annotations__ = {**main.__annotations__, "endpoint": Endpoint}
     return verb
 
@@ -118,16 +120,16 @@ def linked(
     from sa1b.sources.remote_sources import links_at
 
     urls = filter(is_url, source)
-    found = [link for url in urls for link in links_at(url, endpoint_options(url, endpoint))]
+    all_links = [link for url in urls for link in links_at(url, endpoint_options(url, endpoint))]
     if path is not None:
         listed, others = read_links(path)
-        found += listed
+        all_links += listed
         if others:
             left_out = f"{counted(len(others), 'other file')} left out ({first_names(others, 3)})"
             show(f"note: {path}: {left_out}", sys.stderr)
     return tuple(
-        replace(one, connections=connections, max_rate=rate, options=endpoint_options(one.url, endpoint))
-        for one in found
+        replace(link, connections=connections, max_rate=rate, options=endpoint_options(link.url, endpoint))
+        for link in all_links
     )
 
 

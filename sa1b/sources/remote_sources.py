@@ -86,24 +86,24 @@ def remote_sources(
             finally:
                 progress(1)
             kind = "parquet" if link.file_name.lower().endswith(PARQUET) else TAR.kind
-            format = next((one for one in formats if one.kind == kind), None)
+            format = next((candidate for candidate in formats if candidate.kind == kind), None)
             if format is None:
                 return f"{link.label}: a Parquet file, which this command does not read; use sa1b reshard"
             return Source(name, Path(link.file_name), format, size, mtime_ns, link=link)
 
-        found: list[Source] = []
+        sources: list[Source] = []
         failed: dict[str, str] = {}
         with ThreadPoolExecutor(_REQUESTS) as threads:
             try:
                 for name, source in zip(named, threads.map(measured, named), strict=True):
                     if isinstance(source, Source):
-                        found.append(source)
+                        sources.append(source)
                     else:
                         failed[name] = source
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-    return found, failed
+    return sources, failed
 
 
 class _Sizes:

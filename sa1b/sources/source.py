@@ -112,8 +112,8 @@ class Source:
         Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
         ignore; images_only; part for a source of which only wanted pairs are taken. Else empty.
         """
-        found = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
-        return {"kind": self.kind, **found} if found else {}
+        values = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
+        return {"kind": self.kind, **values} if values else {}
 
     @property
     def label(self) -> str:
@@ -145,8 +145,8 @@ class SourceReader:
 
     def found(self) -> dict[str, Any]:
         """What the source has beside its pairs, to be recorded with it: `categories` and `left_out`."""
-        found = {"categories": list(self._pass.categories), "left_out": dict(self._pass.left_out)}
-        return {name: value for name, value in found.items() if value}
+        fields = {"categories": list(self._pass.categories), "left_out": dict(self._pass.left_out)}
+        return {name: value for name, value in fields.items() if value}
 
     def close(self) -> None:
         """Close the file. Call `check_unchanged` first."""
@@ -164,7 +164,7 @@ def digest_of_source(source: Source, progress: Progress | None = None, kind: str
 
 def read_checklist(path: Path) -> dict[str, str]:
     """File name -> md5, from lines of md5sum; SourceError names a line that is none, or contradicts."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
             continue
@@ -172,9 +172,9 @@ def read_checklist(path: Path) -> dict[str, str]:
         if match is None:
             raise SourceError(f"{path}, line {number}: {line[:80]!r} must be '<md5>  <file name>'")
         name, digest = match[2].rsplit("/", 1)[-1], match[1].lower()
-        if found.setdefault(name, digest) != digest:
+        if digests.setdefault(name, digest) != digest:
             raise SourceError(
-                f"{path}, line {number}: {name} has the md5 {digest}, and {found[name]} on an earlier "
+                f"{path}, line {number}: {name} has the md5 {digest}, and {digests[name]} on an earlier "
                 "line; remove the wrong one"
             )
-    return found
+    return digests

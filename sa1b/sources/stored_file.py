@@ -77,7 +77,7 @@ def link_of(url: str) -> Link:
 
 def read_links(path: Path) -> tuple[list[Link], list[str]]:
     """The tars of SA-1B in a list of links by name, and other files in it; SourceError names a bad line."""
-    found: dict[str, Link] = {}
+    links_by_name: dict[str, Link] = {}
     others = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), 1):
         if not line.strip() or line.split() == ["file_name", "cdn_link"]:
@@ -93,17 +93,17 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
             others.append(name)
             continue
         link = Link(url, name, f"{path}, line {number}: {name}", path)
-        if found.setdefault(name, link).url != url:
+        if links_by_name.setdefault(name, link).url != url:
             raise SourceError(
                 f"{path}, line {number}: {name} is listed before with another link "
-                f"({found[name].label.rpartition(': ')[0]}); remove one of the two lines"
+                f"({links_by_name[name].label.rpartition(': ')[0]}); remove one of the two lines"
             )
-    if not found:
+    if not links_by_name:
         raise SourceError(
             f"{path}: lists no tar of SA-1B (sa_<number>.tar); pass Meta's list of links, "
             "with the columns file_name and cdn_link"
         )
-    return [found[name] for name in sorted(found)], others
+    return [links_by_name[name] for name in sorted(links_by_name)], others
 
 
 class StoredFile(Protocol):
@@ -148,10 +148,10 @@ class LocalFile:
         attributes (NFS, until the cache expires), and writes through a memory map that was already dirty.
         """
         try:
-            found = [os.fstat(self._file.fileno()), self.path.stat()]
+            stats = [os.fstat(self._file.fileno()), self.path.stat()]
         except FileNotFoundError:
             raise SourceError(f"{self.label}: removed while it was read; restore it and run again") from None
-        if any(_identity(stat) != _identity(self._stat) for stat in found):
+        if any(_identity(stat) != _identity(self._stat) for stat in stats):
             raise SourceError(f"{self.label}: changed while it was read; run the same command again")
 
     def close(self) -> None:

@@ -68,40 +68,40 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             yield from _dangling(extension)
             yield from _end_of_stream(stream, offset, header, damaged)
             return
-        found: Member | Damage | Extension | None
+        item: Member | Damage | Extension | None
         if header == _ZEROS:
-            found = _skip_zeros(stream, offset)
-            if found is None:
+            item = _skip_zeros(stream, offset)
+            if item is None:
                 yield from _dangling(extension)
                 yield from _stream_damage(stream)
                 return
         else:
-            found = _next_item(stream, offset, header, extension.values if extension else {})
-        if isinstance(found, Extension):
+            item = _next_item(stream, offset, header, extension.values if extension else {})
+        if isinstance(item, Extension):
             damaged = False
-            if extension is not None and _are_of_two_members(extension, found):
+            if extension is not None and _are_of_two_members(extension, item):
                 yield from _dangling(extension)
                 extension = None
             if extension is not None:
-                values, stored = extension.values | found.values, extension.stored + found.stored
-                found = Extension(extension.offset, values, stored)
-            extension = found if found.stored else None
+                values, stored = extension.values | item.values, extension.stored + item.stored
+                item = Extension(extension.offset, values, stored)
+            extension = item if item.stored else None
             continue
-        damaged = isinstance(found, Damage)
-        if extension is not None and isinstance(found, Damage):
+        damaged = isinstance(item, Damage)
+        if extension is not None and isinstance(item, Damage):
             # Two adjacent stretches of damage are the remains of one member. Damage without bytes is a
             # stretch of zeros.
-            data = extension.stored + (found.data or bytes(min(found.length, MAX_KEPT_BYTES)))
-            length = len(extension.stored) + found.length
-            found = replace(found, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
+            data = extension.stored + (item.data or bytes(min(item.length, MAX_KEPT_BYTES)))
+            length = len(extension.stored) + item.length
+            item = replace(item, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
         extension = None
-        yield found
+        yield item
 
 
-def _are_of_two_members(one: Extension, other: Extension) -> bool:
+def _are_of_two_members(first: Extension, other: Extension) -> bool:
     """Whether two consecutive extended headers cannot describe the same member."""
-    both = one.values.keys() & other.values.keys()
-    return bool(both) or len(one.stored) + len(other.stored) > MAX_EXTENDED_BYTES
+    both = first.values.keys() & other.values.keys()
+    return bool(both) or len(first.stored) + len(other.stored) > MAX_EXTENDED_BYTES
 
 
 def _dangling(extension: Extension | None) -> Iterator[Damage]:
@@ -350,8 +350,8 @@ class TarPass(SourceReading):
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()
         if self._source.link is None:
-            found = self._source.path.stat()
-            if (found.st_size, found.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
+            state = self._source.path.stat()
+            if (state.st_size, state.st_mtime_ns) != (self._source.size, self._source.mtime_ns):
                 path = self._source.path
                 raise SourceError(f"{path}: changed before it was read; run the same command again")
 
@@ -380,8 +380,8 @@ class TarFormat(SourceFormat):
         return tar_name(path.name)
 
     def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        found = path.stat()
-        return found.st_size, found.st_mtime_ns
+        state = path.stat()
+        return state.st_size, state.st_mtime_ns
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return TarPass(source, md5=md5, progress=progress)

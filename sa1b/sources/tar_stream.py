@@ -103,7 +103,7 @@ def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
         if data[-1:] != b"\0" or not name or _CONTROL.search(name):
             return None
         return {"path" if kind == b"L" else "link": _text(name)}
-    found: dict[str, str] = {}
+    records: dict[str, str] = {}
     position = 0
     while position < len(data):
         match = _PAX_RECORD.match(data, position)
@@ -112,9 +112,9 @@ def parse_extended(kind: bytes, data: bytes) -> dict[str, str] | None:
             return None
         key = "sparse" if match[2].startswith(b"GNU.sparse.") else _PAX_KEYS.get(match[2])
         if kind == b"x" and key is not None:
-            found[key] = _text(data[match.end() : end - 1])
+            records[key] = _text(data[match.end() : end - 1])
         position = end
-    return found if re.fullmatch(r"[0-9]{1,20}", found.get("size", "0")) else None
+    return records if re.fullmatch(r"[0-9]{1,20}", records.get("size", "0")) else None
 
 
 def _text(name: bytes) -> str:
@@ -164,10 +164,10 @@ class StoredStream:
         """sha256, and md5 if requested, of the complete file as stored; reads the rest of the file."""
         while self._read_stored():
             pass
-        found = {"sha256": self._sha256.hexdigest()}
+        digests = {"sha256": self._sha256.hexdigest()}
         if self._md5 is not None:
-            found["md5"] = self._md5.hexdigest()
-        return found
+            digests["md5"] = self._md5.hexdigest()
+        return digests
 
     def check_unchanged(self) -> None:
         """Raise SourceError if the file was changed, replaced or removed since it was opened."""

@@ -215,11 +215,11 @@ class ResumeRecord:
         self.known: dict[str, tuple[Any, Any]] = {}
         self._file: BinaryIO | None = None
         self._exists = path.exists()
-        found = path.read_bytes() if self._exists else b""
-        whole = found[: found.rfind(b"\n") + 1]
+        written = path.read_bytes() if self._exists else b""
+        whole = written[: written.rfind(b"\n") + 1]
         first, *lines = whole.split(b"\n")
         first += b"\n"
-        if self._exists and header(first) is None and not (found and self._header.startswith(found)):
+        if self._exists and header(first) is None and not (written and self._header.startswith(written)):
             raise UsageError(f"{path}: not a record of an interrupted run; name a file that does not exist")
         self._length = len(whole) if first == self._header else 0
         for line in lines if self._length else ():

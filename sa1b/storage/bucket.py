@@ -91,8 +91,8 @@ class BucketStore(Store):
         )
 
     def size(self, name: str) -> int | None:
-        found = self._requests.stat(name)
-        return None if found is None else found.size
+        stat = self._requests.stat(name)
+        return None if stat is None else stat.size
 
     def read(self, name: str) -> bytes:
         data, _ = self._requests.get(name)
@@ -101,8 +101,8 @@ class BucketStore(Store):
         return data
 
     def names(self, folder: str, ending: str = "") -> list[str]:
-        found = self._requests.sizes(folder)
-        return sorted(name for name in found if name.endswith(ending) and not name.startswith("."))
+        sizes = self._requests.sizes(folder)
+        return sorted(name for name in sizes if name.endswith(ending) and not name.startswith("."))
 
     def folders(self, folder: str) -> list[str]:
         inner = {name.partition("/")[0] for name in self._requests.sizes(folder, deep=True) if "/" in name}
@@ -202,16 +202,16 @@ class BucketStore(Store):
             return 0
         objects = self._requests.objects
         try:
-            left = [one for one in self.uploads() if matches(one.name)]
+            left = [unfinished for unfinished in self.uploads() if matches(unfinished.name)]
         except UnavailableError:
             raise
         except StorageError as error:  # listing uploads is a permission of its own, and not in every store
             _LOG.warning("parts of uploads that killed processes left cannot be removed: %s", error)
             return 0
-        for one in left:
-            with self._requests.writing(one.name):
-                abort = functools.partial(objects.abort, url=self.url(one.name), upload=one.id)
-                self._requests.do(one.name, abort)
+        for unfinished in left:
+            with self._requests.writing(unfinished.name):
+                abort = functools.partial(objects.abort, url=self.url(unfinished.name), upload=unfinished.id)
+                self._requests.do(unfinished.name, abort)
         return len(left)
 
     def _scratch(self) -> Path:

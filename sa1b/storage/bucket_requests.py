@@ -216,24 +216,24 @@ class Conditions:
         if self._bucket.put_absent(name, data):
             return True
         try:
-            found, stat = self._bucket.get(name)
+            stored, stat = self._bucket.get(name)
         except FileNotFoundError:
             return False  # removed again since
-        if found == data:
+        if stored == data:
             return True  # an attempt was applied and its response was lost
-        if is_removed(found):
-            remover = process_of(found.removeprefix(_REMOVED).decode("latin-1"))
+        if is_removed(stored):
+            remover = process_of(stored.removeprefix(_REMOVED).decode("latin-1"))
             if is_of_dead_process(remover) or self._age(name, stat) > _STALE:  # it ended during a removal
-                return self._swap(name, data, found, stat)
+                return self._swap(name, data, stored, stat)
         return False
 
     def replace(self, name: str, data: bytes, matches: Callable[[bytes], bool]) -> bool:
         self._check_conditions()
         try:
-            found, stat = self._bucket.get(name)
+            stored, stat = self._bucket.get(name)
         except FileNotFoundError:
             return False
-        return not is_removed(found) and matches(found) and self._swap(name, data, found, stat)
+        return not is_removed(stored) and matches(stored) and self._swap(name, data, stored, stat)
 
     def remove(self, name: str, matches: Callable[[bytes], bool]) -> bool:
         # The object is replaced first: of two processes that both found it, only one replaces it.
@@ -260,8 +260,8 @@ class Conditions:
             if name.rpartition("/")[2].startswith(".") and name.endswith(_LOCK_ENDING):
                 self._remove_stale(name)
 
-    def _swap(self, name: str, data: bytes, found: bytes, stat: Stat) -> bool:
-        """Replace an object unless it differs from `found`, an earlier read; whether it was replaced."""
+    def _swap(self, name: str, data: bytes, stored: bytes, stat: Stat) -> bool:
+        """Replace an object unless it differs from `stored`, an earlier read; whether it was replaced."""
         url = self._bucket.url(name)
         if self._has_if_match:
             try:
@@ -271,9 +271,9 @@ class Conditions:
             except ConditionError:
                 return self._bucket.has(name, data)  # an attempt may have been applied, and its response lost
             return True
-        return self._swap_locked(name, data, found)
+        return self._swap_locked(name, data, stored)
 
-    def _swap_locked(self, name: str, data: bytes, found: bytes) -> bool:
+    def _swap_locked(self, name: str, data: bytes, stored: bytes) -> bool:
         """As `_swap`, for the holder of a lock object."""
         folder, _, last = name.rpartition("/")
         lock = f"{folder}/.{last}{_LOCK_ENDING}" if folder else f".{last}{_LOCK_ENDING}"
@@ -282,12 +282,12 @@ class Conditions:
         end = time.monotonic() + _REMOVAL
         while not self._bucket.put_absent(lock, token) and not self._bucket.has(lock, token):
             self._remove_stale(lock)
-            if time.monotonic() > end or not self._bucket.has(name, found):
+            if time.monotonic() > end or not self._bucket.has(name, stored):
                 return False
             policy.sleep(policy.random() * _LOCK_WAIT)
         began = time.monotonic()
         try:
-            if not self._bucket.has(name, found) or time.monotonic() - began > _REMOVAL:
+            if not self._bucket.has(name, stored) or time.monotonic() - began > _REMOVAL:
                 return False
             self._bucket.put(name, data)
             return True
@@ -298,8 +298,8 @@ class Conditions:
     def _remove_stale(self, lock: str) -> None:
         """Remove a lock object whose process has ended or was stopped."""
         with contextlib.suppress(FileNotFoundError):
-            found, stat = self._bucket.get(lock)
-            owner = process_of(found.decode("latin-1"))
+            token, stat = self._bucket.get(lock)
+            owner = process_of(token.decode("latin-1"))
             if is_of_dead_process(owner) or self._age(lock, stat) > _STALE:
                 self._bucket.remove(lock)
 

@@ -134,9 +134,9 @@ def fetch(
     `progress` is called with the number of bytes after each piece; its exception ends the copy. DamageError:
     the object has another digest. Else raises as `Reader.read_range`.
     """
-    found = digest(reader, name, progress, file)
+    actual = digest(reader, name, progress, file)
     size = file.tell()
-    if found != expected:
+    if actual != expected:
         # The damage is in the store or in transit: accept a piece once two reads of it agree.
         sha256 = hashlib.sha256()
         for start in range(0, size, PIECE):
@@ -146,15 +146,15 @@ def fetch(
             file.seek(start)
             file.write(data)
             sha256.update(data)
-        found = sha256.hexdigest()
-    if found != expected:
+        actual = sha256.hexdigest()
+    if actual != expected:
         raise DamageError(
-            f"{reader.url(name)}: sha256 {found}, {expected} expected; restore the file "
+            f"{reader.url(name)}: sha256 {actual}, {expected} expected; restore the file "
             "from a copy, or open the dataset again if it was replaced",
             url=reader.url(name),
             length=size,
             expected=expected,
-            found=found,
+            found=actual,
         )
 
 
@@ -304,10 +304,10 @@ def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -
     with contextlib.suppress(StorageError):
         left = {upload}
         for _ in range(_TRIES):  # again for a part that was in flight
-            for one in left:
-                request(functools.partial(objects.abort, url=reader.url(name), upload=one))
-            found = request(lambda system: objects.uploads(system, folder))
-            left = {one.id for one in found if one.name == last}
+            for upload_id in left:
+                request(functools.partial(objects.abort, url=reader.url(name), upload=upload_id))
+            uploads = request(lambda system: objects.uploads(system, folder))
+            left = {other.id for other in uploads if other.name == last}
             if not left:
                 return
 

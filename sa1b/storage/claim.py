@@ -112,22 +112,22 @@ class Claim:
                 taken = store.replace_if(name, data, _has_token(previous.token))
             if not taken:
                 return None
-        return cls(store, name, token, timeout, previous, data)
+        return cls(store, name, token, timeout=timeout, previous=previous, data=data)
 
     def check(self) -> None:
         """Raise LockedError if the claim was taken over by another process."""
         if not self.is_held():
-            found = holder(self._store, self.name)
+            current = holder(self._store, self.name)
             raise LockedError(
-                f"{self._store.url(self.name)}: another process ({found or 'already ended'}) took over this "
-                f"claim after {self._timeout:,.0f} s without a heartbeat and continues its work; if this "
-                "machine was only slow, raise --claim-timeout"
+                f"{self._store.url(self.name)}: another process ({current or 'already ended'}) took over "
+                f"this claim after {self._timeout:,.0f} s without a heartbeat and continues its work; if "
+                "this machine was only slow, raise --claim-timeout"
             )
 
     def is_held(self) -> bool:
         """Whether this process still holds the claim."""
-        found = holder(self._store, self.name)
-        return found is not None and found.token == self._token
+        current = holder(self._store, self.name)
+        return current is not None and current.token == self._token
 
     def release(self) -> None:
         """End the heartbeat and remove the file unless another process has it, or the store is away."""
@@ -160,15 +160,15 @@ class Claim:
 def exclusive(store: Store, name: str, written: str) -> Iterator[None]:
     """Hold a claim, after another process; `written`: the file, for the message of a long wait."""
     began = time.monotonic()
-    told = False
+    has_warned = False
     while (claim := Claim.take(store, name)) is None:
         time.sleep(_POLL)
-        if not told and time.monotonic() - began > _QUIET:
-            told = True
-            found = holder(store, name)
+        if not has_warned and time.monotonic() - began > _QUIET:
+            has_warned = True
+            current = holder(store, name)
             path = store.url(name)
-            terms = path if found is None else found.terms(path)
-            other = found or "another process"
+            terms = path if current is None else current.terms(path)
+            other = current or "another process"
             _LOG.warning("waiting for %s, which writes %s (%s)", other, written, terms)
     with claim:
         yield
@@ -187,19 +187,23 @@ def holder(store: Store, name: str) -> Holder | None:
         # Truncated by a crash of the machine: the holder is unknown, the age is that of the file.
         host, pid, process, token, timeout, started = "unknown", 0, "", "", TIMEOUT, None
     age = store.age(name)
-    return None if age is None else Holder(host, pid, process, token, age, timeout, started)
+    return (
+        None
+        if age is None
+        else Holder(host, pid, process, token=token, age=age, timeout=timeout, started=started)
+    )
 
 
 def observe(store: Store, name: str) -> Holder | None:
     """Like `holder`, for a process that waits: a heartbeat in the future counts as a heartbeat now."""
     # The modification time of the file is set to now, so that the claim ages from now on unless its process
     # sends another heartbeat.
-    found = holder(store, name)
-    if found is None or found.age >= -_CLOCKS:
-        return found
+    current = holder(store, name)
+    if current is None or current.age >= -_CLOCKS:
+        return current
     with contextlib.suppress(OSError, StorageError):
         store.renew(name, store.read(name))
-    return replace(found, age=0.0)
+    return replace(current, age=0.0)
 
 
 def _timeout(value: object) -> float:
@@ -210,19 +214,19 @@ def _timeout(value: object) -> float:
 
 def live_holders(store: Store, folder: str) -> dict[str, Holder]:
     """Live claims directly in a folder: name without the ending -> holder."""
-    found = {}
+    holders = {}
     for name in store.names(folder, ENDING):
-        one = holder(store, f"{folder}/{name}")
-        if one is not None and one.is_live():
-            found[name.removesuffix(ENDING)] = one
-    return found
+        current = holder(store, f"{folder}/{name}")
+        if current is not None and current.is_live():
+            holders[name.removesuffix(ENDING)] = current
+    return holders
 
 
 def remove_dead(store: Store, name: str, *, timeout: float = math.inf) -> None:
     """Remove a claim of an ended process of this machine, or without heartbeat for its timeout."""
-    found = observe(store, name)
-    if found is not None and not found.is_live(timeout):
-        _remove(store, name, found.token)
+    current = observe(store, name)
+    if current is not None and not current.is_live(timeout):
+        _remove(store, name, current.token)
 
 
 def _remove(store: Store, name: str, token: str) -> bool:

@@ -40,7 +40,7 @@ class Counters:
     @property
     def faults(self) -> int:
         """Attempts that failed with an error that a retry may fix."""
-        return sum(int(getattr(self, one)) for one in ErrorClass if one.transient)
+        return sum(int(getattr(self, error_class)) for error_class in ErrorClass if error_class.transient)
 
     def __str__(self) -> str:
         """The counters that are not zero: `reads 3, attempts 5, resets 2`."""
@@ -222,8 +222,8 @@ def response_of(error: BaseException) -> tuple[int, str]:
     chain = list(_chain(error))
     if any(type(link).__module__ == _GARBLED for link in chain):
         return 0, ""
-    found = map(_response, chain)
-    return next((one for one in found if any(one)), (0, ""))
+    responses = map(_response, chain)
+    return next((response for response in responses if any(response)), (0, ""))
 
 
 def classify_local_error(error: OSError) -> Fault | None:

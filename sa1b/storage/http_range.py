@@ -87,11 +87,13 @@ class HttpRanges:
                     raise await _refusal(response)
             else:
                 self._check_etag(url, response, start, end - start)
-                found = _content_range(response)
-                if found is None:
+                received = _content_range(response)
+                if received is None:
                     _check_whole(url, response, start, end)
-                elif found[0] != start or found[1] != (end if found[2] is None else min(end, found[2])):
-                    got = f"bytes {found[0]:,} to {found[1]:,} received, {start:,} to {end:,} requested"
+                elif received[0] != start or received[1] != (
+                    end if received[2] is None else min(end, received[2])
+                ):
+                    got = f"bytes {received[0]:,} to {received[1]:,} received, {start:,} to {end:,} requested"
                     raise FaultError(Fault(ErrorClass.SHORT, got))
                 if (response.content_length or 0) > end - start:
                     got = f"{response.content_length:,} bytes sent, {end - start:,} requested"
@@ -112,9 +114,9 @@ class HttpRanges:
             if response.status not in (200, 206):
                 raise await _refusal(response)
             self._check_etag(url, response, 0, 0)
-            found = _content_range(response)
-            size = response.content_length if found is None else found[2]
-            if found is not None and (received := len(await response.read())) != 1:
+            content_range = _content_range(response)
+            size = response.content_length if content_range is None else content_range[2]
+            if content_range is not None and (received := len(await response.read())) != 1:
                 raise FaultError(Fault(ErrorClass.SHORT, f"{received:,} bytes received, 1 requested"))
             if size is None:
                 raise StorageError(
@@ -146,10 +148,10 @@ def _content_range(response: "aiohttp.ClientResponse") -> tuple[int, int, int | 
     text = response.headers.get("Content-Range")
     if text is None and response.status == 200:
         return None
-    found = _CONTENT_RANGE.fullmatch(text or "")
-    if found is None or found[1] is None:
+    match = _CONTENT_RANGE.fullmatch(text or "")
+    if match is None or match[1] is None:
         raise FaultError(Fault(ErrorClass.SHORT, f"the response has the Content-Range {text!r}"))
-    return int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3])
+    return int(match[1]), int(match[2]) + 1, None if match[3] == "*" else int(match[3])
 
 
 def _check_whole(url: str, response: "aiohttp.ClientResponse", start: int, end: int) -> None:

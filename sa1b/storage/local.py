@@ -136,7 +136,7 @@ class LocalOrigin:
     def read(self, name: str, start: int, length: int, crc: Crc, *, fresh: bool = False) -> bytes:
         """As Reader.read_range; a blocked read ends at the deadline too. `fresh`: not from a cache."""
         path = f"{self._root}/{name}"
-        state = RetryState(path, start, length, crc, self._policy, self.counters)
+        state = RetryState(path, start, length, crc=crc, policy=self._policy, counters=self.counters)
         while True:
             state.start_attempt()
             try:
@@ -172,7 +172,7 @@ class LocalOrigin:
         return self._retried(path, lambda: _names(path))
 
     def _retried(self, path: Path, work: Callable[[], T]) -> T:
-        state = RetryState(str(path), 0, None, None, self._policy, self.counters)
+        state = RetryState(str(path), 0, None, crc=None, policy=self._policy, counters=self.counters)
         while True:
             state.start_attempt()
             try:
@@ -194,7 +194,7 @@ class LocalOrigin:
         with contextlib.suppress(OSError, OverflowError):  # the read raises the error
             file = self._files.find(path)
             if file is None:
-                state = RetryState(path, start, length, None, self._policy, self.counters)
+                state = RetryState(path, start, length, crc=None, policy=self._policy, counters=self.counters)
                 try:
                     file = self._open(state, path)
                 except FaultError as error:

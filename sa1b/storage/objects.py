@@ -112,9 +112,9 @@ class Objects:
             entries = (await _call(system, "find", folder, detail=True)).values()
         else:
             entries = await _call(system, "ls", folder, detail=True)
-        found = {entry["name"]: entry["size"] for entry in entries if entry["type"] != "directory"}
+        sizes = {entry["name"]: entry["size"] for entry in entries if entry["type"] != "directory"}
         start = f"{folder}/"
-        below = {name: size for name, size in found.items() if name.startswith(start)}
+        below = {name: size for name, size in sizes.items() if name.startswith(start)}
         for name, size in below.items():
             if size is None:  # the listings of web servers have names only
                 below[name] = (await self.stat(system, name)).size
@@ -197,14 +197,14 @@ class S3Objects(Objects):
 
     async def sizes(self, system: Any, url: str, *, deep: bool = False) -> dict[str, int]:
         bucket, folder = _folder(url)
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         more: dict[str, str] = {} if deep else {"Delimiter": "/"}
         while True:
             response = await system._call_s3("list_objects_v2", Bucket=bucket, Prefix=folder, **more)
-            found |= {item["Key"][len(folder) :]: int(item["Size"]) for item in response.get("Contents", ())}
+            sizes |= {item["Key"][len(folder) :]: int(item["Size"]) for item in response.get("Contents", ())}
             if not response.get("IsTruncated"):
-                found.pop("", None)  # the marker of a folder that a console made
-                return found
+                sizes.pop("", None)  # the marker of a folder that a console made
+                return sizes
             more["ContinuationToken"] = response["NextContinuationToken"]
 
     async def is_folder(self, system: Any, url: str) -> bool:
@@ -247,17 +247,17 @@ class S3Objects(Objects):
     async def uploads(self, system: Any, url: str) -> list[Upload]:
         """Uploads below a folder that were neither completed nor aborted."""
         bucket, folder = _folder(url)
-        found: list[Upload] = []
+        uploads: list[Upload] = []
         more: dict[str, str] = {}
         while True:
             response = await system._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=folder, **more)
             now = _now(response)
-            found += [
+            uploads += [
                 Upload(item["Key"][len(folder) :], item["UploadId"], now - item["Initiated"].timestamp())
                 for item in response.get("Uploads", ())
             ]
             if not response.get("IsTruncated"):
-                return found
+                return uploads
             more = {"KeyMarker": response["NextKeyMarker"], "UploadIdMarker": response["NextUploadIdMarker"]}
 
 

@@ -136,8 +136,8 @@ def _adapt_azure(system: Any) -> None:
     with contextlib.suppress(AttributeError):
         system.service_client._config.retry_policy.total_retries = 0
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        found = finalizer.peek()
-        if found is not None and found[0] is system:
+        parts = finalizer.peek()
+        if parts is not None and parts[0] is system:
             finalizer.detach()
 
 

@@ -122,7 +122,9 @@ class RangeCache:
 
     def __init__(self, folder: Path, objects: Iterable[StoredObject], *, is_filling: bool = True) -> None:
         self.folder = os.fspath(folder)
-        self._objects = {one.name: (one.size, f"{self.folder}/{file_name(one)}") for one in objects}
+        self._objects = {
+            stored.name: (stored.size, f"{self.folder}/{file_name(stored)}") for stored in objects
+        }
         self._is_filling = is_filling
         self._processes: dict[int, _Process] = {}
 
@@ -149,7 +151,7 @@ class RangeCache:
         if present and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.descriptor, start, length, os.POSIX_FADV_WILLNEED)
         begun = None if present else origin.submit(name, start, length, crc)
-        return CachedRead(self, file, origin, name, start, length, crc, begun)
+        return CachedRead(self, file, origin, name=name, start=start, length=length, crc=crc, begun=begun)
 
     def write(self, file: OpenFile, data: bytes, start: int) -> None:
         """Write a range at its own offset; after an error of the disk nothing more is written."""
@@ -183,8 +185,8 @@ class RangeCache:
         return {**self.__dict__, "_processes": {}}
 
     def _process(self) -> _Process:
-        found = self._processes.get(generation())
-        return found or self._processes.setdefault(generation(), _Process(is_filling=self._is_filling))
+        process = self._processes.get(generation())
+        return process or self._processes.setdefault(generation(), _Process(is_filling=self._is_filling))
 
     def _file(self, path: str, size: int) -> OpenFile | None:
         process = self._process()
@@ -220,11 +222,13 @@ def choose(objects: Iterable[StoredObject], limit: int) -> list[StoredObject]:
     """The objects that a cache of `limit` bytes holds, in the order of a hash of their names."""
     # A larger limit holds the same objects and more. Sizes are rounded up to blocks of 4096 bytes.
     chosen = []
-    for one in sorted(objects, key=lambda one: (random_word(0, Purpose.CACHE, *one.name.encode()), one.name)):
-        limit -= -(-one.size // _BLOCK) * _BLOCK
+    for stored in sorted(
+        objects, key=lambda stored: (random_word(0, Purpose.CACHE, *stored.name.encode()), stored.name)
+    ):
+        limit -= -(-stored.size // _BLOCK) * _BLOCK
         if limit < 0:
             break
-        chosen.append(one)
+        chosen.append(stored)
     return chosen
 
 
@@ -249,10 +253,10 @@ def open_cache(
             f"cache={text!r} is on the same disk as the dataset directory {root}; omit it, or pass a folder "
             "on a faster disk"
         )
-    every = [one for one in objects if PurePath(one.name).name == one.name]
+    every = [stored for stored in objects if PurePath(stored.name).name == stored.name]
     chosen = choose(every, limit)
     if not chosen:
-        least = max((one.size for one in every), default=0)
+        least = max((stored.size for stored in every), default=0)
         _warn(text, f"cache_bytes={limit:,} is less than a shard; pass at least {least + _BLOCK:,}")
         return None
     folder = Path(text).absolute() / _folder_name(root)
@@ -271,13 +275,13 @@ def open_cache(
     if not is_sparse:
         _warn(text, "the disk has no sparse files; pass a folder on another disk, such as ext4 or xfs")
         return None
-    _remove_others(folder, {file_name(one) for one in chosen})
+    _remove_others(folder, {file_name(stored) for stored in chosen})
     return RangeCache(folder, chosen)
 
 
-def file_name(one: StoredObject) -> str:
+def file_name(stored: StoredObject) -> str:
     """Name of the file of an object, with its digest."""
-    return f"{one.name}-{one.digest[:16]}{_ENDING}"
+    return f"{stored.name}-{stored.digest[:16]}{_ENDING}"
 
 
 def _folder_name(root: str) -> str:
@@ -324,10 +328,10 @@ def _is_sparse(folder: Path) -> bool:
 
 
 def _device(path: str) -> int:
-    found = Path(path).absolute()
-    while not found.exists() and found != found.parent:
-        found = found.parent
-    return found.stat().st_dev
+    existing = Path(path).absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return existing.stat().st_dev
 
 
 def _advice(error: OSError) -> str:

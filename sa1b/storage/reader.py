@@ -271,8 +271,8 @@ class Reader:
 
     def _origin(self) -> LocalOrigin | RemoteOrigin:
         """The origin of this process. A forked child creates its own."""
-        found = self._origins.get(generation())
-        return found or self._origins.setdefault(
+        origin = self._origins.get(generation())
+        return origin or self._origins.setdefault(
             generation(), self._make()
         )  # atomic: no lock that a fork could copy
 

@@ -90,7 +90,9 @@ class RemoteOrigin:
         while True:
             async with self._limit:
                 if state is None:  # time in the queue does not count towards the deadline
-                    state = RetryState(url, start, length, crc, self._policy, self.counters)
+                    state = RetryState(
+                        url, start, length, crc=crc, policy=self._policy, counters=self.counters
+                    )
                 data = await self._attempt(
                     state,
                     partial(Connection.read_range, url=url, start=start, end=start + length, uncached=fresh),
@@ -133,7 +135,7 @@ class RemoteOrigin:
         policy: RetryPolicy | None = None,
     ) -> T:
         """The response to a request that is not a range."""
-        state = RetryState(url, 0, None, None, policy or self._policy, self.counters)
+        state = RetryState(url, 0, None, crc=None, policy=policy or self._policy, counters=self.counters)
         state.length = size
         while True:
             async with self._limit:

@@ -70,9 +70,9 @@ def wrong_parts(data: bytes, parts: tuple[Part, ...]) -> Iterator[tuple[Part, in
     for part in parts:
         # The checksum function accepts bytes only: a part is copied, the complete range is not.
         whole = part.length == len(data)
-        found = google_crc32c.value(data if whole else data[part.start : part.start + part.length])
-        if found != part.crc:
-            yield part, int(found)
+        actual = google_crc32c.value(data if whole else data[part.start : part.start + part.length])
+        if actual != part.crc:
+            yield part, int(actual)
 
 
 class CounterSet:
@@ -160,11 +160,11 @@ class RetryState:
             received = f"{len(data):,} bytes received, {self.length:,} requested"
             self._record(Fault(ErrorClass.SHORT, received))
             return False
-        for part, found in wrong_parts(data, self._parts):
-            mismatch = f"crc32c {found:#010x}, {part.crc:#010x} expected"
+        for part, actual in wrong_parts(data, self._parts):
+            mismatch = f"crc32c {actual:#010x}, {part.crc:#010x} expected"
             self._record(Fault(ErrorClass.CRC, mismatch))
             start = self.start + part.start
-            if (start, found) in self._wrong_crcs:
+            if (start, actual) in self._wrong_crcs:
                 raise DamageError(
                     f"{self.url}, bytes {start:,} to {start + part.length:,}: {mismatch}, in two separate "
                     "reads; the stored bytes are damaged: restore the file from a copy",
@@ -172,9 +172,9 @@ class RetryState:
                     start=start,
                     length=part.length,
                     expected=part.crc,
-                    found=found,
+                    found=actual,
                 )
-            self._wrong_crcs.add((start, found))
+            self._wrong_crcs.add((start, actual))
             return False
         self.succeed(len(data))
         return True

@@ -92,8 +92,8 @@ class Store(ABC):
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Name without the folder -> bytes, for the objects of `names`."""
-        found = {name: self.size(f"{folder}/{name}" if folder else name) for name in self.names(folder)}
-        return {name: size for name, size in found.items() if size is not None}
+        sizes = {name: self.size(f"{folder}/{name}" if folder else name) for name in self.names(folder)}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @abstractmethod
     def folders(self, folder: str) -> list[str]:
@@ -271,10 +271,10 @@ class FolderStore(Store):
 
     def names(self, folder: str, ending: str = "") -> list[str]:
         try:
-            found = [path.name for path in self.path(folder).iterdir()]
+            names = [path.name for path in self.path(folder).iterdir()]
         except FileNotFoundError:
             return []
-        return sorted(name for name in found if name.endswith(ending) and not name.startswith("."))
+        return sorted(name for name in names if name.endswith(ending) and not name.startswith("."))
 
     def put(self, name: str, data: bytes) -> None:
         final = self.path(name)

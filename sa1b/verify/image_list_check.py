@@ -80,7 +80,7 @@ def _form(document: Any, digest: str) -> str | None:
         check_view(document)
     except FieldError as error:
         return str(error)
-    layers = [one["digest"] for one in document.get("layers", [])]
+    layers = [layer["digest"] for layer in document.get("layers", [])]
     made = view_digest(document["ids_sha256"], document["masks_where"], layers)
     if not document.get("digest") == digest == made:
         return f"its ids and condition have the digest {made}, the file is named {digest}"
@@ -91,22 +91,22 @@ def _data(
     store: Store, document: dict[str, Any], name: str, table: SampleTable | None
 ) -> dict[str, _Problem]:
     """File -> the problem with the image ids or the row numbers of a view."""
-    found: dict[str, _Problem] = {}
+    problems: dict[str, _Problem] = {}
     data = {}
     for ending, width in (("ids", 8), ("rows", 4)):
-        one = f"{name.removesuffix('json')}{ending}"
+        file = f"{name.removesuffix('json')}{ending}"
         try:
-            data[ending] = store.read(f"{VIEWS}/{one}")
+            data[ending] = store.read(f"{VIEWS}/{file}")
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            found[one] = ("view_data_missing", "not there" if missing else short(error))
+            problems[file] = ("view_data_missing", "not there" if missing else short(error))
             continue
         sha256 = hashlib.sha256(data[ending]).hexdigest()
         if len(data[ending]) != width * document["images"] or sha256 != document[f"{ending}_sha256"]:
             message = f"{len(data[ending]):,} bytes, sha256 {sha256}: not those of the view"
-            found[one] = ("view_data_damaged", message)
-    if found or table is None:
-        return found
+            problems[file] = ("view_data_damaged", message)
+    if problems or table is None:
+        return problems
     same = document["dataset"]["ids_sha256"] == table.ids_digest
     if same and not _fit(np.frombuffer(data["rows"], "<u4"), table, document["ids_sha256"]):
         return {
@@ -198,9 +198,9 @@ class QuarantineCheck:
                 f"{first_names(other)}"
             )
 
-    def _compare(self, source: str, file: str, what: str, found: int, recorded: int | None) -> None:
-        if recorded is not None and found != recorded:
-            message = f"{found:,} {what}, {recorded:,} in the task file"
+    def _compare(self, source: str, file: str, what: str, actual: int, recorded: int | None) -> None:
+        if recorded is not None and actual != recorded:
+            message = f"{actual:,} {what}, {recorded:,} in the task file"
             self._find("quarantine_counts", source, file, message)
 
     def _list_digest(self, source: str, file: str, recorded: str) -> None:
@@ -265,13 +265,13 @@ class WarningList:
     def read(cls, root: Root, *, limit: int | None = None) -> "WarningList":
         """All warnings of a dataset directory; `limit`: images to keep per reason."""
         store = open_store(root)
-        found = cls(store.root)
+        warning_list = cls(store.root)
         for source, entry in read_warnings(store):
             reason = str(entry.pop("reason"))
-            found.counts[reason] = found.counts.get(reason, 0) + 1
-            if limit is None or found.counts[reason] <= limit:
-                found.images.setdefault(reason, []).append({"source": source, **entry})
-        return found
+            warning_list.counts[reason] = warning_list.counts.get(reason, 0) + 1
+            if limit is None or warning_list.counts[reason] <= limit:
+                warning_list.images.setdefault(reason, []).append({"source": source, **entry})
+        return warning_list
 
     def document(self) -> dict[str, Any]:
         return {

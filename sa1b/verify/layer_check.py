@@ -58,25 +58,25 @@ def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet:
 
     StorageError: the store cannot be read.
     """
-    found = LayerCheck(name)
+    check = LayerCheck(name)
     dataset = Dataset(root.root if isinstance(root, Dataset) else root)
     try:
         *parents, layer = open_layers(dataset.reader, dataset.table, [name])
         stored = digest(dataset.reader, layer.file)
     except (ManifestError, MissingError, FileNotFoundError) as error:
-        found.problems.append(str(error))
-        return found
+        check.problems.append(str(error))
+        return check
     if stored != layer.info.masks.sha256:
-        found.problems.append(
+        check.problems.append(
             f"{dataset.reader.url(layer.file)}: sha256 {stored}, layer.json has {layer.info.masks.sha256}; "
             "restore it from a copy"
         )
     of_layer = layer.columns["image_id"]
     ids = of_layer[np.isin(of_layer, dataset.table.image_id.astype(np.int64))].tolist()
-    found.absent = len(of_layer) - len(ids)
+    check.absent = len(of_layer) - len(ids)
     if not records:
-        found.images = len(ids)
-        return found
+        check.images = len(ids)
+        return check
     dataset.layers = tuple(parents)
     with bar(len(ids), "verify", " images", quiet) as shown:
         for block in (ids[i : i + _BATCH] for i in range(0, len(ids), _BATCH)):
@@ -87,19 +87,19 @@ def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet:
                     if isinstance(base, Sa1bError):
                         raise base
                     pending.apply(base).runs()
-                    found.images += 1
+                    check.images += 1
                 except StorageError:
                     raise
                 except (Sa1bError, MaskError) as error:
-                    found.problems.append(str(error))
+                    check.problems.append(str(error))
             shown.update(len(block))
-    return found
+    return check
 
 
 def _masks(dataset: Dataset, ids: list[int]) -> Iterator[Annotations | Sa1bError]:
     """The stored masks of images, read together; for a damaged image, the error."""
     locations = [location_of(dataset.table, dataset.row(image_id), dataset.shards) for image_id in ids]
-    reads = [submit(dataset.reader, [one.without_image()], dataset.layers)[0] for one in locations]
+    reads = [submit(dataset.reader, [location.without_image()], dataset.layers)[0] for location in locations]
     for read in reads:
         try:
             yield read.result()[1]
@@ -125,17 +125,17 @@ def check_layers(store: Store, report: VerifyReport, *, deep: bool, quiet: bool)
             report.notes.append(f"layer {name} is unfinished: the same command makes it again")
             continue
         try:
-            found = verify_layer(dataset, name, records=deep, quiet=quiet)
+            check = verify_layer(dataset, name, records=deep, quiet=quiet)
         except StorageError as error:
             report.unchecked[f"{LAYERS}/{name}"] = short(error)
             continue
         report.layers += 1
-        for message in found.problems:
+        for message in check.problems:
             again = f"`{command('layer')} add {quoted} PATH/TO/MASKS --name {name} --overwrite`"
             remedy = f"restore {LAYERS}/{name} from a copy, or make the layer again, such as with {again}"
             if not is_own(store, name):  # no command replaces files that may be a user's
                 folder = shlex.quote(store.url(f"{LAYERS}/{name}"))
                 remedy = f"move {folder} to another folder, and make the layer again"
             report.found.add(Problem("layer_damaged", f"{LAYERS}/{name}", message, remedy))
-        if found.absent:
-            report.notes.append(f"layer {name} has {counted(found.absent, 'image')} that the directory lacks")
+        if check.absent:
+            report.notes.append(f"layer {name} has {counted(check.absent, 'image')} that the directory lacks")

@@ -73,8 +73,8 @@ class ShardResult:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "ShardResult":
-        found, largest = document["findings"], document["largest"]
-        findings = Findings([Problem(**finding) for finding in found["kept"]], found["counts"])
+        stored, largest = document["findings"], document["largest"]
+        findings = Findings([Problem(**finding) for finding in stored["kept"]], stored["counts"])
         return cls(**{**document, "findings": findings, "largest": Largest(**largest)})
 
 
@@ -156,12 +156,12 @@ class Locations:
 
     def find(self, image_id: int, ending: str) -> dict[str, MemberLocation]:
         """File name -> location of the jpg or the masks that this file records."""
-        found = {}
+        locations = {}
         if self.index is not None and image_id in self.rows:
-            found[self.index_file] = self.index.location(self.rows[image_id], ending)
+            locations[self.index_file] = self.index.location(self.rows[image_id], ending)
         if self.table is not None and self.table_file is not None and image_id in self.table:
-            found[self.table_file] = self.table[image_id][ending]
-        return found
+            locations[self.table_file] = self.table[image_id][ending]
+        return locations
 
     def image_ids(self) -> list[int]:
         """Image ids in the index or the sample table, in their order."""
@@ -225,8 +225,8 @@ class ContentCheck:
         self.annotations = annotations
         self.result.masks += len(annotations)
         runs = int(annotations.runs_count.sum(dtype=np.int64))
-        found = {"masks": len(annotations), "runs": runs, "rle_bytes": len(annotations.rle)}
-        self.result.largest.merge({**found, "masks_bytes": len(data)})
+        quantities = {"masks": len(annotations), "runs": runs, "rle_bytes": len(annotations.rle)}
+        self.result.largest.merge({**quantities, "masks_bytes": len(data)})
         self._index_numbers(annotations, offset)
         if self.deep:
             self._decode_masks(annotations, offset, image_id)
@@ -290,7 +290,7 @@ class ContentCheck:
             "area": (annotations.area != area).any(),
             "bbox": (annotations.bbox != geometry.bbox_sa1b(runs)).any(),
         }
-        for what in (name for name, found in odd.items() if found):
+        for what in (name for name, is_odd in odd.items() if is_odd):
             self.result.count_odd(what, offset, image_id)
 
     def _json(self, data: bytes, offset: int, image_id: int) -> None:

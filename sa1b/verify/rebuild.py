@@ -102,10 +102,20 @@ def rebuild_shards(
                 sizes = _sizes(store, names, recorded)
                 store.check_scratch(sizes, workers)
                 progress.total = total = total + sum(sizes)
-                built = _rebuild_all(store, names, recorded, None, workers, summary, progress.update)
-                known = {name: one for name, one in built.items() if name in recorded.infos}
-                if recorded.dataset is not None and any(differs(one, recorded) for one in known.values()):
-                    _write_tables(store, recorded, built, {}, None, summary)
+                built = _rebuild_all(
+                    store,
+                    names,
+                    recorded,
+                    record=None,
+                    workers=workers,
+                    summary=summary,
+                    advance=progress.update,
+                )
+                known = {name: rebuilt for name, rebuilt in built.items() if name in recorded.infos}
+                if recorded.dataset is not None and any(
+                    differs(rebuilt, recorded) for rebuilt in known.values()
+                ):
+                    _write_tables(store, recorded, built=built, lost={}, record=None, summary=summary)
                     summary.complete = False  # it was before
     summary.seconds = time.monotonic() - began
     return summary
@@ -130,7 +140,9 @@ def rebuild_root(
         with ResumeRecord(_record_path(store), of) as record:
             check_digests(store, recorded, record.get(TASKS, None) or {})
             lost = recover.lost_sources(store, recorded.tasks, recorded.dataset)
-            named = {name: [one.name for one in task.shards] for name, task in recorded.tasks.items()} | lost
+            named = {
+                name: [shard.name for shard in task.shards] for name, task in recorded.tasks.items()
+            } | lost
             unlisted, summary.notes = recover.unlisted_sources(store, recorded)
             named |= unlisted
             if not named:
@@ -139,12 +151,20 @@ def rebuild_root(
             sizes = _sizes(store, shards, recorded)
             store.check_scratch(sizes, workers)
             with bar(sum(sizes), "index", "B", quiet) as progress:
-                built = _rebuild_all(store, shards, recorded, record, workers, summary, progress.update)
+                built = _rebuild_all(
+                    store,
+                    shards,
+                    recorded,
+                    record=record,
+                    workers=workers,
+                    summary=summary,
+                    advance=progress.update,
+                )
             added, notes = recover.addable(unlisted, built, recorded, summary.failed)
             summary.notes += notes
             if not summary.failed:
                 of_lost = {name: [built[shard] for shard in lost[name]] for name in lost} | added
-                _write_tables(store, recorded, built, of_lost, record, summary)
+                _write_tables(store, recorded, built=built, lost=of_lost, record=record, summary=summary)
                 record.remove()
     summary.seconds = time.monotonic() - began
     return summary
@@ -171,7 +191,7 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
                 "rebuild from the shards"
             )
         try:
-            _write_tables(store, recorded, {}, {}, None, summary)
+            _write_tables(store, recorded, built={}, lost={}, record=None, summary=summary)
         except UNREADABLE as error:
             raise ManifestError(
                 f"{store.root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
@@ -299,7 +319,9 @@ def _rebuild_all(
         for name in restored:
             summary.notes.append(f"{name} is restored from a file that had the name of another shard")
             summary.failed.pop(name, None)
-        built |= _rebuild_all(store, restored, recorded, record, workers, summary, advance)
+        built |= _rebuild_all(
+            store, restored, recorded, record=record, workers=workers, summary=summary, advance=advance
+        )
     return built
 
 

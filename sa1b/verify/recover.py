@@ -114,8 +114,8 @@ def rebuild_index(
             ) from None
         raise
     return RebuiltIndex(
-        info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality, sorted(annotations_only),
-        reading,
+        info, jpg_bytes, largest.values, sorted(keep_json), sorted(scaled), quality=quality,
+        annotations_only=sorted(annotations_only), reading=reading,
     )  # fmt: skip
 
 
@@ -144,14 +144,14 @@ def jpeg_quality(data: bytes) -> int | None:
 
 def _quantisation_tables(data: bytes) -> list[bytes]:
     """The DQT segments before the first scan (ITU-T T.81, B.2.4.1)."""
-    found = []
+    tables = []
     position = 2
     while data[position + 1] != 0xDA:
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
         if data[position + 1] == 0xDB:
-            found.append(data[position:end])
+            tables.append(data[position:end])
         position = end
-    return found
+    return tables
 
 
 @dataclass(slots=True)
@@ -211,12 +211,11 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
 def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[str]], list[str]]:
     """Sources that neither a task file nor dataset.json lists, and the names of their shards without images
     of the dataset; notes on the others."""
-    found: dict[str, list[str]] = {}
-    notes: list[str] = []
+    by_source, notes = dict[str, list[str]](), list[str]()
     if recorded.dataset is None:
-        return found, notes  # all of them are lost
+        return by_source, notes  # all of them are lost
     sources = sources_without_task(store, {*recorded.tasks, *recorded.dataset["sources"]})
-    seen = np.concatenate([no_ids(), *(images_of(store, one) for one in recorded.infos if sources)])
+    seen = np.concatenate([no_ids(), *(images_of(store, listed) for listed in recorded.infos if sources)])
     for name, shards in sorted(sources.items()):
         for shard in shards:
             ids = images_of(store, shard)
@@ -225,9 +224,9 @@ def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[s
             elif len(twice := np.intersect1d(ids, seen)):
                 notes.append(_not_added(shard, f"image {int(twice[0])} is in the dataset already"))
             else:
-                found.setdefault(name, []).append(shard)
+                by_source.setdefault(name, []).append(shard)
                 seen = np.concatenate([seen, ids])
-    return found, notes
+    return by_source, notes
 
 
 def addable(
@@ -239,20 +238,19 @@ def addable(
     """The shards of `unlisted_sources` that fit into the dataset, of all rebuilt indexes, and notes on the
     others. `failed` is shard -> why it has no index; the unlisted ones are removed.
     """
-    found: dict[str, list[RebuiltIndex]] = {}
-    notes = []
+    by_source, notes = dict[str, list[RebuiltIndex]](), list[str]()
     options = Options(**(recorded.dataset or {})["options"]) if unlisted else Options()
     wanted = ([options.keep_json], [options.annotations_only], set[int]())
     for name, shard in ((name, shard) for name, shards in unlisted.items() for shard in shards):
         if (why := failed.pop(shard, None)) is not None:
             notes.append(_not_added(shard, why))
             continue
-        one = built[shard]
-        if (one.keep_json, one.annotations_only, {*one.scaled} - {options.image_size}) == wanted:
-            found.setdefault(name, []).append(one)
+        rebuilt = built[shard]
+        if (rebuilt.keep_json, rebuilt.annotations_only, {*rebuilt.scaled} - {options.image_size}) == wanted:
+            by_source.setdefault(name, []).append(rebuilt)
         else:
             notes.append(_not_added(shard, "it was made with other options than the dataset"))
-    return found, notes
+    return by_source, notes
 
 
 def _not_added(shard: str, why: str) -> str:
@@ -285,9 +283,7 @@ def infer_tasks(
         largest = {what: max(shard.largest[what] for shard in shards) for what in LARGEST}
         infos, jpg_bytes = [shard.info for shard in shards], sum(shard.jpg_bytes for shard in shards)
         inferred.append(
-            rebuilt_task(
-                name, options, versions, infos, largest=largest, reading=reading, jpg_bytes=jpg_bytes
-            )
+            rebuilt_task(name, options, versions, infos, largest, reading=reading, jpg_bytes=jpg_bytes)
         )
     names = ", ".join(sorted(lost))
     notes = [
@@ -316,9 +312,9 @@ def _options(lost: dict[str, list[RebuiltIndex]], index_runs: bool) -> Options:
         ("annotations_only", only),
     ):
         if len(values) > 1:
-            found = ", ".join(map(str, sorted(values)))
+            shown = ", ".join(map(str, sorted(values)))
             raise ManifestError(
-                f"shards of {', '.join(sorted(lost))}: they differ in {what} ({found}), so runs of reshard "
+                f"shards of {', '.join(sorted(lost))}: they differ in {what} ({shown}), so runs of reshard "
                 "with different options wrote them; move the shards of each run into a separate folder"
             )
     quality = next((shard.quality for shard in shards if shard.scaled), None)
@@ -346,9 +342,9 @@ def restore_names(store: Store, misplaced: Mapping[str, str], recorded: Recorded
     folder = temporary_path(store.scratch / "shards")
     try:
         folder.mkdir(parents=True)
-        for found, name in misplaced.items():
+        for stored_name, name in misplaced.items():
             if not (folder / name).exists() and digest_of(store, name) != recorded.infos[name].sha256:
-                with naming_path(folder), store.files(found) as (path,):
+                with naming_path(folder), store.files(stored_name) as (path,):
                     shutil.copyfile(path, folder / name)
                     flush(folder / name)
         restored = sorted(path.name for path in folder.iterdir())

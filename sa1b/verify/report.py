@@ -71,11 +71,11 @@ class Findings:
 
     def kinds(self) -> dict[str, int]:
         """Kind -> number of findings, over all files."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for kinds in self.counts.values():
             for kind, count in kinds.items():
-                found[kind] = found.get(kind, 0) + count
-        return dict(sorted(found.items()))
+                counts[kind] = counts.get(kind, 0) + count
+        return dict(sorted(counts.items()))
 
     def lines(self) -> list[str]:
         """Text for the terminal: the first findings of each kind in each file."""
@@ -124,11 +124,11 @@ class VerifyReport:
 
     def document(self) -> dict[str, Any]:
         document = asdict(self)
-        found = document.pop("found")
+        findings = document.pop("found")
         return {
             **document,
-            "findings": found["kept"],
-            "counts": found["counts"],
+            "findings": findings["kept"],
+            "counts": findings["counts"],
             "exit_code": self.exit_code(),
         }
 

@@ -69,13 +69,13 @@ class RootCheck:
     def expected(self) -> list[ExpectedShard]:
         """Read and compare the files; return what is expected of every shard, as dataset.json orders them."""
         for _ in range(_TRIES):
-            found = self._expected()
+            expected = self._expected()
             if self._is_current():
                 break
             self._reset()
         else:
-            found = self._expected()
-        return found
+            expected = self._expected()
+        return expected
 
     def _is_current(self) -> bool:
         try:
@@ -106,12 +106,12 @@ class RootCheck:
             name: number for number, name in enumerate(self.listed or sorted(self.shards, key=shard_order))
         }
         table = self._check_table(len(numbers))
-        found = []
+        expected = []
         for name in sorted(self.shards, key=shard_order):
             owner = owners.get(name)
             # Expectations for shards do not come from a damaged task file.
             options = self.remedy.options or (None if owner is None else owner.options)
-            found.append(
+            expected.append(
                 ExpectedShard(
                     self.shards[name],
                     source=self._source_of(name) if owner is None else owner.name,
@@ -122,11 +122,11 @@ class RootCheck:
                     annotations_only=None if options is None else options.annotations_only,
                 )
             )
-        return found
+        return expected
 
     def _active(self) -> dict[str, str]:
         try:
-            return {name: str(one) for name, one in live_holders(self.store, TASKS).items()}
+            return {name: str(holder) for name, holder in live_holders(self.store, TASKS).items()}
         except OSError:
             # The age of a claim is measured with a new file. If none can be created, every claim counts.
             claims = self.store.names(TASKS, ENDING)
@@ -170,17 +170,17 @@ class RootCheck:
                 written = manifest.dataset_document(
                     tasks, name, TableFacts(**samples), dataset.get("failed"), dataset.get("pending", ())
                 )
-                expected, found = json.loads(written), dataset
+                expected, actual = json.loads(written), dataset
             else:  # those that could be read
                 expected = {"shards": [asdict(shard) for shard in all_shards(tasks.values())]}
                 names = {shard["name"] for shard in expected["shards"]}
-                found = {"shards": [shard for shard in dataset["shards"] if shard["name"] in names]}
+                actual = {"shards": [shard for shard in dataset["shards"] if shard["name"] in names]}
         except Exception as error:
             # A damaged file may contain values of any type, so any error is possible here.
             self._find("dataset_differs", DATASET, f"cannot be compared with the task files: {short(error)}")
             return
-        for path, one, other in _differences(_by_name(found), _by_name(expected)):
-            self._find("dataset_differs", DATASET, f"{path} is {one}; the task files give {other}")
+        for path, value, other in _differences(_by_name(actual), _by_name(expected)):
+            self._find("dataset_differs", DATASET, f"{path} is {value}; the task files give {other}")
 
     def _check_table(self, shards: int) -> str | None:
         """The file name of the sample table if its rows can be compared with the shards."""
@@ -213,10 +213,14 @@ class RootCheck:
             self._find("table_header", name, "unused bytes of the header are not zero")
         self._check_rows(name, table, shards)
         listed = {} if self.dataset is None else self.dataset["samples"]
-        found = {"columns_sha256": table.digest, "ids_sha256": table.ids_digest, "bytes": path.stat().st_size}
+        actual = {
+            "columns_sha256": table.digest,
+            "ids_sha256": table.ids_digest,
+            "bytes": path.stat().st_size,
+        }
         if whole:  # otherwise there is already a finding for the file
-            found["sha256"] = sha256
-        if listed and any(listed.get(what) != value for what, value in found.items()):
+            actual["sha256"] = sha256
+        if listed and any(listed.get(what) != value for what, value in actual.items()):
             self._find("table_of_another", name, f"not the one {DATASET} was written with")
             self.table = None
         if self.dataset is None and not self.tasks.whole:
@@ -281,27 +285,28 @@ class RootCheck:
             damaged=bool(len(self.report.found)),
         )
         everything = self.remedy.everything()
-        if any(everything in one.remedy for one in self.report.found.kept):  # --tables needs every task file
+        # --tables needs every task file
+        if any(everything in problem.remedy for problem in self.report.found.kept):
             self.report.found.kept = [
-                replace(one, remedy=everything) if one.remedy == self.remedy.tables() else one
-                for one in self.report.found.kept
+                replace(problem, remedy=everything) if problem.remedy == self.remedy.tables() else problem
+                for problem in self.report.found.kept
             ]
         self._misplaced(results)
 
     def _misplaced(self, results: dict[str, ShardResult]) -> None:
         """Replace all advice if shards have the content of others, which `sa1b index` restores from them."""
         by_digest = {info.sha256: name for name, info in self.shards.items()}
-        found = {}
+        misplaced = {}
         for name, result in results.items():
             other = by_digest.get(result.sha256, name)
             if other != name and other in results and results[other].sha256 != result.sha256:
-                found[name] = other
-        for name, other in found.items():
+                misplaced[name] = other
+        for name, other in misplaced.items():
             message = f"has the content of {other}"
             self.report.found.add(Problem("tar_of_another", name, message, "", name))
-        if found:
-            remedy = self.remedy.names(sorted(found))
-            self.report.found.kept = [replace(one, remedy=remedy) for one in self.report.found.kept]
+        if misplaced:
+            remedy = self.remedy.names(sorted(misplaced))
+            self.report.found.kept = [replace(problem, remedy=remedy) for problem in self.report.found.kept]
 
     @property
     def sources(self) -> set[str]:
@@ -325,12 +330,12 @@ def _by_name(dataset: dict[str, Any]) -> dict[str, Any]:
     return {**dataset, "shards": {shard["name"]: shard for shard in dataset["shards"]}}
 
 
-def _differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+def _differences(value: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Differences of two JSON documents: path, first value, second value."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        found = []
-        for key in dict.fromkeys([*one, *other]):
+    if isinstance(value, dict) and isinstance(other, dict):
+        differences = []
+        for key in dict.fromkeys([*value, *other]):
             below = f"{path}.{key}" if path else key
-            found += _differences(one.get(key, "missing"), other.get(key, "missing"), below)
-        return found
-    return [] if one == other and type(one) is type(other) else [(path, one, other)]
+            differences += _differences(value.get(key, "missing"), other.get(key, "missing"), below)
+        return differences
+    return [] if value == other and type(value) is type(other) else [(path, value, other)]

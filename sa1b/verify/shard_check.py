@@ -40,7 +40,9 @@ def check_shard(
     `tar` and `index` are local files, which need not exist; so is `table`, None if it cannot be compared with
     the shard. `progress` is called with bytes of the tar as they are read.
     """
-    return _ShardCheck(expected, remedy, tar, index, table, deep, progress).run()
+    return _ShardCheck(
+        expected, remedy, tar=tar, index=index, table=table, deep=deep, progress=progress
+    ).run()
 
 
 class _ShardCheck:
@@ -108,7 +110,9 @@ class _ShardCheck:
             )
         else:
             remedy = f"{self.remedy.root}/{self.name}: {self.remedy.source(self.expected.source)}"
-        finding = Problem(kind, file or self.name, message, remedy, self.name, offset, image_id)
+        finding = Problem(
+            kind, file or self.name, message, remedy, shard=self.name, offset=offset, image_id=image_id
+        )
         self.result.findings.add(finding)
 
     def _find_index(
@@ -200,9 +204,9 @@ class _ShardCheck:
 
     def _without_image(self, image_id: int, offset: int) -> None:
         """Index and table have an empty image at the header of the masks."""
-        found = MemberLocation(offset, 0, 0)
+        actual = MemberLocation(offset, 0, 0)
         for file, place in self.locations.find(image_id, "jpg").items():
-            if message := _differences("jpg", place, found):
+            if message := _differences("jpg", place, actual):
                 kind = "table_row" if file == self.locations.table_file else "index_row"
                 self._find(kind, message, offset, image_id, file)
 
@@ -238,7 +242,7 @@ class _ShardCheck:
     def _content(self, image_id: int, ending: str, member: Member) -> bool:
         """Compare a jpg or masks member with index and table; return whether its content is undamaged."""
         data, offset = member.data, member.offset + BLOCK
-        found = MemberLocation(offset, len(data), google_crc32c.value(data))
+        actual = MemberLocation(offset, len(data), google_crc32c.value(data))
         locations = self.locations.find(image_id, ending)
         if not self._complete(image_id) or self.first == "masks":  # reported once for an image
             if self.locations.index is not None and image_id not in self.locations.rows:
@@ -247,8 +251,8 @@ class _ShardCheck:
                 self._find(
                     "table_row_missing", "no row for this image", offset, image_id, self.locations.table_file
                 )
-        wrong = {file: _differences(ending, place, found) for file, place in locations.items()}
-        if locations and all(place.crc32c != found.crc32c for place in locations.values()):
+        wrong = {file: _differences(ending, place, actual) for file, place in locations.items()}
+        if locations and all(place.crc32c != actual.crc32c for place in locations.values()):
             message = f"content of {member.name}, by {' and '.join(locations)}: {next(iter(wrong.values()))}"
             self._find(f"{ending}_damaged", message, offset, image_id)
             return False
@@ -286,10 +290,12 @@ class _ShardCheck:
             )
 
 
-def _differences(ending: str, listed: MemberLocation, found: MemberLocation) -> str:
+def _differences(ending: str, listed: MemberLocation, actual: MemberLocation) -> str:
     pairs = (
-        (f"{ending}_offset", listed.offset, found.offset),
-        (f"{ending}_bytes", listed.bytes, found.bytes),
-        (f"{ending}_crc32c", listed.crc32c, found.crc32c),
+        (f"{ending}_offset", listed.offset, actual.offset),
+        (f"{ending}_bytes", listed.bytes, actual.bytes),
+        (f"{ending}_crc32c", listed.crc32c, actual.crc32c),
     )
-    return "; ".join(f"{name} {one:,}, in the tar {other:,}" for name, one, other in pairs if one != other)
+    return "; ".join(
+        f"{name} {value:,}, in the tar {other:,}" for name, value, other in pairs if value != other
+    )

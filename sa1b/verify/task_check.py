@@ -64,18 +64,18 @@ class TaskCheck:
             self.findings.add(Problem("task_missing", task_name(name), message, self.remedy.everything()))
         names = sorted((present | sources.keys()) - self.active.keys())
         read = {name: self._read(name) for name in names if name in present}
-        self.tasks = {name: found[1] for name, found in read.items() if not isinstance(found, str)}
+        self.tasks = {name: result[1] for name, result in read.items() if not isinstance(result, str)}
         kinds = {name: str(task.source["kind"]) for name, task in self.tasks.items()}
         readings = {name: task.source[READING] for name, task in self.tasks.items() if READING in task.source}
         self.remedy = replace(self.remedy, kinds=kinds, readings={**self.remedy.readings, **readings})
         for name in names:
-            found = read.get(name)
-            if found is None:
+            result = read.get(name)
+            if result is None:
                 self._find("task_missing", name, f"not there, but {DATASET} lists the source")
-            elif isinstance(found, str):
-                self._find("task_unreadable", name, found)
+            elif isinstance(result, str):
+                self._find("task_unreadable", name, result)
             else:
-                self._file(name, *found)
+                self._file(name, *result)
         self.unlisted = [name for name in self.intact if self.sources is not None and name not in sources]
 
     @property
@@ -120,14 +120,14 @@ class TaskCheck:
         file = task_name(name, "samples")
         try:
             with self.store.files(file) as (path,):
-                found = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+                actual = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         except OSError as error:
             message = "not there" if isinstance(error, FileNotFoundError) else str(error)
             self.findings.add(Problem("samples_missing", file, message, self.remedy.tables()))
             return
-        if found != task.samples:
+        if actual != task.samples:
             message = (
-                f"{found['bytes']:,} bytes, sha256 {found['sha256']}; the task file lists {task.samples}"
+                f"{actual['bytes']:,} bytes, sha256 {actual['sha256']}; the task file lists {task.samples}"
             )
             self.findings.add(Problem("samples_damaged", file, message, self.remedy.tables()))
 
@@ -145,16 +145,16 @@ class TaskCheck:
         self.findings.add(Problem(kind, file, message, remedy))
 
     def _counts(self, name: str, task: Task, parts: list[ShardResult], deep: bool) -> None:
-        found: dict[str, int] = {
+        actual: dict[str, int] = {
             "images": sum(part.images for part in parts),
             "masks": sum(part.masks for part in parts),
             "jpg_bytes": sum(part.jpg_bytes for part in parts),
         }
         for part in parts:
             for what, value in part.largest.values.items():
-                found[f"largest {what}"] = max(value, found.get(f"largest {what}", 0))
+                actual[f"largest {what}"] = max(value, actual.get(f"largest {what}", 0))
         recorded = {**task.counts, **{f"largest {what}": value for what, value in task.largest.items()}}
-        for what, value in found.items():
+        for what, value in actual.items():
             if recorded.get(what, value) != value:
                 self._find("task_counts", name, f"{what}: {recorded[what]} recorded, {value:,} in the shards")
         if task.source.get("sha256") is None or not deep:
@@ -171,7 +171,15 @@ class TaskCheck:
                     message = f"{reason} is not that of the mask; {known} images recorded, {count} found"
                     remedy = f"{self.store.url(task_name(name))}: {self.remedy.source(name)}"
                     self.findings.add(
-                        Problem(f"odd_{reason}", part.name, message, remedy, part.name, offset, image_id)
+                        Problem(
+                            f"odd_{reason}",
+                            part.name,
+                            message,
+                            remedy,
+                            shard=part.name,
+                            offset=offset,
+                            image_id=image_id,
+                        )
                     )
 
 
@@ -228,7 +236,7 @@ def leftover_notes(
             "the next reshard removes those of interrupted processes (on another machine: an hour after the "
             "last write)"
         )
-    uploads = [one.name for one in store.uploads()]
+    uploads = [upload.name for upload in store.uploads()]
     if uploads:
         notes.append(
             f"unfinished uploads of running or interrupted processes: {first_names(uploads)}; the next "
@@ -262,12 +270,12 @@ def unlisted_shards(
     """Shards and indexes in the directory that nothing lists, of sources without a process."""
     known = {shard.name for task in tasks.tasks.values() for shard in task.shards} | set(shards)
     active = {source_stem(name) for name in (*tasks.active, *others)}
-    found = []
+    ordered = []
     for name in filter(_is_stored, names):
         order = shard_order(shard_of(name))
         if shard_of(name) not in known and order.stem not in active:
-            found.append((order, name))
-    return [name for _, name in sorted(found)]
+            ordered.append((order, name))
+    return [name for _, name in sorted(ordered)]
 
 
 def unlisted_notes(
@@ -275,12 +283,14 @@ def unlisted_notes(
 ) -> tuple[list[str], int]:
     """Notes on the files of `unlisted_shards`, and the number of images that only these hold."""
     kept, stems = no_ids() if images is None else images, set(map(source_stem, sources))
-    own = [name for name in files if is_own(store, name)]
-    found = {name: np.setdiff1d(images_of(store, name), kept) for name in own if name.endswith(".tar")}
-    missing = [name for name, ids in found.items() if len(ids)]
-    count = len(np.unique(np.concatenate([no_ids(), *found.values()])))
+    own_files = [name for name in files if is_own(store, name)]
+    ids_by_shard = {
+        name: np.setdiff1d(images_of(store, name), kept) for name in own_files if name.endswith(".tar")
+    }
+    missing = [name for name, ids in ids_by_shard.items() if len(ids)]
+    count = len(np.unique(np.concatenate([no_ids(), *ids_by_shard.values()])))
     notes = []
-    if strange := [name for name in files if name not in own]:
+    if strange := [name for name in files if name not in own_files]:
         notes.append(
             f"files with the name of a shard or an index that are none: {first_names(strange)}; move "
             "them away"
@@ -294,7 +304,7 @@ def unlisted_notes(
             f"{counted(count, 'image')} in {counted(len(missing), 'shard')} that no task file lists are not "
             f"in the dataset: {first_names(missing)}; {adds}"
         )
-    if left := [name for name in own if shard_of(name) not in missing]:
+    if left := [name for name in own_files if shard_of(name) not in missing]:
         notes.append(
             f"{len(left):,} files that no task file lists, of an interrupted run: {first_names(left)}; "
             f"convert their sources with `{command('reshard')}`, which replaces them"

@@ -49,21 +49,25 @@ def main(
             sa1b-USERID in the system's folder for temporary files.
         json_output: Print the summary as JSON, without progress.
     """
-    folders = [one for one in path if Path(one).is_dir() or (is_url(one) and not one.endswith(".tar"))]
+    folders = [
+        argument
+        for argument in path
+        if Path(argument).is_dir() or (is_url(argument) and not argument.endswith(".tar"))
+    ]
     if not path or (folders and len(path) > 1):
         raise UsageError(f"ROOT ({len(path)} paths): must be one folder, or one or more SHARD.tar")
-    for one in path:
-        if one not in folders and not one.endswith(".tar"):
+    for argument in path:
+        if argument not in folders and not argument.endswith(".tar"):
             with loading():
                 from sa1b.shards.manifest import DATASET, no_dataset
-            if Path(one).name == DATASET or not Path(one).exists():
-                raise no_dataset(one)
-            raise UsageError(f"{one}: not a shard; pass a file with the ending .tar")
-        if not is_url(one) and not Path(one).exists():
-            raise UsageError(f"{one}: no such file; check the path")
+            if Path(argument).name == DATASET or not Path(argument).exists():
+                raise no_dataset(argument)
+            raise UsageError(f"{argument}: not a shard; pass a file with the ending .tar")
+        if not is_url(argument) and not Path(argument).exists():
+            raise UsageError(f"{argument}: no such file; check the path")
     check_scratch_flag(scratch, *path)
-    for one in path:
-        check_writable("the command writes there", one)
+    for argument in path:
+        check_writable("the command writes there", argument)
     with loading():
         from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
     root = folders[0] if folders else None

@@ -65,8 +65,8 @@ def main(
         from sa1b.verify.verify import check_is_dataset, verify
     if warnings:
         check_is_dataset(root)
-        found = WarningList.read(root, limit=None if json_output else SHOWN)
-        present(found, json_output)
+        warning_list = WarningList.read(root, limit=None if json_output else SHOWN)
+        present(warning_list, json_output)
         return 0
     with engines.engine(engine, address, workers) as (count, supervise):
         report = verify(

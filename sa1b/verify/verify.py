@@ -79,11 +79,13 @@ def verify(
         files.enter_context(clean_scratch(store))
         check = files.enter_context(RootCheck(store, report))
         expected = check.expected()
-        store.check_scratch([one.info.bytes + one.info.index_bytes for one in expected], workers)
+        store.check_scratch([shard.info.bytes + shard.info.index_bytes for shard in expected], workers)
         record = None
         if state is not None:
             record = files.enter_context(ResumeRecord(state, {"check": where, "deep": deep}))
-        results = _check_shards(expected, check, deep, workers, record, quiet, supervise)
+        results = _check_shards(
+            expected, check, deep=deep, workers=workers, record=record, quiet=quiet, supervise=supervise
+        )
         for result in results.values():
             if result.unchecked is not None:
                 report.unchecked[result.name] = result.unchecked
@@ -123,26 +125,26 @@ def _check_shards(
     quiet: bool,
     supervise: Supervise,
 ) -> dict[str, ShardResult]:
-    results: dict[str, ShardResult | None] = {one.info.name: None for one in expected}
+    results: dict[str, ShardResult | None] = {shard.info.name: None for shard in expected}
     keys: dict[str, Any] = {}
     tasks = {}
-    for one in expected:
-        name = one.info.name
+    for shard in expected:
+        name = shard.info.name
         if record is not None:
-            keys[name] = [asdict(one), *(check.store.version(file) for file in shard_files(name))]
+            keys[name] = [asdict(shard), *(check.store.version(file) for file in shard_files(name))]
             done = record.get(name, keys[name])
             if done is not None:
                 results[name] = ShardResult.from_document(done)
                 continue
-        tasks[name] = (check.store, one, check.remedy, check.table_path, deep)
-    total = sum(one.info.bytes for one in expected)
-    done_bytes = total - sum(one.info.bytes for one in expected if one.info.name in tasks)
+        tasks[name] = (check.store, shard, check.remedy, check.table_path, deep)
+    total = sum(shard.info.bytes for shard in expected)
+    done_bytes = total - sum(shard.info.bytes for shard in expected if shard.info.name in tasks)
     findings = sum(len(result.findings) for result in results.values() if result is not None)
     with bar(total, "verify", "B", quiet) as progress:
         progress.update(done_bytes)
         done_shards = len(results) - len(tasks)
-        found = in_batches(_check, tasks, workers=workers, advance=progress.update, supervise=supervise)
-        for name, value in found:
+        checked = in_batches(_check, tasks, workers=workers, advance=progress.update, supervise=supervise)
+        for name, value in checked:
             if isinstance(value, Died):
                 result = _died(name, value.why)
             else:

@@ -159,9 +159,9 @@ def _changed(
     of_layers = np.concatenate([layer.columns["image_id"] for layer in dataset.layers])
     places = np.flatnonzero(np.isin(ids, of_layers)).tolist()
     rows = [dataset.row(image_id) for image_id in ids[places].tolist()]
-    for i, found in zip(places, dataset.masks(rows), strict=True):
-        counts[i] = len(found)
-        left[i] = counts[i] if masks_where is None else masks_where.masks(found).sum()
+    for i, annotations in zip(places, dataset.masks(rows), strict=True):
+        counts[i] = len(annotations)
+        left[i] = counts[i] if masks_where is None else masks_where.masks(annotations).sum()
     return counts, left
 
 

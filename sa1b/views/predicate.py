@@ -128,12 +128,12 @@ def image_predicate(text: str) -> Predicate:
     return _parse(text, IMAGE_FIELDS, "image")
 
 
-def _unequal(one: Any, other: Any) -> Any:
-    return (one < other) | (one > other)  # false for NaN; numpy's != would be true
+def _unequal(value: Any, other: Any) -> Any:
+    return (value < other) | (value > other)  # false for NaN; numpy's != would be true
 
 
-def _divide(one: Any, other: Any) -> Any:
-    return np.where(other == 0, np.nan, np.true_divide(one, other))
+def _divide(value: Any, other: Any) -> Any:
+    return np.where(other == 0, np.nan, np.true_divide(value, other))
 
 
 # Comparison -> its function and that of its negation, both false for NaN.
@@ -197,13 +197,13 @@ def _parse(text: str, known: tuple[str, ...], kind: str) -> Predicate:
         raise PredicateError(f"{kind} condition: empty; write for example `{_EXAMPLES[kind]}`")
     if len(text) > MAX_TEXT:
         raise PredicateError(f"{kind} condition: longer than {MAX_TEXT:,} characters; simplify it")
-    without_texts = _TEXT.sub(lambda found: "x" * len(found[0]) if found[0].isprintable() else found[0], text)
+    without_texts = _TEXT.sub(lambda match: "x" * len(match[0]) if match[0].isprintable() else match[0], text)
     for place, character in enumerate(without_texts, 1):
         if not " " <= character <= "~":
             raise PredicateError(
                 f"{kind} condition: {character!r} at column {place} is not printable ASCII; remove it"
             )
-    text = _EQUALS.sub(lambda found: "==" if found[0] == "=" else found[0], text)  # as SQL writes it
+    text = _EQUALS.sub(lambda match: "==" if match[0] == "=" else match[0], text)  # as SQL writes it
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:

@@ -84,9 +84,18 @@ def main(
         check_writable("a view is written there without --out", root)
     with loading():
         from sa1b.views.selection import Selection, select
-    selection = Selection(masks_where, images_where, subset, held_out, split, ids, missing, layers)
-    found = select(
+    selection = Selection(
+        masks_where=masks_where,
+        images_where=images_where,
+        subset=subset,
+        held_out=held_out,
+        split=split,
+        ids=ids,
+        missing=missing,
+        layers=layers,
+    )
+    selected = select(
         root, selection, name=name, out=out, overwrite=overwrite, workers=workers, quiet=json_output
     )
-    present(found, json_output)
-    return 3 if len(found.missing) else 0
+    present(selected, json_output)
+    return 3 if len(selected.missing) else 0

@@ -108,7 +108,15 @@ def _digest(ids_sha256: str, masks_where: Predicate | None, layers: Layers) -> s
 def whole(table: SampleTable, masks_where: Predicate | None = None, layers: Layers = ()) -> View:
     """The view of all images of a dataset directory; opening it takes no time."""
     digest = _digest(table.ids_digest, masks_where, layers)
-    return View(None, len(table), digest, table.ids_digest, table.digest, masks_where, layers)
+    return View(
+        rows=None,
+        count=len(table),
+        digest=digest,
+        ids_digest=table.ids_digest,
+        bytes_digest=table.digest,
+        masks_where=masks_where,
+        layers=layers,
+    )
 
 
 def view_of(dataset: Dataset, which: str | Path | None) -> tuple[View, Dataset]:
@@ -117,13 +125,13 @@ def view_of(dataset: Dataset, which: str | Path | None) -> tuple[View, Dataset]:
     ManifestError: also if the dataset was opened with other layers, or one of the view was replaced.
     """
     view = open_view(dataset.reader, dataset.table, which)
-    own = tuple((layer.info.name, layer.info.digest) for layer in dataset.layers)
-    if not view.layers or own == view.layers:
+    layers = tuple((layer.info.name, layer.info.digest) for layer in dataset.layers)
+    if not view.layers or layers == view.layers:
         return view, dataset
     made = f"made with layers {_listed(view.layers)}"
-    if own:
+    if layers:
         raise ManifestError(
-            f"view {which}: {made}, and opened with {_listed(own)}; omit these: the view names its own"
+            f"view {which}: {made}, and opened with {_listed(layers)}; omit these: the view names its own"
         )
     opened = copy.copy(dataset)
     try:

@@ -112,7 +112,7 @@ def read_document(reader: Reader, name: str) -> ViewDocument:
             raise ValueError(f"digest {digest!r}")
         fields |= {"names": tuple(fields["names"])}
         counts = {what: n for what, n in document.items() if what not in fields and type(n) is int}
-        layers = tuple((one["name"], one["digest"]) for one in document.get("layers", []))
+        layers = tuple((layer["name"], layer["digest"]) for layer in document.get("layers", []))
         stem = name.removesuffix(".json")
         return ViewDocument(**fields, digest=digest, counts=counts, layers=layers, stem=stem)
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -371,7 +371,7 @@ def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
 ) -> None:
     store = bucket(tmp_path)
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise UnavailableError("unavailable", url=f"{store.root}-sources/sa_000000.tar")
 
     monkeypatch.setattr(ingest, "_with_claim", fail)

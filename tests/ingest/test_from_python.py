@@ -79,7 +79,7 @@ def test_a_wrong_option_is_named(
 def test_an_interruption_ends_the_caller_too(
     tar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sa1b.ingest.reshard.work_through", interrupted)

@@ -34,7 +34,7 @@ def test_a_run_with_other_options_beside_the_first_one_is_refused_by_flag(
     root = tmp_path / "root"
     said: list[str] = []
 
-    def meanwhile(*_: object) -> None:
+    def meanwhile(*_: object, **named: object) -> None:
         """The second run starts when the first one has begun and no source is finished."""
         monkeypatch.undo()
         assert not read_tasks(root)

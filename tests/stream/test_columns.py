@@ -201,7 +201,9 @@ def test_a_source_is_converted_once_and_again_when_it_changes(
 ) -> None:
     converted = []
     whole = columns._convert
-    monkeypatch.setattr(columns, "_convert", lambda *given: (converted.append(given[0]), whole(*given)))
+    monkeypatch.setattr(
+        columns, "_convert", lambda *given, **named: (converted.append(given[0]), whole(*given, **named))
+    )
     path = write(tmp_path / "c.jsonl", table_of([2, 1], caption=["b", "a"]))
     for _ in range(2):
         assert open_columns({"caption": path})["caption"].lookup(np.array([1, 2])) == ["a", "b"]
