@@ -229,7 +229,7 @@ _FORMS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     ),
     (  # None is the default of a flag that is not given; beside it, tyro has a set of the others
         r"(?<=: must be one of )(.*'None'.*)",
-        lambda found: ", ".join(sorted({*found[1].split(", ")} - {"'None'"})),
+        lambda match: ", ".join(sorted({*match[1].split(", ")} - {"'None'"})),
     ),
     (r"^(\S+): invalid literal for int\(\) with base 10: '(.*)'$", r"\1 \2: must be a whole number"),
     (r"^(\S+): could not convert string to float: '(.*)'$", r"\1 \2: must be a number"),
