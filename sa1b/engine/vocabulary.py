@@ -72,8 +72,8 @@ _ANSWERS = {
 }
 
 
-def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> None:
-    """UsageError for flags of other programs, with the own flag; `own`: names that may be the same."""
+def refuse_other_names(arguments: Sequence[str], allowed: Collection[str] = ()) -> None:
+    """UsageError for flags of other programs, with the flag to pass instead; `allowed`: names to accept."""
     if passed(arguments).get("parallel.shard") == "hybrid":
         ranks = process_rank()[1]
         fit = [str(number) for number in range(2, ranks // 2 + 1) if ranks % number == 0]
@@ -87,7 +87,7 @@ def refuse_other_names(arguments: Sequence[str], own: Collection[str] = ()) -> N
         if match is None:
             continue
         name = match[1].replace("_", "-").lower()
-        if name.replace("-", "_") in own:
+        if name.replace("-", "_") in allowed:
             continue
         for names, answer in _ANSWERS.items():
             if name in names.split("|"):

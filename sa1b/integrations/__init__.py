@@ -81,12 +81,12 @@ class ViewSamples:
         """The masks that meet the condition of the view, have at least `smallest` pixels, and are smaller
         than the part `largest` of the image; above 1: of any size.
         """
-        found = sample.annotations
-        kept = found.area >= smallest
+        annotations = sample.annotations
+        kept = annotations.area >= smallest
         if largest <= 1.0:
-            kept &= found.area / (found.width * found.height) < largest
+            kept &= annotations.area / (annotations.width * annotations.height) < largest
         if self.view.masks_where is not None:
-            kept &= self.view.masks_where.masks(found)
+            kept &= self.view.masks_where.masks(annotations)
         return np.flatnonzero(kept)
 
     def with_masks(self, position: int, smallest: int = 1) -> tuple[Sample, npt.NDArray[np.int64]]:

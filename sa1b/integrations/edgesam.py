@@ -98,21 +98,21 @@ class SplitShards:
         """
         position = position_of(idx, self.count)
         sample, masks = self.samples.with_masks(position, smallest=0)
-        found = sample.annotations
+        annotations = sample.annotations
         if self.load_gt_mask and self.mask_nms_thresh > 0:
-            masks = masks[np.argsort(-found.area[masks])]
-            masks = masks[painted(found.runs(masks), self.mask_nms_thresh)[1]]
-        whole = (found.number_types[masks] & BBOX_IS_INT).all()  # numbers of the file
-        boxes = torch.from_numpy(found.bbox[masks].astype(np.int64 if whole else np.float64))
-        points = torch.from_numpy(found.point_coords[masks])[:, None]
+            masks = masks[np.argsort(-annotations.area[masks])]
+            masks = masks[painted(annotations.runs(masks), self.mask_nms_thresh)[1]]
+        whole = (annotations.number_types[masks] & BBOX_IS_INT).all()  # numbers of the file
+        boxes = torch.from_numpy(annotations.bbox[masks].astype(np.int64 if whole else np.float64))
+        points = torch.from_numpy(annotations.point_coords[masks])[:, None]
         if self.box_jitter:
-            boxes = _jittered(boxes, found.width, found.height)
+            boxes = _jittered(boxes, annotations.width, annotations.height)
         if self.sort_by_area:
             order = torch.argsort(boxes[:, 2] * boxes[:, 3], descending=True)
             boxes, points, masks = boxes[order], points[order], masks[order.numpy()]
-        scale = self.img_size / max(found.height, found.width)
-        size = int(found.height * scale + 0.5), int(found.width * scale + 0.5)
-        by = torch.tensor([size[1] / found.width, size[0] / found.height])
+        scale = self.img_size / max(annotations.height, annotations.width)
+        size = int(annotations.height * scale + 0.5), int(annotations.width * scale + 0.5)
+        by = torch.tensor([size[1] / annotations.width, size[0] / annotations.height])
         boxes = (boxes.float().reshape(-1, 2, 2) * by).reshape(-1, 4)
         points = points.float() * by
         pixels = torch.from_numpy(sample.image).permute(2, 0, 1)[None].float()
@@ -129,15 +129,20 @@ class SplitShards:
         annotation = {
             "prompt_box": torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1),
             "prompt_point": points[chosen],
-            "info": found.keep(np.zeros(len(found), np.bool_)).to_json()["image"],
+            "info": annotations.keep(np.zeros(len(annotations), np.bool_)).to_json()["image"],
             "img_size_before_pad": torch.tensor(image.shape),
         }
         if self.load_gt_mask:
-            sources = (torch.arange(side).float()[None, None] for side in (found.height, found.width))
+            sources = (
+                torch.arange(side).float()[None, None] for side in (annotations.height, annotations.width)
+            )
             read = [
-                F.interpolate(one, side)[0, 0].long().numpy() for one, side in zip(sources, size, strict=True)
+                F.interpolate(source, side)[0, 0].long().numpy()
+                for source, side in zip(sources, size, strict=True)
             ]
-            annotation["gt_mask"] = self._padded(torch.from_numpy(rasterize_read(found.runs(masks), *read)))
+            annotation["gt_mask"] = self._padded(
+                torch.from_numpy(rasterize_read(annotations.runs(masks), *read))
+            )
         return self._padded((image - self.pixel_mean) / self.pixel_std), annotation
 
     def _padded(self, pixels: Tensor) -> Tensor:
@@ -149,7 +154,7 @@ def _areas(given: Sequence[float | None] | None) -> tuple[float, float]:
         return -inf, inf
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 2:
         raise BadValue(f"filter_by_area={given!r}: must be the least and the largest area, or None")
-    least, most = (None if one is None else number("filter_by_area", one) for one in given)
+    least, most = (None if value is None else number("filter_by_area", value) for value in given)
     if least is not None and most is not None and least > most:
         raise BadValue(f"filter_by_area={given!r}: the first area must be the smaller one; exchange them")
     return -inf if least is None else least, inf if most is None else most

@@ -83,13 +83,13 @@ class OnlineShards:
         return parts[0] if len(parts) == 1 else parts[0] | joined
 
     def _arguments(self, sample: Sample, chosen: Any, image: Tensor) -> dict[str, Tensor]:
-        found = sample.annotations
+        annotations = sample.annotations
         return {
             "image": image,
-            "masks": torch.from_numpy(rasterize(found.runs(chosen))).float(),
-            "points": torch.from_numpy(found.point_coords[chosen]).float(),
-            "bboxs": torch.from_numpy(found.bbox[chosen]).float(),
-            "shape": torch.tensor([found.height, found.width]),
+            "masks": torch.from_numpy(rasterize(annotations.runs(chosen))).float(),
+            "points": torch.from_numpy(annotations.point_coords[chosen]).float(),
+            "bboxs": torch.from_numpy(annotations.bbox[chosen]).float(),
+            "shape": torch.tensor([annotations.height, annotations.width]),
         }
 
     def _chosen(self, count: int) -> Any:

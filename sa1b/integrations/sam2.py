@@ -85,7 +85,7 @@ def _lazy_segments() -> Any:
         if number not in self.cache:
             runs = self.sample.annotations.runs([self.segments[number]])
             self.cache[number] = torch.from_numpy(rasterize(runs)[0])
-        found: torch.Tensor = self.cache[number]
-        return found
+        segments: torch.Tensor = self.cache[number]
+        return segments
 
     return type("RunSegments", (base,), {"__getitem__": mask})

@@ -72,8 +72,8 @@ class PhraseLoader:
                 raise BadValue(f"column={column!r}: holds {self.column.kind}; name a column of strings")
         of_type("categories", categories, bool)
         reading = self.samples.dataset.manifest.get(READING, {}).values() if categories else ()
-        listed = [one for source in reading for one in source.get("categories", ())]
-        self.names: dict[int, str] = {one["id"]: one["name"] for one in reversed(listed)}
+        listed = [category for source in reading for category in source.get("categories", ())]
+        self.names: dict[int, str] = {category["id"]: category["name"] for category in reversed(listed)}
         if categories and not self.names:
             raise BadValue(f"categories=True: {root} has none; they come from a file in COCO's format")
         if category_chunk_size is not None:
@@ -103,20 +103,20 @@ class PhraseLoader:
         as parts of the image, area, that of the box, and segmentation, COCO's object of run lengths.
         """
         position, chunk = self._located(idx)
-        found = self.samples.sample(position).annotations
+        annotations = self.samples.sample(position).annotations
         masks = self.samples.kept(self.samples.sample(position))
         queries: list[dict[str, Any]] = []
         order: list[int] = []
-        for (category, text), chosen in self._groups(found, masks, chunk).items():
+        for (category, text), chosen in self._groups(annotations, masks, chunk).items():
             if chosen or self.include_negatives:
                 objects = list(range(len(order), len(order) + len(chosen)))
                 order += chosen
                 numbers = {"id": len(queries), "original_cat_id": category, "query_text": text}
                 queries.append(_QUERY | numbers | {"object_ids_output": objects})
-        runs, origin = found.runs(masks[order]), found.origin()
-        crowd = np.zeros(len(found), np.int64) if origin is None else origin["iscrowd"]
+        runs, origin = annotations.runs(masks[order]), annotations.origin()
+        crowd = np.zeros(len(annotations), np.int64) if origin is None else origin["iscrowd"]
         boxes = torch.from_numpy(geometry.bbox(runs).astype(np.float32))
-        boxes = (boxes / torch.tensor([found.width, found.height] * 2)).clamp(0, 1)
+        boxes = (boxes / torch.tensor([annotations.width, annotations.height] * 2)).clamp(0, 1)
         values = zip(boxes, runs.to_coco(text=True), crowd[masks[order]].tolist(), strict=True)
         return queries, [
             {"image_id": 0, "bbox": box, "area": (box[2] * box[3]).item(), "segmentation": segmentation,
@@ -128,22 +128,24 @@ class PhraseLoader:
         """The position and the chunk of a datapoint."""
         return divmod(position_of(idx, len(self.getDatapointIds())), self.chunks)
 
-    def _groups(self, found: Annotations, masks: Any, chunk: int) -> dict[tuple[int, str], list[int]]:
+    def _groups(self, annotations: Annotations, masks: Any, chunk: int) -> dict[tuple[int, str], list[int]]:
         """Category and text of the queries, and which of `masks` each has."""
-        origin = found.origin()
+        origin = annotations.origin()
         if self.names:
             ids = sorted(self.names)[chunk * self.chunk : (chunk + 1) * self.chunk]
             keys = [] if origin is None else origin["category_id"][masks].tolist()
             groups: dict[Any, list[int]] = {key: [] for key in ids}
         else:
             if self.column is not None:
-                keys = self.column.lookup(found.mask_id[masks])
+                keys = self.column.lookup(annotations.mask_id[masks])
             else:
                 fields = [] if origin is None else origin["fields"][masks].tolist()
-                keys = [json.loads(one).get("text_input") for one in fields]
-            texts = (found.texts() or []) if self.column is None else []
+                keys = [json.loads(field).get("text_input") for field in fields]
+            texts = (annotations.texts() or []) if self.column is None else []
             if not texts and not keys and self.column is None:
-                raise BadValue(f"image {found.image_id}: has no phrases; pass phrases=, a table by mask_id")
+                raise BadValue(
+                    f"image {annotations.image_id}: has no phrases; pass phrases=, a table by mask_id"
+                )
             groups = {text: [] for text in [*texts, *keys] if text is not None}
         for number, key in enumerate(keys):
             if key in groups:

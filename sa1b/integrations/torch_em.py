@@ -39,9 +39,9 @@ class Labels(Images):
 
     def __getitem__(self, position: int) -> npt.NDArray[Any]:
         sample = self.samples.sample(position)
-        found, kept = sample.annotations, self.samples.kept(sample)
-        order = np.argsort(-found.area[kept], kind="stable")
-        return np.ascontiguousarray(painted(found.runs(kept[order]))[0])
+        annotations, kept = sample.annotations, self.samples.kept(sample)
+        order = np.argsort(-annotations.area[kept], kind="stable")
+        return np.ascontiguousarray(painted(annotations.runs(kept[order]))[0])
 
 
 def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: Any) -> Any:
@@ -63,8 +63,8 @@ def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: 
         if len(sides) != 2 or isinstance(sides, str):
             raise BadValue(f"patch_shape={patch_shape!r}: must be height and width, or None for the image")
         patch_shape = (whole_number("patch_shape", sides[0], 1), whole_number("patch_shape", sides[1], 1))
-    own = {name: options.pop(name) for name in ViewOptions.__annotations__ if name in options}
-    samples = ViewSamples(root, **own)
+    view_options = {name: options.pop(name) for name in ViewOptions.__annotations__ if name in options}
+    samples = ViewSamples(root, **view_options)
     dataset = module_of("torch_em.data", "torch_em").ImageCollectionDataset(
         Images(samples), Labels(samples), patch_shape, **options
     )

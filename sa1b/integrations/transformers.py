@@ -91,8 +91,8 @@ class SamShards:
                 "input_points": [[[point] for point in points.tolist()]],
                 "input_labels": [[[1]] * len(points)],
             }
-        found = self.processor(images=image, **given, return_tensors="pt")
-        arguments: dict[str, Tensor] = {name: value[0] for name, value in found.items()}
+        encoded = self.processor(images=image, **given, return_tensors="pt")
+        arguments: dict[str, Tensor] = {name: value[0] for name, value in encoded.items()}
         settings = self.processor.image_processor
         if low := settings.mask_size.get("longest_edge"):
             longer = max(image.shape[:2])
@@ -124,9 +124,9 @@ def mask_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
     focal = (weight * (1 - right) ** 2 * entropy).mean(dim=(-2, -1))
     both = (probability * target).sum(dim=(-2, -1))
     dice = 1 - (2 * both + 1) / (probability.sum(dim=(-2, -1)) + target.sum(dim=(-2, -1)) + 1)
-    found = logits > 0
-    hits = (found & (target > 0)).sum(dim=(-2, -1))
-    iou = hits / (found | (target > 0)).sum(dim=(-2, -1)).clamp(min=1)
+    predicted = logits > 0
+    hits = (predicted & (target > 0)).sum(dim=(-2, -1))
+    iou = hits / (predicted | (target > 0)).sum(dim=(-2, -1)).clamp(min=1)
     of_masks, best = (20 * focal + dice).min(dim=-1)
     error = (outputs.iou_scores.float() - iou).square().gather(-1, best[..., None])[..., 0]
     count = of_masks.numel() if num_items_in_batch is None else num_items_in_batch / labels[0, 0].numel()

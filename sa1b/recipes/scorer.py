@@ -112,20 +112,20 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
 
 
 def prediction_lines(
-    batch: Batch, rows: Tensor, counted: Tensor, found: dict[str, Tensor]
+    batch: Batch, rows: Tensor, counted: Tensor, predictions: dict[str, Tensor]
 ) -> list[tuple[int, str]]:
     """Position and line of the file, for each image of a micro-batch that has masks.
 
-    `rows`: int64 [N], the evaluated masks of the batch. `counted`: bool [K], which of the masks in `found`
-    are evaluated. Their logits become masks at source resolution as in `sa1b.predict`.
+    `rows`: int64 [N], the evaluated masks of the batch. `counted`: bool [K], which of the masks of
+    `predictions` are evaluated. Their logits become masks at source resolution as in `sa1b.predict`.
     """
     image = batch.masks.image[rows].cpu()
-    found = {name: values[counted].cpu() for name, values in found.items()}
+    predictions = {name: values[counted].cpu() for name, values in predictions.items()}
     image_size = batch.images.shape[-1]
-    iou = (found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)).double().numpy()
-    predicted = found["predicted_iou"].double().numpy()
+    iou = (predictions["intersections"][:, 0] / predictions["unions"][:, 0].clamp(min=1)).double().numpy()
+    predicted = predictions["predicted_iou"].double().numpy()
     # The protocol sam chooses its own clicks.
-    points = found.get("points", batch.points[rows].cpu()).double().numpy()
+    points = predictions.get("points", batch.points[rows].cpu()).double().numpy()
     mask_ids = batch.mask_ids[rows].cpu().numpy()
     made = []
     for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
@@ -134,7 +134,7 @@ def prediction_lines(
             continue
         size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
         taken = framed_size(*size, image_size)
-        runs = Runs.from_pixels(at_source(found["logits"][of_image], size, taken, image_size).numpy())
+        runs = Runs.from_pixels(at_source(predictions["logits"][of_image], size, taken, image_size).numpy())
         scale = np.array(size[::-1]) / taken[::-1]
         some = Predicted(
             mask_id=mask_ids[of_image],

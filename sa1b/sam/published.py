@@ -191,8 +191,8 @@ def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
     except (KeyError, ValueError, IndexError, ZeroDivisionError):
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
     preset = preset_of(config)
-    if preset is not None and (own := preset_of(model, any_image_size=True)) not in (None, preset):
-        return f"{preset} weights, but the model is {own}: pass --preset {preset}"
+    if preset is not None and (actual := preset_of(model, any_image_size=True)) not in (None, preset):
+        return f"{preset} weights, but the model is {actual}: pass --preset {preset}"
     unused = _OF_BLOCKS if config.depth == 0 else ()
     differing = [
         name for name in _SIZES if getattr(config, name) != getattr(model, name) and name not in unused

@@ -46,7 +46,7 @@ def test_a_window_has_two_lines_and_an_incident_one_message(
     metrics = metrics_of(tmp_path)
     window = Window(["a", "b"], 3, metrics, SETTINGS, run="run", separable=True)
     for step in range(11):
-        window.add(step, numbers(step, slow=2.0, data=0.3), asked=False)
+        window.add(step, numbers(step, slow=2.0, data=0.3), requested=False)
     metrics.close()
     found = written(tmp_path)
     assert [(line["step"], *line.keys() - {"step"}) for line in found] == [
@@ -70,7 +70,7 @@ def test_a_table_on_request_does_not_end_the_window(
     metrics = metrics_of(tmp_path)
     window = Window(["a", "b"], 3, metrics, SETTINGS, run="run", separable=True)
     for step in range(5):
-        window.add(step, numbers(step), asked=step in (1, 3))
+        window.add(step, numbers(step), requested=step in (1, 3))
     metrics.close()
     assert [(line["step"], "ranks" in line) for line in written(tmp_path)] == [
         (3, True),

@@ -308,7 +308,9 @@ def test_a_trained_model_has_the_same_masks_in_the_published_class(original: Any
     masks = shared = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(original.transforms, "resize", resize_as_ours)
-        for sample in list(sa1b.open(tmp_path / "shards"))[:4]:
+        for sample in sa1b.open(tmp_path / "shards"):
+            if masks > 40:  # how many an image has depends on the rounding of the machine that trained
+                break
             image = decode(sample.jpeg)
             expected = by_theirs(original, theirs, image, GeneratorConfig(**settings))
             found = sa1b.generate_masks(model, image, **settings)

@@ -54,9 +54,9 @@ class BucketLocation(Location):
         checkpoint = next(outcome for outcome in outcomes if isinstance(outcome, Found))
         return replace(checkpoint, folder=local)
 
-    def drop(self, found: Found) -> None:
+    def drop(self, checkpoint: Found) -> None:
         if self.run.leads:
-            shutil.rmtree(found.folder, ignore_errors=True)
+            shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def target(self, step: int) -> str:
         return self.name(step)

@@ -172,7 +172,7 @@ class Checkpoints:
         self._settle()
         return self._ranks.on_first(self._location.steps)
 
-    def load(self, found: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    def load(self, checkpoint: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer in place and return the state; any mode and world size.
 
         Raises:
@@ -181,11 +181,11 @@ class Checkpoints:
         """
         self._settle()
         try:
-            tensors.load(found.folder, found.metadata, model, optimizer, self._ranks)
+            tensors.load(checkpoint.folder, checkpoint.metadata, model, optimizer, self._ranks)
         except MismatchError as error:
-            error.state = found.state
+            error.state = checkpoint.state
             raise
-        return found.state
+        return checkpoint.state
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
         """Resume from the newest good checkpoint: fill model and optimizer and return the state.

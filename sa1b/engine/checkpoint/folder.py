@@ -201,7 +201,7 @@ class Location(ABC):
         """
 
     @abstractmethod
-    def drop(self, found: Found) -> None:
+    def drop(self, checkpoint: Found) -> None:
         """Remove the local copy of a fetched checkpoint, if there is one; collective."""
 
     @abstractmethod
@@ -270,7 +270,7 @@ class FolderLocation(Location):
     def fetch(self, step: int) -> Found:
         return self.ranks.on_first(lambda: read(self._final(step)))
 
-    def drop(self, found: Found) -> None:
+    def drop(self, checkpoint: Found) -> None:
         pass
 
     def target(self, step: int) -> str:

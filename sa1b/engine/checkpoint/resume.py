@@ -49,29 +49,31 @@ def check_files(store: Store, out: str, *only: str) -> None:
             )
 
 
-def refuse_sequence(saved: Settings, own: Settings, out: str, error: Sa1bError) -> NoReturn:
+def refuse_sequence(saved: Settings, current: Settings, out: str, error: Sa1bError) -> NoReturn:
     """UsageError for another order of images, described by `error`; it names the flags and saved values."""
-    _refuse([difference for difference in _differences(saved, own) if difference[0] in _SEQUENCE], out)
+    _refuse([difference for difference in _differences(saved, current) if difference[0] in _SEQUENCE], out)
     raise UsageError(
         f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are there "
         f"now, pass another --out with --init {out}"
     )
 
 
-def check_model(saved: Settings, own: Settings, out: str) -> None:
+def check_model(saved: Settings, current: Settings, out: str) -> None:
     """UsageError, with flags, if sizes of the model or frozen parts differ from the checkpoint's."""
-    presets = saved.get("preset"), own.get("preset")
+    presets = saved.get("preset"), current.get("preset")
     if presets[0] != presets[1]:
         _refuse([("preset", *presets)], out)
     parts = ("model.", "optim.freeze")
-    _refuse([difference for difference in _differences(saved, own) if difference[0].startswith(parts)], out)
+    _refuse(
+        [difference for difference in _differences(saved, current) if difference[0].startswith(parts)], out
+    )
 
 
-def check_trained(saved: Settings, own: Settings, out: str) -> None:
+def check_trained(saved: Settings, current: Settings, out: str) -> None:
     """UsageError for other frozen parts, or to resume without the running mean that the checkpoint has."""
-    frozen = [difference for difference in _differences(saved, own) if difference[0] == "optim.freeze"]
+    frozen = [difference for difference in _differences(saved, current) if difference[0] == "optim.freeze"]
     _refuse([difference for difference in frozen if sorted(difference[1]) != sorted(difference[2])], out)
-    decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, own)]
+    decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, current)]
     if decays[0] and not decays[1]:
         raise UsageError(
             f"--out {out}: was trained with --optim.ema {decays[0]}, this run has none; pass --optim.ema "
@@ -79,18 +81,18 @@ def check_trained(saved: Settings, own: Settings, out: str) -> None:
         )
 
 
-def lines(saved: Settings, own: Settings, out: str, step: int, steps: int, position: int) -> list[str]:
+def lines(saved: Settings, current: Settings, out: str, step: int, steps: int, position: int) -> list[str]:
     """What is printed when a run resumes after `step` of `steps` steps."""
     if step >= steps:
         more = "" if step == steps else f" and is at step {step:,}"
         has = f"{out} has all {counted(steps, 'step')}{more}"
         return [f"{has}: raise --optim.steps to continue training"]
-    return [f"resuming after step {step:,} at position {position:,}", *changes(saved, own, step)]
+    return [f"resuming after step {step:,} at position {position:,}", *changes(saved, current, step)]
 
 
-def changes(saved: Settings, own: Settings, step: int) -> list[str]:
+def changes(saved: Settings, current: Settings, step: int) -> list[str]:
     """Lines to print: settings that affect training and differ from those of the checkpoint."""
-    differences = [difference for difference in _differences(saved, own) if _of_training(difference[0])]
+    differences = [difference for difference in _differences(saved, current) if _of_training(difference[0])]
     lines = []
     if differences:
         named = ", ".join(

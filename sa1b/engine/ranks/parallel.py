@@ -212,7 +212,7 @@ def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> 
     return size, count
 
 
-def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
+def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
     """Join consecutive units of a model, in the order of execution, to groups.
 
     "block": one group for each unit. "size:100M": units are joined until a group has at least 100 million
@@ -223,7 +223,7 @@ def units(found: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module
         return []
     joined: list[list[list[nn.Module]]] = []
     size = least
-    for unit in found:
+    for unit in chain:
         if size >= least:
             joined.append([])
             size = 0

@@ -49,8 +49,8 @@ Watching = AbstractContextManager[object]
 class StepWindow(Protocol):
     """What summarises the numbers of the ranks over some steps, on rank 0."""
 
-    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
-        """Add the numbers of a step, see `Run.numbers`; `asked`: print the table of the ranks."""
+    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, requested: bool) -> None:
+        """Add the numbers of a step, see `Run.numbers`; `requested`: print the table of the ranks."""
 
 
 # Optional techniques around the loop; those of modes are in `sa1b.engine.ranks.parallel`.
@@ -323,7 +323,7 @@ class Run:
         self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal) | epochs)
         requested = self.control.take_table_request()
         if self.window is not None:
-            self.window.add(self.step, figures.ranks, asked=requested)
+            self.window.add(self.step, figures.ranks, requested=requested)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_if_missing(self) -> None:

@@ -220,14 +220,14 @@ class Window:
         self._metrics = metrics
         self._run = run
 
-    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, asked: bool) -> None:
+    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, requested: bool) -> None:
         before = self._stragglers.count
         complete = self._stragglers.add(ranks)
         if self._stragglers.count == before:
             self._loader.start(ranks)  # no step of the first window yet
-        if (complete or asked) and self._stragglers.steps:
+        if (complete or requested) and self._stragglers.steps:
             self._metrics.window(step, "ranks", self._stragglers.document())
-        if asked:
+        if requested:
             images = f"\nimages of this step: {self._replay(step)}" if self._stragglers.steps else ""
             self._metrics.say(self._stragglers.table() + images)
         if not complete:

@@ -127,12 +127,12 @@ def main(
     return run_plan.exit_code()
 
 
-def table(found: "RunPlan") -> str:
+def table(plan: "RunPlan") -> str:
     """The estimates as a table of text."""
-    rows = [*_work(found), *_time(found), *_storage(found), *_memory(found)]
+    rows = [*_work(plan), *_time(plan), *_storage(plan), *_memory(plan)]
     lines = [f"{name:<14}{text}" for name, text in rows]
     lines.append("assumptions, each with the flag that changes it:")
-    lines += [f"  {flag:<18}{text}" for flag, text in _assumptions(found)]
+    lines += [f"  {flag:<18}{text}" for flag, text in _assumptions(plan)]
     return "\n".join(lines)
 
 

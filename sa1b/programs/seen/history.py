@@ -186,10 +186,10 @@ def ranges_of(span: Span, mixture: Mixture | None) -> list[tuple[int, int]]:
     return list(zip(mixture.seen(span.position), mixture.seen(span.end), strict=True))
 
 
-def seen_images(found: list[Span]) -> list[SeenImages]:
+def seen_images(spans: list[Span]) -> list[SeenImages]:
     """The images of each dataset. UsageError: a dataset directory or view is no longer that of the run."""
     images: dict[str, SeenImages] = {}
-    for span in found:
+    for span in spans:
         sources, mixture = sources_of(span)
         for source, (start, stop) in zip(sources, ranges_of(span, mixture), strict=True):
             times = _times(source.order, start, stop)
@@ -210,10 +210,10 @@ def _row(source: Source, image_id: int) -> int | None:
     return int(rows[0]) if len(rows) else None
 
 
-def visits(found: list[Span], image_id: int) -> list[tuple[Span, Source, list[int]]]:
+def visits(spans: list[Span], image_id: int) -> list[tuple[Span, Source, list[int]]]:
     """Where an image was used: in each start and dataset that has it, its positions in the run's order."""
     there = []
-    for span in found:
+    for span in spans:
         sources, mixture = sources_of(span)
         for number, (source, (start, stop)) in enumerate(zip(sources, ranges_of(span, mixture), strict=True)):
             row = _row(source, image_id)

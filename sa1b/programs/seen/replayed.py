@@ -96,13 +96,13 @@ def number_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def by_loss(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_loss(masks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Masks or samples, those whose loss is not finite first, then by loss, then those without."""
     losses = [
         -math.inf if "loss" not in item else math.inf if item["loss"] is None else item["loss"]
-        for item in found
+        for item in masks
     ]
-    return [found[i] for i in sorted(range(len(found)), key=lambda i: -losses[i])]
+    return [masks[i] for i in sorted(range(len(masks)), key=lambda i: -losses[i])]
 
 
 def rebuilt(
