@@ -6,7 +6,7 @@
 
 torch.distributed.checkpoint saves every object that has both methods, as a sa1b.Loader has: its state is the
 same on all ranks and fits any number of them. With --workers, torchdata's StatefulDataLoader reads the stream
-in worker processes; its state belongs to a rank and resumes with as many ranks and workers.
+in worker processes; its state belongs to a rank and resumes with the same number of ranks and workers.
 """
 
 import argparse

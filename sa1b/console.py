@@ -110,7 +110,7 @@ def parse(
 
 
 def _unbroken(docstring: str) -> str:
-    """A docstring with one line for each argument: in the help, tyro keeps line breaks of the source."""
+    """A docstring with one line for each argument, because tyro keeps line breaks in the help."""
     text, heading, arguments = cleandoc(docstring).partition("Args:\n")
     return text + heading + re.sub(r"\n {8,}", " ", arguments)
 

@@ -164,7 +164,7 @@ def _run(config: Config, callbacks: Sequence[Callback]) -> int:
 
 
 def begin(config: Config, rank_info: RankInfo, phases: Phases, callbacks: Sequence[Callback] = ()) -> Run:
-    """A run in the state of its newest checkpoint; if it cannot start, its URL is free at once."""
+    """A run in the state of its newest checkpoint. If it cannot start, the claim of its URL is released."""
     if not config.is_remote:
         return Run(config, rank_info, phases, callbacks=callbacks)
     store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first

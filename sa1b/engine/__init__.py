@@ -1,1 +1,1 @@
-"""How a model is trained, whichever it is: the step, the ranks, what is watched, checkpoints."""
+"""Training of any model: steps, ranks, logging, checkpoints."""

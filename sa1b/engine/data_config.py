@@ -47,8 +47,8 @@ class DataConfig:
         micro_batch: Images that a rank computes at a time; by default its complete share of a step. A smaller
             value takes less memory and does not change the step.
         masks: Largest number of masks per image; 0: images only, for models that read no mask.
-        strategy: How masks are chosen. uniform: all are equally likely. area: one of each class of sizes.
-            quality: more often those with high scores. coverage: all masks within as few epochs as
+        strategy: How masks are chosen. uniform: all are equally likely. area: one mask of each class of
+            sizes. quality: masks with high scores more often. coverage: all masks within as few epochs as
             possible.
         flip: Probability of mirroring an image left and right.
         min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.

@@ -6,8 +6,8 @@
     schedule:
       - {from_step: 10000, weights: {sa1b: 1, mine: 1}}
 
-A source has the settings of `--data.` that differ from the flags, and those below. Paths are relative to the
-current folder, as in flags.
+A source has the settings of `--data.` that differ from the flags, and the fields of `_Source`. Paths are
+relative to the current folder, as in flags.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _SHARED = ("mix", "global_batch", "micro_batch", "target_size", "threads", "pref
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
-    """What a source has beside the settings of `--data.`: weight, seed and view of evaluations."""
+    """Settings of a source that are no flag of `--data.`: weight, seed and view of evaluations."""
 
     weight: int | float | str
     seed: int | None = None  # None: that of the run

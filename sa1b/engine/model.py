@@ -70,12 +70,13 @@ class Model(Protocol):
     of a mixture are computed from them.
 
     `forward` may use torch's random numbers, for dropout: torch's generators are seeded by the seed of the
-    run, the step, the rank and the micro-batch, so that a resumed run has the same numbers, and each rank
-    others. The result then depends on the number of ranks. For values that do not, see `inputs`.
+    run, the step, the rank and the micro-batch, so that a resumed run has the same numbers, and ranks have
+    different ones. The result then depends on the number of ranks. For random values that do not depend on
+    it, see `inputs`.
 
-    Evaluation is optional: the settings bring a scorer, see `sa1b.engine.config.Config.scorer`. That of SAM,
-    `sa1b.recipes.scorer.ClickScorer`, takes every model whose `forward` accepts `evaluate=True` and returns
-    intersections, unions and logits in the same form.
+    Evaluation is optional: the settings contain a scorer, see `sa1b.engine.config.Config.scorer`. The scorer
+    of SAM, `sa1b.recipes.scorer.ClickScorer`, takes every model whose `forward` accepts `evaluate=True` and
+    returns intersections, unions and logits in the same form.
 
     Attributes:
         figures: Names of the sums whose means are recorded each step, including "loss".

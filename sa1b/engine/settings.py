@@ -161,7 +161,7 @@ class ParallelConfig:
     network: Network = "auto"
 
     def check(self, world_size: int) -> None:
-        """UsageError names the flag of settings that do not fit together, or not this number of ranks."""
+        """UsageError: settings do not fit each other or the number of ranks; the message names the flag."""
         check_fields(self, "parallel")
         if self.mode == "none" and world_size > 1:
             raise UsageError(
@@ -266,7 +266,7 @@ class OptimConfig:
             )
 
     def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
-        """These settings with the steps of `epochs` of so many `images`, if it is set; else as `fitted`."""
+        """These settings with `steps` computed from `epochs`; unchanged if `epochs` is None."""
         if self.epochs is None:
             return self, []
         steps = max(math.ceil(self.epochs * images / global_batch), 1)
@@ -316,8 +316,8 @@ class EvaluationConfig:
             precision.
         best: Name of a score in an evaluation, such as miou_1_click, of which a larger value is better. The
             checkpoint with the largest one is written and kept, and named when the run ends.
-        patience: With best and every: stop after so many evaluations in a row without a better score; 0:
-            never.
+        patience: With best and every: number of evaluations in a row without a better score after which the
+            run stops; 0: never.
         show: Number of images, from the start of the view, whose predicted masks are written to
             OUT/predictions.jsonl. `sa1b gallery ROOT --predictions` draws them beside the annotated masks.
     """

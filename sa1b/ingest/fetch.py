@@ -134,12 +134,13 @@ def fetch(
     everywhere: bool = False,
     names: SoughtNames | None = None,
 ) -> FetchSummary:
-    """Store the wanted pairs in the dataset directory `root`, with those that it has already.
+    """Store the wanted pairs in the dataset directory `root`; the pairs that it already has are kept.
 
     A source whose task file has a size is complete, and is not read. `ids` are ascending, each once. `index`
     is a dataset directory, index or task file of the same sources, which determines the source of each image
     that it contains. `everywhere`: read sources to their end, and for images that are not found, read all
-    sources. `names`: those that some of the ids represent. Raises as `sa1b.ingest.reshard.reshard`.
+    sources. `names`: file names that some of the ids represent. Raises the errors of
+    `sa1b.ingest.reshard.reshard`.
     """
     began = time.monotonic()
     store = open_store(root)

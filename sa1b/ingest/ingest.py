@@ -137,11 +137,10 @@ def ingest_wanted(
     check: Callable[[Task], None],
     stored: Ids,
 ) -> tuple[Task | None, Searched]:
-    """Convert the wanted pairs of a source, and those of it that the dataset directory has already, `stored`.
-
-    What was found is stored also if the source is damaged and lacks others; the error comes after that.
-    Returns the task, None if the source has none of the pairs, and the ids that were found, read and absent.
-    SourceError: the source lacks a stored image, or see `ingest`.
+    """Convert the wanted pairs of a source, and its pairs that the dataset directory has already, `stored`.
+    If the source is damaged and lacks some of them, the others are stored before the error is raised. Returns
+    the task, None if the source has none of the pairs, and the ids that were found, read and absent.
+    Raises the errors of `ingest`, and SourceError if the source lacks a stored image.
     """
     # `ingest_wanted` makes a source of the dataset with only the wanted images of a source. Its task file has
     # no size and time of the source, so `sa1b reshard` with this source converts it completely. The digest is
@@ -257,8 +256,8 @@ def _with_claim(
             return Outcome("held", Counts(), _held_by(store, name))
         except Exception as error:
             if isinstance(error, StorageError) and store.contains(error.url):
-                # Concerns the store, not the source. The store may be unreachable, or a run that took over
-                # the claim has removed an upload of this process.
+                # The error concerns the store, not the source. The store may be unreachable, or a run that
+                # took over the claim has removed an upload of this process.
                 if isinstance(error, UnavailableError) or claim.is_held():
                     raise
                 return Outcome("held", Counts(), _held_by(store, name))

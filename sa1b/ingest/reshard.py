@@ -228,7 +228,7 @@ def _wait_for_change(store: Store, sources: list[Source]) -> None:
 
 
 def _expected_md5(sources: list[Source], listed: Mapping[str, str], run: IngestRun) -> dict[str, str]:
-    """Source name -> md5 of its file in the checklist, which has the md5 by file name."""
+    """Source name -> md5 that the checklist has for the name of its file."""
     if run.checklist is None:
         return {}
     for source in sources:

@@ -1,7 +1,7 @@
 """The search for images in source tars whose contents are not known in advance.
 
 The tars of SA-1B contain contiguous blocks of ids in the order of their numbers. The first tar to read for an
-image is the estimated one. Each tar that was read, also in part, shows the range of its ids. So an image that
+image is the estimated one. A tar that was read, even partly, shows the range of its ids. So an image that
 was not in it is before or after it, and the next tar to read is the nearest one on that side:
 
     image 167810: the estimate is tar 15, whose ids begin at 167811, so tar 14 is next

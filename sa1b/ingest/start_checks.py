@@ -122,7 +122,7 @@ def source_names(
     ignore: Sequence[str],
     formats: Sequence[SourceFormat],
 ) -> list[str]:
-    """The names of all sources; errors as `start`."""
+    """The names of all sources; raises the errors of `start`."""
     discovered = admitted(paths, rename, [store.scratch], ignore, formats)
     return [*(source.name for source in discovered.sources), *named_links(links)]
 

@@ -37,8 +37,9 @@ class OnlineShards:
             with the first masks.
         num_masks: number of masks of a sample, repeated if an image has fewer.
         transform: takes and returns a sample, such as those of `SAMDataProvider`.
-        masks_at_once: masks that `transform` takes in a call, to need less memory; it has the same random
-            state in the calls for a sample. None: all, for a transform that does not take each mask alone.
+        masks_at_once: number of masks that one call of `transform` takes, to need less memory. All calls for
+            a sample start with the same random state. None: all masks in one call, for a transform whose
+            result for a mask depends on other masks.
         options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
             `cache` and `cache_bytes` of `sa1b.open`.
     """

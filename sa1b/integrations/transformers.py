@@ -30,7 +30,7 @@ from sa1b.shards.sample import Sample
 
 
 class SamShards:
-    """The images of a view for `SamModel` or `Sam2Model`, by position, as `torch.utils.data.Dataset`s are.
+    """A `torch.utils.data.Dataset` of the images of a view, for `SamModel` or `Sam2Model`.
 
     Args:
         root: folder that `sa1b reshard` made, or its URL. Images must have a mask.
@@ -67,7 +67,8 @@ class SamShards:
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         """The arguments of the model for one image, without the dimension of the batch, and "labels", int64
-        [masks, M, M] of 0 and 1, M pixels as the predicted masks. ValueError: the image has no mask.
+        [masks, M, M] of 0 and 1, where M is the side of the predicted masks. ValueError: the image has no
+        mask.
         """
         sample, kept = self.samples.with_masks(position)
         order = torch.randperm(len(kept)).numpy()

@@ -94,7 +94,7 @@ def decode_joined(
         lengths: integers [N], bytes of each mask's string; their sum is the length of the buffer.
 
     Raises:
-        ValueError: buffer or lengths have another type or shape, or the lengths do not fit the buffer.
+        ValueError: type or shape of `buffer` or `lengths` is wrong, or the lengths do not fit the buffer.
     """
     height, width = check_size(height, width)
     if isinstance(buffer, np.ndarray):
@@ -136,7 +136,7 @@ def decode_selected(
 
 
 def reasons(strings: Sequence[str | bytes], height: int, width: int) -> list[str]:
-    """The reason of each mask of an image, "valid" if it decodes; SizeError as for `decode`."""
+    """The reason of each mask of an image, "valid" if it decodes; SizeError: see `decode`."""
     height, width = check_size(height, width)
     text, lengths, wrong = join(strings)
     verdicts = [REASONS[code] for code in parse(text, lengths, height, width)[1]]
@@ -262,7 +262,7 @@ def _vertices(polygon: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def _length(polygon: npt.NDArray[np.float64]) -> float:
-    """Pixels that a polygon's lines have along their longer axes."""
+    """Number of pixels of a polygon's lines: for each line, its extent along its longer axis."""
     vertices = polygon.reshape(-1, 2)
     return float(np.abs(vertices - np.roll(vertices, -1, axis=0)).max(axis=1).sum())
 

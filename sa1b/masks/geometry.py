@@ -113,7 +113,8 @@ def frame(runs: Runs, image_size: int, size: int, taken: tuple[int, int] | None 
         runs: masks of one image, N of them.
         image_size: pixels of the square.
         size: pixels of the result, to which the square is resized.
-        taken: rows and columns of the square that the image covers; by default its longer side covers all.
+        taken: rows and columns of the square that the image covers; by default its longer side covers the
+            complete side of the square.
 
     Returns:
         N masks of an image of size x size pixels.
@@ -151,7 +152,7 @@ def contains(runs: Runs, points: npt.NDArray[np.integer]) -> npt.NDArray[np.bool
         bool [N].
 
     Raises:
-        ValueError: points have another type or shape.
+        ValueError: the type or shape of the points is wrong.
     """
     points = integers("points", points, (len(runs), 2))
     x, y = points[:, 0], points[:, 1]
@@ -171,7 +172,7 @@ def nth_foreground(runs: Runs, n: npt.NDArray[np.integer]) -> npt.NDArray[np.int
         int64 [N, 2], (x, y); (-1, -1) where the mask has no such pixel.
 
     Raises:
-        ValueError: n has another type or shape.
+        ValueError: the type or shape of `n` is wrong.
     """
     out = np.empty(len(runs), np.int64)
     shape_kernels.nth_foreground(runs.runs, runs.offsets, integers("n", n, (len(runs),)), out)
@@ -193,7 +194,7 @@ def uniform_point(runs: Runs, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.i
         int64 [N, 2], (x, y); (-1, -1) for an empty mask.
 
     Raises:
-        ValueError: words have another type or shape.
+        ValueError: the type or shape of `words` is wrong.
     """
     words = _checked(runs, words)
     areas = area(runs).astype(np.uint64)  # areas are below 2**32, so the products fit 64 bits
@@ -279,7 +280,7 @@ def suppress(boxes: npt.ArrayLike, scores: npt.ArrayLike, max_iou: float) -> npt
         int64 [K], indices of the boxes that stay, by descending score.
 
     Raises:
-        ValueError: boxes or scores have another shape.
+        ValueError: the shape of `boxes` or `scores` is wrong.
     """
     corners, ranked = np.asarray(boxes, np.float64), np.asarray(scores)
     if corners.ndim != 2 or corners.shape[1] != 4 or ranked.shape != corners.shape[:1]:

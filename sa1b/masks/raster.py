@@ -49,7 +49,7 @@ def rasterize(
 
     Raises:
         SizeError: height or width is not a valid image size.
-        ValueError: `out` has another shape, type or layout, or `dtype` is another type.
+        ValueError: shape, type or layout of `out` is wrong, or `dtype` is neither uint8 nor bool.
         IndexError: `select` has an index that no mask has.
     """
     source = (runs.height, runs.width)
@@ -87,8 +87,8 @@ def rasterize_frame(
 
     Raises:
         SizeError: image_size or size is not a valid image size.
-        ValueError: `out` or `boxes` has another shape, type or layout, `dtype` is another type, or `taken`
-            does not fit into the square.
+        ValueError: shape, type or layout of `out` or `boxes` is wrong, `dtype` is neither uint8 nor bool, or
+            `taken` does not fit into the square.
         IndexError: `select` has an index that no mask has.
     """
     axes = grid.framed((runs.height, runs.width), image_size, size, taken)

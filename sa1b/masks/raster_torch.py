@@ -54,7 +54,7 @@ def rasterize(
 
     Raises:
         SizeError: height or width is not a valid image size.
-        ValueError: an argument has another shape, type, layout or device.
+        ValueError: shape, type, layout or device of an argument is wrong.
     """
     height, width = check_size(height, width)
     source = sources(offsets, source_height, source_width)
@@ -96,7 +96,7 @@ def rasterize_frame(
 
     Raises:
         SizeError: image_size or size is not a valid image size.
-        ValueError: an argument has another shape, type, layout or device.
+        ValueError: shape, type, layout or device of an argument is wrong.
     """
     image_size, size = check_size(image_size, size)
     source = sources(offsets, source_height, source_width)

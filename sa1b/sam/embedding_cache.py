@@ -1,7 +1,8 @@
 """Embeddings of images on a local disk, which several epochs and runs read.
 
-An image encoder that is not trained, that of a teacher or one that --optim.freeze names, gives an image the
-same embedding in each epoch. For a subset of SA-1B or a dataset of one's own, the embeddings fit on a disk.
+An image encoder that is not trained (the encoder of a teacher, or one that --optim.freeze names) gives an
+image the same embedding in each epoch. For a subset of SA-1B or a dataset of one's own, the embeddings fit on
+a disk.
 """
 
 import contextlib

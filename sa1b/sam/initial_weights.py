@@ -61,7 +61,7 @@ def read_initial_weights(path: Path) -> dict[str, Tensor]:
 
 def fit_weights(weights: Mapping[str, Tensor], model: ModelConfig) -> FittedWeights:
     """Weights resized to the image size of a model, with low-rank changes added to the weights; UsageError
-    names the flag of another size.
+    names the flag of a size that differs.
     """
     weights, model = merged(weights), replace(model, lora_rank=0)
     return _fit_encoder(weights, model) if _is_vit(weights) else _fit_sam(weights, model)

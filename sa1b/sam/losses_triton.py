@@ -84,7 +84,7 @@ def finish(
     sums += (candidate * PARTS + part) * 6
     tl.store(focal + candidate, tl.sum(tl.load(sums, mask=part < PARTS, other=0)) / PIXELS)
     overlap = tl.sum(tl.load(sums + 1, mask=part < PARTS, other=0))
-    # The numbers of pixels are integers, of which float32 has those below 2 ** 24 only.
+    # Numbers of pixels are added as integers, because float32 is exact only up to 2 ** 24.
     of_target = tl.sum(tl.load(sums + 3, mask=part < PARTS, other=0).to(tl.int32))
     of_mask = tl.sum(tl.load(sums + 4, mask=part < PARTS, other=0).to(tl.int32))
     common = tl.sum(tl.load(sums + 5, mask=part < PARTS, other=0).to(tl.int32))

@@ -247,7 +247,7 @@ class MaskDecoder(nn.Module):
         x = F.linear(image, weight.to(image.dtype), bias.repeat(4).to(image.dtype))
         logits = quarter_logits(x.view(*image.shape[:2], 4, len(bias)), norm, second, weights)
         (masks, count, _), side = weights.shape, math.isqrt(image.shape[1])
-        # Rows, columns of tokens, halves, quarters.
+        # Each token has 4 x 4 pixels: rows and columns of tokens, then of their halves and quarters.
         logits = logits.view(masks, count, side, side, 2, 2, 2, 2)
         return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(masks, count, 4 * side, 4 * side)
 

@@ -147,7 +147,7 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or range; the message names it.
-        TypeError: a setting has another name.
+        TypeError: no setting has this name.
     """
     check_model(model)
     check_names("generate_masks", settings, [setting.name for setting in fields(GeneratorConfig)])

@@ -237,7 +237,7 @@ class Sam(nn.Module):
             features of the 4 x 4 mask pixels of each token.
 
         Raises:
-            ValueError: images, keep or sizes have another shape or dtype.
+            ValueError: shape or dtype of images, keep or sizes is wrong.
         """
         self.check_images(images, keep, sizes)
         if len(images) == 0:

@@ -190,7 +190,8 @@ class _Prompts:
 
 class _Masks:
     """K candidates of m masks, logits [m, K, R, R], at source resolution: runs on a CPU, where a dense mask
-    takes 20 times as long, and dense on a GPU."""
+    takes 20 times as long, and dense on a GPU.
+    """
 
     def __init__(
         self, logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int
@@ -280,8 +281,8 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
 
 
 def _overlaps(masks: _Masks, truth: _Truth, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pixels of intersection and union, int64 [m], of one of K candidates with the annotated mask."""
-    # `chosen`: int64 [m], which candidate; None: the one with the highest IoU.
+    """Pixels of intersection and union, int64 [m], of the annotated mask and one of its K candidates."""
+    # `chosen`: int64 [m], index of the candidate; None: the candidate with the highest IoU.
     both, either = masks.counts(truth)
     if chosen is None:
         chosen = (both.double() / either.clamp(min=1)).argmax(dim=1)

@@ -92,7 +92,9 @@ def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights atomically, by the ending of the name; UsageError: another ending. OSError: the path."""
+    """Write weights atomically, in the format of the path's suffix. UsageError: unknown suffix. OSError: the
+    path.
+    """
     if path.suffix not in FORMATS:
         raise UsageError(f"{path}: must end with .pth or .safetensors, the formats that can be written")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sa1b.errors import BadSample
 from sa1b.names import MASK_KEYS, member_name
 
-MAX_LISTED_MASKS = 1000  # for an image and a reason; real images have 100 masks, files can have 90,000
+MAX_LISTED_MASKS = 1000  # for each image and reason; real images have 100 masks, a file can have 90,000
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ def write_dataset(
 ) -> None:
     """Write the sample table and dataset.json over finished sources. Memory: 24 bytes an image.
 
-    With several processes at work in `root`, within `dataset_claim`. The sources are made with the same
+    If several processes write to `root`, call it within `dataset_claim`. The sources are made with the same
     options; SourceError if an image is in two of them. `failed`, `pending` and `like`: see
     `dataset_document`. Without any source, dataset.json is removed.
     """

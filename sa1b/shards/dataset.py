@@ -203,7 +203,7 @@ class Dataset(Displayed):
                 yield _sample(pending)
 
     def masks(self, rows: Sequence[int]) -> Iterator[Annotations]:
-        """The annotations of some rows, in their order, without reading the images. Errors as `samples`."""
+        """The annotations of some rows, in their order; reads no images. Raises the errors of `samples`."""
         locations = [location_of(self.table, row, self.shards).without_image() for row in rows]
         blocks = (locations[i : i + _BLOCK] for i in range(0, len(locations), _BLOCK))
         for block in blocks:

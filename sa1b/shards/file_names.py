@@ -20,7 +20,7 @@ from sa1b.sources.images import is_image_name
 if TYPE_CHECKING:
     from sa1b.shards.dataset import Dataset
 
-_MOST_SOURCES = 1000  # that are tried for a name without the name of a source: 3 us for each
+_MOST_SOURCES = 1000  # sources that are tried for a name that names no source; each takes 3 us
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -339,7 +339,7 @@ class IndexReader:
         return {name: _entry(table[name], i) for name in self._per_mask}
 
     def of_image(self, row: int) -> dict[str, Any]:
-        """Texts and fields of a row, as far as the index has them. Raises one of UNREADABLE, as `numbers`."""
+        """The texts and fields of a row that the index has. UNREADABLE: damaged row group."""
         table, i = self._row(row)
         return {name: table[name][i].as_py() for name in (TEXTS, FIELDS) if name in table.schema.names}
 

@@ -156,7 +156,7 @@ def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
 
 
 def check_decodes(data: bytes | memoryview) -> tuple[int, int]:
-    """Height and width of a JPEG that `decode` decodes. Raises as `decode`.
+    """Height and width of a JPEG that `decode` decodes. Raises the errors of `decode`.
 
     The pixels are made at an eighth of the size, which reads all coded data: 8.5 ms instead of 15.4 for an
     image of 2000 x 1500 pixels.
@@ -178,7 +178,7 @@ def decode_scaled(
     covers 8/n x 8/n pixels of the file; the last row and column may lie partly outside the image.
 
     Sizes are height and width: `stored` in the file, `least` the smallest of the result. Images are never
-    enlarged. `buffer` is memory for the result, as large as the file's pixels. Raises as `decode`.
+    enlarged. `buffer` is memory for the result, as large as the file's pixels. Raises the errors of `decode`.
     """
     for n in range(1, 5):
         height, width = (-(-side * n // 8) for side in stored)
@@ -214,7 +214,7 @@ def scaled_size(height: int, width: int, longer_side: int) -> tuple[int, int]:
 
 
 def scale_down(data: bytes, stored: JpegFrame, longer_side: int, quality: int) -> tuple[bytes, int, int]:
-    """Re-encode so that the longer side has at most so many pixels: bytes, height, width. Raises as `decode`.
+    """Re-encode to at most `longer_side` pixels: bytes, height, width. Raises the errors of `decode`.
 
     An image that is not larger is returned unchanged. Pixels are averaged over areas, which avoids aliasing.
     Chroma subsampling is 4:2:0, as in SA-1B's files.

@@ -279,10 +279,10 @@ def is_own(store: Store, name: str) -> bool:
 
 
 def make_change(base: Annotations, changes: Annotations, existing: Existing) -> tuple[Change, int]:
-    """The change that the masks `changes` of a file make to those of an image, and how many got a new id.
+    """The change that a file's masks `changes` make to the masks `base` of an image; number of new ids.
 
-    A mask replaces another one if its id occurs once in the image and once in the file; -1 is no id. An added
-    mask without an id, or with that of another mask, gets the next one above all ids. BadSample: there is no
+    A mask of the file replaces a mask of the image if their id occurs once in each; -1 is no id. An added
+    mask without an id, or with the id of another mask, gets the next id above all ids. BadSample: there is no
     such id.
     """
     replaces = np.zeros(len(changes), np.bool_)

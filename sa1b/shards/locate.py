@@ -101,7 +101,7 @@ def locate(ids: npt.NDArray[np.uint64], inputs: Sequence[str], listed: Sequence[
 
 
 def read_rows(text: str) -> Rows:
-    """The images of the dataset directory, index or task file with this path or URL. Errors as `locate`."""
+    """The images of the dataset directory, index or task file at a path or URL. Errors: see `locate`."""
     path = Path(text)
     if path.suffix == ".parquet" and path.is_file():
         return _of_index(path)

@@ -59,7 +59,7 @@ def _document(task: Task) -> dict[str, Any]:
 
 
 def read_tasks(root: Root, without: Collection[str] = ()) -> dict[str, Task]:
-    """All finished sources by name, but those in `without`; ManifestError as `read_task`."""
+    """All finished sources by name, but those in `without`; ManifestError: see `read_task`."""
     tasks, damaged = readable_tasks(root, without)
     for error in damaged.values():
         raise error
@@ -199,7 +199,7 @@ def dataset_document(
     pending: Sequence[str] = (),
     like: Task | None = None,
 ) -> bytes:
-    """The bytes of dataset.json; `table_name` and `facts` are of the sample table: file name, header values.
+    """The bytes of dataset.json; `table_name` and `facts`: file name and header values of the sample table.
 
     Args:
         failed: source -> why it is not in the dataset.
@@ -315,7 +315,8 @@ def rebuilt_task(
     listed: str | None = None,
 ) -> Task:
     """A task without the values that only its lost task file had: size, time and digest of the source,
-    refused members and warnings."""
+    refused members and warnings.
+    """
     source = dict.fromkeys(("name", "kind", "size", "mtime_ns", "sha256", "md5")) | {"name": name}
     source |= {READING: reading} if reading else {}
     counts = counts_of(shards, jpg_bytes)

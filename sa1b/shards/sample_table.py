@@ -182,7 +182,7 @@ def open_table(path: Path, *, check: bool = False) -> SampleTable:
 
 
 def decode(view: bytes | mmap.mmap, path: object = "sample table") -> SampleTable:
-    """A table from its file's bytes, which are from `path`; TableError as `open_table`."""
+    """A table from its file's bytes, which are from `path`; TableError: see `open_table`."""
     if len(view) < _HEADER_BYTES or view[:8] != MAGIC:
         raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)

@@ -244,7 +244,9 @@ class _Reads:
         self.position = 0
 
     def member(self) -> tuple[int, int, str, StoredMember] | None:
-        """Offset of the header, image id, ending and content; None at the end. ShardError as `walk_shard`."""
+        """Offset of the header, image id, suffix and content; None at the end. ShardError: see
+        `walk_shard`.
+        """
         offset = self.position
         header = self._read(BLOCK)
         if not header.strip(b"\0"):

@@ -47,7 +47,7 @@ def make_staging(parent: Path) -> Path:
     """Create an empty folder of this process in `parent`."""
     folder = parent / temporary_name("staging-")
     with naming_path(folder):
-        # Again: a command that ends at this moment removes `parent` if it is empty.
+        # Several tries: a command that ends at this moment removes `parent` if it is empty.
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 folder.mkdir(parents=True)

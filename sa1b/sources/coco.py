@@ -2,8 +2,8 @@
 
 JPEGs keep their bytes. Other images (PNG, BMP, WebP, TIFF) are stored as JPEGs, because shards contain JPEGs.
 An image that EXIF declares as rotated is turned upright if the annotated size is that of the upright image.
-Everything that cannot be stored is a member with a reason: an image without a file, annotations of an image
-that is not in the file, annotations without a mask.
+What cannot be stored becomes a member with the reason of its refusal: an image without a file, annotations of
+an image that is not in the file, annotations without a mask.
 """
 
 import hashlib

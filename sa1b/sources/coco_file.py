@@ -180,7 +180,7 @@ class CocoFile:
         return sum(state.st_size for state in stats), max(state.st_mtime_ns for state in stats)
 
     def _groups(self, rows: dict[Any, int]) -> tuple[list[list[int]], dict[Any, list[int]]]:
-        """Numbers of the annotations of each row of `images`, and of images that are not in the file."""
+        """Positions in `annotations`, for each row of `images` and for each id that is not in `images`."""
         unlisted: dict[Any, list[int]] = {}
         decoder = msgspec.json.Decoder(_Key)
         row_of = np.full(len(self._file.annotations), -1, np.int64)
@@ -241,7 +241,7 @@ def read_document(path: Path) -> CocoDocument:
 
 
 def read_results(path: Path) -> list[Any]:
-    """The entries of a file of results in COCO's format. Raises as `read_document`."""
+    """The entries of a file of results in COCO's format. Raises the errors of `read_document`."""
     try:
         results = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -252,7 +252,7 @@ def read_results(path: Path) -> list[Any]:
 
 
 def _check_keys(path: Path, data: mmap.mmap) -> None:
-    """Refuse a second list of one name, of which a parser would silently keep the last."""
+    """Refuse a file with two lists of the same name, of which a parser would silently keep only the last."""
     for key in _LISTS:
         if len(re.findall(rb'"%s"\s*:' % key.encode(), data)) > 1:  # else it cannot be there twice
             pairs = json.loads(data[:], object_pairs_hook=list)

@@ -47,7 +47,7 @@ _PIECE = 1 << 20  # bytes of a file at a URL
 TEXT_FIELDS = ("caption", "captions", "text", "texts", "txt")
 _COMPANIONS = (".json", ".txt")
 _MAX_FIELD = 1 << 10  # bytes of a file, or letters of a value, that becomes a field
-_MAX_TEXT_BYTES = 1 << 20  # of a file; the longest captions have 10 kB
+_MAX_TEXT_BYTES = 1 << 20  # largest text file; the longest captions have 10 kB
 
 
 def is_image_name(name: str) -> bool:

@@ -252,7 +252,7 @@ class WantedPairs:
         self.is_whole = True
 
     def _see(self, image_id: int, bit: int) -> bool:
-        """Record a member; whether it is wanted."""
+        """Record a member. Return whether it is wanted."""
         self._members += 1
         self.first = image_id if self.first is None else min(self.first, image_id)
         self.last = image_id if self.last is None else max(self.last, image_id)

@@ -226,7 +226,7 @@ def _skip_zeros(stream: StoredStream, offset: int) -> Damage | None:
 
 
 def _pads_record(zeros: int, total: int) -> bool:
-    """Whether large records can explain that an archive of `total` bytes ends in so many zeros."""
+    """Whether large records can explain the number of zeros at the end of an archive of `total` bytes."""
     # `tar --blocking-factor=512` pads to 256 KiB. The length of such an archive is a multiple of a usual
     # record size (powers of two and round numbers of blocks), that of a partial download into a preallocated
     # file any.

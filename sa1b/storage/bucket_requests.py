@@ -261,7 +261,7 @@ class Conditions:
                 self._remove_stale(name)
 
     def _swap(self, name: str, data: bytes, stored: bytes, stat: Stat) -> bool:
-        """Replace an object unless it differs from `stored`, an earlier read; whether it was replaced."""
+        """Replace an object if it equals `stored`, an earlier read. Return whether it was replaced."""
         url = self._bucket.url(name)
         if self._has_if_match:
             try:

@@ -132,7 +132,7 @@ def fetch(
     """Copy an object to an empty file, open for reading too, and verify its sha256. Memory: 64 MiB.
 
     `progress` is called with the number of bytes after each piece; its exception ends the copy. DamageError:
-    the object has another digest. Else raises as `Reader.read_range`.
+    the object has another digest. Else raises the errors of `Reader.read_range`.
     """
     actual = digest(reader, name, progress, file)
     size = file.tell()
@@ -179,7 +179,7 @@ def upload(
     """Write a file, which must not change meanwhile, to an object, verified.
 
     `progress` is called with the number of bytes whenever some are stored. DamageError: the stored bytes
-    differ from the file. Else raises as Reader.request, and nothing is left in the store.
+    differ from the file. Else raises the errors of `Reader.request`, and nothing is left in the store.
     """
     size = path.stat().st_size
     url = reader.url(name)
@@ -292,9 +292,9 @@ def _upload_parts(
 
 
 def _abort_uploads(reader: Reader, objects: S3Objects, name: str, upload: str) -> None:
-    """Remove every upload of an object, as far as it is not completed."""
+    """Remove every unfinished upload of an object."""
     # Other uploads than `upload` exist if the response to their start was lost or their process was killed.
-    # If one cannot be removed now, the next run removes it, see BucketStore.abort_uploads.
+    # An upload that cannot be removed now is removed by the next run, see BucketStore.abort_uploads.
     folder, _, last = reader.url(name).rpartition("/")
     policy = replace(reader.retry_policy, deadline=_ABORT_DEADLINE)
 
@@ -327,7 +327,7 @@ def download(reader: Reader, name: str, stat: Stat, path: Path) -> None:
 
 
 def _fetch(reader: Reader, name: str, stat: Stat, path: Path) -> bool:
-    """Copy an object to a file; whether the bytes agree with the object's entity tag."""
+    """Copy an object to a file. Return whether the bytes agree with the object's entity tag."""
     in_parts = "-" in stat.etag
     step = part_size(stat.size) if in_parts else stat.size
     parts: list[str] = []

@@ -67,7 +67,7 @@ def _class_of(root: str, kind: StoreKind) -> Any:
 class Connection:
     """Reads objects below a URL; created and used in one event loop.
 
-    The objects of S3 stores and web servers are read by plain HTTP requests, all others by the file system.
+    Objects of S3 stores and web servers are read by plain HTTP requests, all others by fsspec's file system.
     If an S3 store refuses the first presigned request, the file system reads its objects too: it follows
     redirections to other regions, and its error is the one to report.
 

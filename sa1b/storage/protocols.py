@@ -112,7 +112,8 @@ def _signed(system: Any, root: str, options: Mapping[str, Any], in_flight: int) 
 
 
 def _http_options(root: str, options: Mapping[str, Any], timeout: float, in_flight: int) -> dict[str, Any]:
-    # For proxies; and the signature in the URL of a redirection must be sent unchanged.
+    # `trust_env` uses the proxies of the environment. Without requoting, the signature in the URL of a
+    # redirection is sent unchanged.
     defaults = {"trust_env": True, "requote_redirect_url": False}
     return {"client_kwargs": defaults | options.get("client_kwargs", {})}
 

@@ -88,7 +88,7 @@ class CachedRead:
     begun: "Future[bytes] | LocalRead | None"  # the read from the store, if the range was missing
 
     def result(self) -> bytes:
-        """The bytes. Raises as Reader.read_range."""
+        """The bytes. Raises the errors of `Reader.read_range`."""
         begun = self.begun
         if begun is None:
             data = self._cached()
@@ -270,7 +270,7 @@ def open_cache(
         if not folder.is_dir():
             _warn(text, reason)
             return None
-        warnings.warn(f"cache {text}: {reason}; what it holds is read from it", stacklevel=2)
+        warnings.warn(f"cache {text}: {reason}; the data in it are used, nothing is added", stacklevel=2)
         return RangeCache(folder, chosen, is_filling=False)
     if not is_sparse:
         _warn(text, "the disk has no sparse files; pass a folder on another disk, such as ext4 or xfs")

@@ -108,7 +108,9 @@ class Reader:
         return self._origin().read(name, start, length, crc) if length else b""
 
     def submit(self, item: Range) -> "Future[bytes] | LocalRead | CachedRead":
-        """Start to read a range: `result()` returns or raises as read_range, `cancel()` drops the read."""
+        """Start to read a range: `result()` returns or raises what `read_range` does; `cancel()` drops the
+        read.
+        """
         _check(item.name, item.start, item.length)
         if not item.length:
             return _nothing()
@@ -207,7 +209,7 @@ class Reader:
         size: int = 0,
         policy: RetryPolicy | None = None,
     ) -> "Future[T]":
-        """Start another request to a URL, such as a write, with timeouts, retries and errors of a read.
+        """Start a request that is not a read, such as a write, handled as reads are.
 
         `request` makes one attempt with fsspec's file system in the event loop of the storage thread, and
         returns a value other than None. It is called again after an error that a retry may fix; the failed

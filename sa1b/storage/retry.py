@@ -251,11 +251,13 @@ class RetryState:
         return min(timeout, (max(_FIRST_WARNING - waited, 0.0) or _FIRST_WARNING) + usual)
 
     def say_waiting(self) -> None:
-        """Say that an attempt has no response yet: without an answer it does not fail before its timeout."""
+        """Log that an attempt has no response yet: without a response, the attempt fails only at its
+        timeout.
+        """
         self._warn(_FIRST_WARNING, self._remaining(), "no response yet")
 
     def _warn(self, wait: float, remaining: float, last_error: str) -> None:
-        """Say from time to time that a store does not answer, so that a command does not seem to hang."""
+        """Log from time to time that a store does not respond, so that a command does not seem to hang."""
         now = self._policy.clock()
         if now + wait - self._read_start >= _FIRST_WARNING and abs(now - _warned[0]) >= _SILENCE:
             _warned[0] = now

@@ -58,12 +58,14 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, flag: str) -> None:
-        """Create the folder if it is missing; a bucket has none. UsageError names the flag: it is a file."""
+        """Create the folder if it is missing; buckets need no folder. UsageError with the flag: a file has
+        this path.
+        """
 
     @abstractmethod
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
-        """UsageError if the scratch folder of a bucket has no space for the largest objects of `workers`
-        processes: each has the files of one shard at a time. `sizes`: bytes of each shard.
+        """UsageError if the scratch folder of a bucket has no space for the largest shards of `workers`
+        processes: each process stores the files of one shard at a time. `sizes`: bytes of each shard.
         """
 
     @property
@@ -155,18 +157,24 @@ class Store(ABC):
 
     @abstractmethod
     def age(self, name: str) -> float | None:
-        """Seconds since the last write by the store's clock, below 0 in the future; None: missing."""
+        """Seconds since the last write by the store's clock; below 0: the time is in the future; None: no
+        object.
+        """
 
     @abstractmethod
     def renew(self, name: str, data: bytes) -> bool:
-        """Date an object now if its content, in a bucket, is `data`; whether it was."""
+        """Set an object's time to now. In a bucket, only if its content is `data`; return whether it was
+        set.
+        """
 
     @abstractmethod
     def remove_if(self, name: str, matches: Callable[[bytes], bool]) -> bool:
         """Remove an object if its content matches; True for exactly one of several callers."""
 
     def remove_temporary(self, has_ended: Callable[[str, float], bool]) -> int:
-        """Remove temporary objects of processes, by name and age in seconds, that ended; their number."""
+        """Remove the temporary objects for which `has_ended(name, age in seconds)` is true; return their
+        number.
+        """
         return 0
 
     def uploads(self) -> list[Upload]:
@@ -174,7 +182,9 @@ class Store(ABC):
         return []
 
     def abort_uploads(self, matches: Callable[[str], bool]) -> int:
-        """Remove unfinished uploads of matching objects, whose claim the caller holds; their number."""
+        """Remove unfinished uploads of matching objects, whose claim the caller holds; return their
+        number.
+        """
         return 0
 
 

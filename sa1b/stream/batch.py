@@ -159,7 +159,7 @@ class Batch(Tensors):
             Of the shape of `coordinates`. Of a mirrored image, x0 and x1 are exchanged.
 
         Raises:
-            ValueError: `coordinates` has another shape.
+            ValueError: the shape of `coordinates` is wrong.
         """
         (x, y, width, height), (rows, columns), flipped = self._frame(coordinates, image)
         across, down = coordinates[:, ::2] * width / columns, coordinates[:, 1::2] * height / rows

@@ -142,8 +142,8 @@ REMEDIES = (
     # A step of `sa1b bench scaling`; all that apply are printed.
     Remedy(
         ("communication",),
-        "communication: compute more for each exchange: a larger --data.micro-batch, or a larger "
-        "--data.global-batch with the same one",
+        "communication: compute more for each exchange: raise --data.micro-batch, or raise "
+        "--data.global-batch and keep --data.micro-batch",
     ),
     Remedy(
         ("communication",),

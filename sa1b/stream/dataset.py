@@ -61,8 +61,8 @@ class Stream(BatchStream):
         global_batch: samples of a step over all ranks, G.
         micro_batch: samples that a rank takes at a time; by default its complete share of a step.
         view: view that `sa1b view` made: its name or digest (also its first 6 or more characters) in
-            ROOT/views, or the path of its .json file or folder; by default all images. A view keeps its
-            sequence when sources are added to the directory; all images do not.
+            ROOT/views, or the path of its .json file or folder; by default all images. When sources are added
+            to the directory, the order of a view stays the same and that of all images changes.
         order: "shuffle" shuffles every epoch differently. "sequential" is for evaluation: each iteration has
             every sample once over all ranks, in the same order, and padding marked valid=False at the end.
         epochs: 1: each iteration is one epoch. Its last step has fewer samples, and micro-batches of some
@@ -70,8 +70,8 @@ class Stream(BatchStream):
             steps have `global_batch` samples, and a step may span the border of two epochs.
         seed: seed of the order and of every random value.
         block_size: neighbouring samples that are kept and read together, see sa1b.stream.order.Order.
-        damage_log: file for damaged samples; all ranks use the same file. The lines that it has when the
-            stream is made are those of other runs, and do not count for the limit.
+        damage_log: file for damaged samples; all ranks use the same file. Lines that are in the file when the
+            stream is made come from other runs and do not count for the limit.
         rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
         world_size: processes that share the steps; by default from the same source as `rank`, else 1.
         shares: for each rank, its share of a step, such as (2, 1, 1); `micro_batch` is that of the largest.

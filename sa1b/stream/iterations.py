@@ -295,7 +295,9 @@ def _inherited(descriptor: Any) -> Iterations:
 
 
 def _collected(file: BinaryIO, process: int) -> None:
-    """A DataLoader in a cycle of references may lose its message to its workers, and sends them SIGTERM."""
+    """End the iterations when a DataLoader is collected: in a cycle of references, its message to the workers
+    may be lost.
+    """
     if os.getpid() == process:
         last = Iterations.__new__(Iterations)
         last._file, last._lock = file, ForkLock()

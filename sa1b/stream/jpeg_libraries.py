@@ -44,7 +44,9 @@ _GROWTH = 1.5
 
 
 class Lane(Protocol):
-    """Interface of a lane. One thread at a time uses it, inside `current`."""
+    """Interface of a lane: a CUDA stream with memory of its own. One thread at a time uses it, inside
+    `current`.
+    """
 
     @property
     def device(self) -> torch.device: ...
@@ -69,7 +71,7 @@ class Lane(Protocol):
         ...
 
     def filled(self, shape: tuple[int, ...]) -> Tensor:
-        """New memory, uint8, filled with POISON by a kernel of this lane."""
+        """New memory, uint8, that a kernel on the stream of this lane fills with POISON."""
         ...
 
     def host(self, size: int) -> Tensor:
@@ -133,7 +135,7 @@ class JpegLibrary(Protocol):
     """Interface of a library's decoder; one thread at a time uses it."""
 
     def decode(self, files: Sequence[File], sizes: Sequence[Size], lane: Lane) -> list[Tensor | None]:
-        """Decode n files inside `lane.current()`. An exception is not caused by a file.
+        """Decode n files inside `lane.current()`. Files that cannot be decoded raise nothing.
 
         Returns:
             For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
@@ -278,8 +280,8 @@ def _nvimgcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
 
 
 def _filled_spans(shapes: list[tuple[int, ...]], lane: Lane) -> list[Size]:
-    """First and last address of memory for these shapes, in bytes, ascending: filled, and freed again, so
-    that the library's output is allocated in it.
+    """Fill memory for these shapes with POISON and free it, so that the library allocates its output there.
+    Returns the first and last address of each block, in bytes, ascending.
     """
     blocks = [lane.filled(shape) for shape in shapes]
     spans: list[Size] = []

@@ -44,8 +44,8 @@ from sa1b.hashing import Purpose, Words, random_word
 from sa1b.stream import order_kernels
 from sa1b.stream.order_kernels import ROUNDS, EpochSizes
 
-# Of N positions: the number of the source of each, the position in this source, both int64, and bool: whether
-# it is valid, or padding.
+# For N positions, three arrays: number of the source, int64; position in this source, int64; and whether the
+# sample is valid (else padding), bool.
 Located = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 MAX_COUNT = 1 << 32  # row numbers are stored as uint32
@@ -192,7 +192,8 @@ def check_global_batch(
         )
     if global_batch % block_size:
         raise BadValue(
-            f"global_batch={global_batch} must be a multiple of block_size={block_size}, to cut no block"
+            f"global_batch={global_batch} must be a multiple of block_size={block_size}, so that no block "
+            "is cut"
         )
     units = global_batch // block_size
     if world_size > units:
@@ -220,8 +221,8 @@ def rank_slice(
     """The positions [start, stop) that a rank takes in the step [position, position + samples).
 
     With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
-    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short. With shares, of which the ranks
-    before r have the sum s(r), these are the blocks from s(r)*B//s(W) to s(r+1)*B//s(W).
+    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short. With shares, rank r takes the
+    blocks from s(r)*B//s(W) to s(r+1)*B//s(W), where s(r) is the sum of the shares of the ranks before r.
     """
     if not 0 <= rank < world_size:
         raise BadValue(

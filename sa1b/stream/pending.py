@@ -175,7 +175,7 @@ class PendingBatch:
 
     def decode(self, start: int, stop: int) -> None:
         """Decode the images of picked samples or of their substitutes: one sample, or all if the decoder
-        takes a micro-batch at a time. Raises as `pick`.
+        takes a micro-batch at a time. Raises the errors of `pick`.
         """
         samples, out = (
             [sample for sample in self.picked[start:stop] if sample is not None],
@@ -329,7 +329,9 @@ class PendingBatch:
         return sorted(left, key=lambda i: self.picked[i] is not None)
 
     def fail(self, error: BaseException | None = None) -> None:
-        """End the batch with an error; by default with its first one, once the samples before it are done."""
+        """End the batch with `error`; by default with the first error of a sample, when all samples before it
+        are done.
+        """
         with self._lock:
             for i, sample in enumerate(self.samples):
                 error = error or self.errors.get(i)

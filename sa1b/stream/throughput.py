@@ -116,7 +116,7 @@ def measure(
     """Measure storage, decoder and loader on the images of an endless stream, Stream(..., epochs=None).
 
     `seconds` is the time of all measurements together, without warm-up; the last batch may exceed it.
-    `threads`, `dense`, `device` and `decode` are as for `Loader`.
+    `threads`, `dense`, `device` and `decode` are arguments of `Loader`.
     """
     if stream.epochs is not None:
         raise UsageError(

@@ -45,8 +45,8 @@ class ShardResult:
     """Result of the check of one shard; totals and largest values are over complete pairs. Its size does not
     grow with the shard's images.
 
-    Odd images (area, bbox, empty_mask), only with `deep`, have numbers that differ from their masks. This is
-    not damage: ingest keeps such images and counts them as warnings.
+    With `deep`, the result also has odd images (area, bbox, empty_mask), whose numbers differ from their
+    masks. This is not damage: ingest keeps such images and counts them as warnings.
     """
 
     name: str

@@ -81,7 +81,7 @@ class RebuildSummary:
 def rebuild_shards(
     shards: Sequence[Path | str], *, workers: int = 1, scratch: Path | None = None, quiet: bool = False
 ) -> RebuildSummary:
-    """Rebuild only the indexes of these shards, each next to its tar. LockedError as `rebuild_root`.
+    """Rebuild only the indexes of these shards, each next to its tar. LockedError: see `rebuild_root`.
 
     The indexes contain decoded masks if the task files, dataset.json or an existing index of the folder
     record that they do, and also if none of these files exists. If an index differs from the recorded one,
@@ -174,7 +174,7 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
     """Rebuild the sample table and dataset.json from the task files and the indexes; no shard is read.
 
     Missing or damaged rows of a source (tasks/<source>.samples) are rebuilt from its indexes. ManifestError:
-    a task file is lost or damaged. LockedError as `rebuild_root`.
+    a task file is lost or damaged. LockedError: see `rebuild_root`.
     """
     began = time.monotonic()
     summary = RebuildSummary()

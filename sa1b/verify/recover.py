@@ -1,8 +1,8 @@
 """Rebuild of lost task files from the shards and, if it exists, dataset.json; shards with wrong names.
 
-`Recorded` has what the other files of the directory record about shards. Some values cannot be recovered:
-size, time and digest of the source, refused members and warnings. So reshard treats such a source as changed
-and converts it again.
+`Recorded` contains the values that the other files of the directory record about shards. Some values cannot
+be recovered: size, time and digest of the source, refused members and warnings. So reshard treats such a
+source as changed and converts it again.
 """
 
 import contextlib
@@ -210,7 +210,8 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
 
 def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[str]], list[str]]:
     """Sources that neither a task file nor dataset.json lists, and the names of their shards without images
-    of the dataset; notes on the others."""
+    of the dataset; notes on the others.
+    """
     by_source, notes = dict[str, list[str]](), list[str]()
     if recorded.dataset is None:
         return by_source, notes  # all of them are lost
@@ -235,8 +236,8 @@ def addable(
     recorded: Recorded,
     failed: dict[str, str],
 ) -> tuple[dict[str, list[RebuiltIndex]], list[str]]:
-    """The shards of `unlisted_sources` that fit into the dataset, of all rebuilt indexes, and notes on the
-    others. `failed` is shard -> why it has no index; the unlisted ones are removed.
+    """The shards of `unlisted_sources` that fit into the dataset, with their rebuilt indexes, and notes on
+    the others. `failed` is shard -> why it has no index; unlisted shards are removed from it.
     """
     by_source, notes = dict[str, list[RebuiltIndex]](), list[str]()
     options = Options(**(recorded.dataset or {})["options"]) if unlisted else Options()

@@ -3,8 +3,8 @@ files, views and quarantine. They also give the expectations for every shard.
 
 No file is locked: reshard may run at the same time. The sources that it is writing are noted and not checked.
 The check is of one version of dataset.json: it starts again if another process writes it while the files
-beside it are read. The shards of a version stay valid until their source is replaced or dropped, which
-`conclude` notes.
+beside it are read. The shards of a version stay valid until their source is replaced or dropped; `conclude`
+detects this.
 """
 
 import contextlib

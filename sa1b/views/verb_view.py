@@ -54,7 +54,7 @@ def main(
             crop_width, crop_height, runs_count, mask_id, and the image's width and height.
         images_where: Condition on images. Fields: masks (number of masks that fulfil --masks-where), width,
             height (of the source), image_width, image_height (as stored), image_id, jpg_bytes, masks_bytes.
-        subset: Only this fraction, such as 1%, by hash of the image id. A subset of 2% contains the 1%.
+        subset: Only this fraction, such as 1%, by hash of the image id. The subset of 2% contains that of 1%.
         held_out: Hold out this fraction, such as 2%, for evaluation; see --split.
         split: With --held-out: the training images, or the held-out images. --subset applies to the training
             images only.

@@ -307,7 +307,7 @@ def test_a_read_only_cache_is_read(disk: Path) -> None:
     os.truncate(files(disk)[0], SIZE // 2)
     cache.close()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    with pytest.warns(UserWarning, match="Read-only file system.*what it holds is read from it"):
+    with pytest.warns(UserWarning, match="Read-only file system.*the data in it are used, nothing is added"):
         again = open_cache(disk, 3 * BLOCKS, ROOT, objects())
     assert again is not None
     origin = Memory()

@@ -192,7 +192,7 @@ class Checkpoints:
 
         Falls back to older checkpoints, each time with a warning that names the damaged file and the reason.
         None if there are no checkpoints; CheckpointError if none of them is good. RetrievalError: one that
-        may be good cannot be read now. MismatchError: as in `load`.
+        may be good cannot be read now. MismatchError: see `load`.
         """
         refused: list[str] = []
         for step in reversed(self.steps()):

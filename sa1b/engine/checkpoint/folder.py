@@ -138,7 +138,7 @@ def make_empty(folder: Path) -> None:
 
 
 def clear(folder: Path) -> bool:
-    """Remove the files of a checkpoint, and the folder if it is empty then; whether it was."""
+    """Remove the files of a checkpoint, then the folder if it is empty. Return whether it was empty."""
     others = []
     for path in folder.iterdir():
         if is_own(path.name) and not path.is_dir():

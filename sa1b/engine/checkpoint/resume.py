@@ -70,7 +70,9 @@ def check_model(saved: Settings, current: Settings, out: str) -> None:
 
 
 def check_trained(saved: Settings, current: Settings, out: str) -> None:
-    """UsageError for other frozen parts, or to resume without the running mean that the checkpoint has."""
+    """UsageError: other parts are frozen, or the checkpoint has a running mean of the weights and this run
+    none.
+    """
     frozen = [difference for difference in _differences(saved, current) if difference[0] == "optim.freeze"]
     _refuse([difference for difference in frozen if sorted(difference[1]) != sorted(difference[2])], out)
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, current)]

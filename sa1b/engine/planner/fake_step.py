@@ -180,13 +180,13 @@ _CPU = torch.device("cpu")
 class StepMemory:
     """Bytes of each rank at the peak of a step."""
 
-    parameters: int  # weights and buffers, or this rank's shard, and of a teacher
+    parameters: int  # weights and buffers of the model (or of this rank's shard) and of a teacher
     gradients: int  # of this rank, sharded or not, and DDP's buckets
     optimizer: int  # AdamW's two moments, and the running mean of the weights
     batches: int  # micro-batches on the device: in use, complete and in flight
     communication: int  # parameters that FSDP has gathered, and its buffers
     activations: int  # all other tensors: for the backward pass, and intermediate results
-    offloaded: int = 0  # of the sum of the first three, what --parallel.offload keeps in host memory
+    offloaded: int = 0  # part of the first three that --parallel.offload keeps in host memory
 
     @property
     def peak(self) -> int:

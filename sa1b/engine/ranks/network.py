@@ -127,9 +127,11 @@ def _check_interface(wanted: str, root: Path) -> None:
 
 
 def _recorder(out: Path) -> Iterator[Setting]:
-    """Torch's flight recorder of NCCL's collectives, by the names of torch 2.11 to 2.13."""
+    """Settings of torch's flight recorder of NCCL's collectives, with the names that torch 2.11 to 2.13
+    use.
+    """
     yield Setting(
-        "TORCH_FR_BUFFER_SIZE", "2000", "torch records so many collectives of each rank, with stacks"
+        "TORCH_FR_BUFFER_SIZE", "2000", "torch records this number of collectives on each rank, with stacks"
     )
     yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "and writes them when a collective exceeds its timeout")
     yield Setting(
@@ -175,7 +177,7 @@ def _infiniband(ports: list[str]) -> Iterator[Setting]:
         "NCCL_IB_HCA", f"={','.join(ports)}", "the active ports, with exact names: mlx5_1 would match mlx5_10"
     )
     yield Setting("NCCL_IB_TIMEOUT", "22", "a link that is lost for up to 2 minutes, not 30 s, ends no run")
-    yield Setting("NCCL_IB_RETRY_CNT", None, "not set: NCCL's 7 is the maximum")
+    yield Setting("NCCL_IB_RETRY_CNT", None, "not set: NCCL's default, 7, is the maximum")
     yield Setting("NCCL_NET_GDR_LEVEL", None, "not set: NCCL chooses by the distance of adapter and GPU")
 
 

@@ -72,7 +72,7 @@ class Pipeline(Wrapper):
         self._sums: dict[str, Tensor] = {}
         self._divisor = 1.0
         self._schedule: Any = None
-        self._shape: tuple[int, torch.Size] | None = None  # micro-batches, and shape of the stream
+        self._shape: tuple[int, torch.Size] | None = None  # micro-batches, and shape between stages
 
     def forward_backward(self, inputs: tuple[Any, ...], divisor: float) -> dict[str, Tensor]:
         """Take a micro-batch; with the last one, run forward and backward passes of the complete step.

@@ -138,7 +138,7 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     Range(0).check("step", step)
     peak = peak_lr(config, batch)
     if step < config.warmup:
-        return peak * ((step + 1) / config.warmup)  # at most the peak, in floating point too
+        return peak * ((step + 1) / config.warmup)  # in this order, rounding cannot exceed the peak
     if config.schedule == "step":
         return peak * 0.1 ** bisect_right(config.milestones, step)
     if config.schedule == "rsqrt":

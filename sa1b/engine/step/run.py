@@ -357,7 +357,7 @@ class Run:
 
 
 def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
-    """The command that shows the step of a position, of a run with so many steps at the second position."""
+    """The command that shows the step of `position`, in a run with `step` steps at position `at`."""
     return f"{command('replay')} {out} --step {step + (at - position) // batch + 1} --out PAGE"
 
 

@@ -43,7 +43,7 @@ class Callback:
 
 
 class Logger(Callback):
-    """A callback that takes figures of every so many steps and scores alike."""
+    """A callback that logs the figures of every `every`-th step, and every score."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -97,7 +97,7 @@ class Curves(Logger):
 class ServerLogger(Logger):
     """A logger of a server; its first error is a warning and ends the logging, not the run.
 
-    `key`: of the run on the server, by which a run that is resumed goes on there.
+    `key` identifies the run on the server, so that a resumed run continues there.
     """
 
     def __init__(

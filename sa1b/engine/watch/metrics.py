@@ -299,7 +299,7 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the ranks so
     far, and "peak_memory_rank" is the rank that has it. "worst_image" has id, position and mean loss of the
     image with the highest one; it is missing if the model has no sums of images. `utilisation` is the seconds
-    of the step at the devices' peak; divided by the real seconds, it is the MFU. Samples of it have minimum,
+    of the step at the devices' peak; divided by the real seconds, it is the MFU. Its samples have minimum,
     mean and maximum over the ranks; unknown figures are missing.
     """
     total = phases.total()

@@ -111,7 +111,7 @@ class Requests:
 
     @property
     def restarts(self) -> bool:
-        """Whether ranks end with an error after the stop: a machine of several leaves or joins."""
+        """Whether ranks end with an error after the stop, because one of several machines leaves or joins."""
         # Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a
         # rank of another machine ended with 0, its torchrun would take the run for complete: it would end it
         # on all machines, or wait 300 s for a torchrun that has left (torch 2.13,
@@ -131,7 +131,7 @@ class Requests:
         return Stop.DEADLINE if due else self.asked
 
     def write(self, path: Path, work: Callable[[], object]) -> None:
-        """Write a file; if that fails, log the error and stop all ranks. WriteError as `within`.
+        """Write a file; if that fails, log the error and stop all ranks. WriteError: see `within`.
 
         The ranks stop after their step and try to save a checkpoint. Older checkpoints are kept.
         """
@@ -349,7 +349,7 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def how_it_stopped(step: int, deadline: str | None, stop: Stop) -> str:
-    """The last line of a run that was asked to stop, after so many steps."""
+    """The last line of a run that was asked to stop and stopped after `step` steps."""
     before = f", before --deadline {deadline}," if stop is Stop.DEADLINE else ""
     if not step:
         return f"stopped before the first step{before.rstrip(',')}; run the same command to start again"

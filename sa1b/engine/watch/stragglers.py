@@ -83,7 +83,9 @@ class Stragglers:
         self._windows = np.zeros(len(hosts), np.int64)  # consecutive windows in which a rank was slow
 
     def add(self, times: Mapping[str, Sequence[float]]) -> bool:
-        """Add the seconds of a step, one of each rank, if all are known; whether a window is complete."""
+        """Add the seconds of a step, one value for each rank, if all are known. Return whether a window is
+        complete.
+        """
         row = np.array([times[name] for name in PARTS])
         if np.isnan(row).any():
             return False

@@ -147,8 +147,8 @@ def open_target(
     check_images(dataset, "the model")
     if out is None and not dataset.reader.is_local:
         raise UsageError(
-            f"{root}: at a URL; pass --out, a folder for the annotations until the layer is complete, which "
-            "all processes share"
+            f"{root}: at a URL; pass --out, a folder that all processes share, for the annotations until the "
+            "layer is complete"
         )
     chosen, dataset = view_of(dataset, view)
     settings = {

@@ -71,7 +71,7 @@ class RankProcess:
         local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an old driver, which is a finding of the check of devices
+            warnings.simplefilter("ignore")  # about an old driver; the check of devices reports it
             visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
         index = 0 if visible == 1 else local_rank
@@ -242,7 +242,7 @@ class RankExchange:
     def receive(
         self, topic: str, ranks: Sequence[int] | None = None, timeout: float | None = None
     ) -> dict[int, Any]:
-        """The values that ranks (None: all) have stored within the timeout in seconds, by rank."""
+        """The values that these ranks (None: all) store within `timeout` seconds, by rank."""
         expected = range(self._process.world_size) if ranks is None else ranks
         end = time.monotonic() + (self._process.timeout if timeout is None else timeout)
         values: dict[int, Any] = {}

@@ -35,7 +35,7 @@ MFU = 0.4  # share of the peak that a good training reaches
 MASKS = 64  # of an image
 _UNKNOWN_GPU = 100.0  # images per second
 _CPU = 1.0
-_MARGIN = 2.0  # below it, a disk that other jobs use at times makes the GPUs wait
+_MARGIN = 2.0  # required ratio; with less, the GPUs wait when other jobs use the disk
 
 
 def dataset(process: RankProcess) -> Iterator[Finding]:

@@ -137,7 +137,7 @@ def rank_sum(
 
 
 GRADIENTS = "gradients"
-_DATA = 8  # different inputs; rank r has number r % 8, so that thousands of ranks need no thousands of passes
+_DATA = 8  # different inputs; rank r has number r % 8, so 8 passes are enough for any number of ranks
 _TOLERANCE = 1e-4  # relative to the largest value of a gradient: the ranks are summed in another order
 
 Gradients = Mapping[str, Tensor]

@@ -170,7 +170,7 @@ def write_part(
     layers: Sequence[tuple[str, str]],
     report: Callable[[int], object],
 ) -> Written:
-    """Write one part, and commit its files when all are complete; ShardError as `export`.
+    """Write one part, and commit its files when all are complete; ShardError: see `export`.
 
     Memory: 16 samples, unless the format needs more. `rows` are int64 [N], in the order of the part. `report`
     is called with the bytes of the samples that were read since the last call. `layers`: names and digests.

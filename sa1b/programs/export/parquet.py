@@ -31,7 +31,7 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
 
 IMAGES_PER_FILE = 1000  # about 1 GB
-_GROUP_BYTES = 32 << 20  # of images in a row group: a reader of one row reads its group
+_GROUP_BYTES = 32 << 20  # of images in a row group; to read one row, readers load its complete group
 _MASK = pa.struct(
     {
         "id": pa.int64(),

@@ -10,8 +10,8 @@ Tars for webdataset have a member for each joined column, and the members of an 
 
     sa1b-000000.tar   sa_1.jpg, sa_1.json, sa_1.caption.txt, sa_5.jpg, ...
 
-A value that is text is a member `sa_<id>.<name>.txt`, another one is `sa_<id>.<name>.json`, which webdataset
-decodes; a column by mask_id is a JSON list with a value or null for each mask, in the order of the
+A text is stored as the member `sa_<id>.<name>.txt`, any other value as `sa_<id>.<name>.json`, which
+webdataset decodes. A column by mask_id is a JSON list with a value or null for each mask, in the order of the
 annotations. An image without a value has no such member. Images are in the order of the shards, so shuffle
 the tars and the samples when you read them.
 """

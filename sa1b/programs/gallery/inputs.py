@@ -236,7 +236,7 @@ class GallerySummary:
     quality: int
     left_out: int  # chosen images that did not fit
     skipped: dict[str, int]  # reason -> number of members that cannot be used
-    surveyed: tuple[int, int] | None  # number of surveyed shards and of all; None: the whole input
+    surveyed: tuple[int, int] | None  # number of surveyed shards, and of all shards; None: the whole input
 
     def document(self) -> dict[str, Any]:
         names = (

@@ -2,7 +2,7 @@
 
 The two members of an image may be far apart. The first member stays in memory if the image may still be
 chosen. These members take at most WAITING_BYTES; beyond the limit, the image with the lowest priority loses
-its bytes first. Only numbers are kept of the other images.
+its bytes first. Of the other images, the gallery keeps only numbers.
 
 The choice of images depends on the image ids and the seed only, so that the galleries of a source tar and
 of its shards show the same images. The images with the smallest keyed hash are chosen: a uniform sample of
@@ -278,7 +278,7 @@ def _strip(half: _Half) -> None:
 def read_members(
     parts: Sequence[Source], choice: Choice, gathered: Gathered, progress: Callable[[int], None]
 ) -> bool:
-    """Read all sources once; whether one has mask records, so that it is a shard."""
+    """Read all sources once. Return whether one of them has mask records and so is a shard."""
     read = _Pass(choice, gathered)
     sharded = False
     for source in parts:

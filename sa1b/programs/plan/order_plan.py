@@ -55,7 +55,7 @@ class BatchFigures:
     shards: float  # that a step touches
     rank_shards: float  # that a rank touches in a step
     tars: float  # tars of the source whose images are in a batch
-    tars_at_random: float  # the same, if each image were drawn independently
+    tars_at_random: float  # the same, if each image were sampled independently
     neighbours: float  # part of the images whose neighbour in the shards is in the same batch
     distance: float  # median number of images in the shards between consecutive images of the order
 

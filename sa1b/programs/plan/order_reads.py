@@ -158,7 +158,7 @@ def _node_counts(case: OrderCase, steps: int, gpus: int, bar: Bar) -> dict[str, 
 
 
 def _epoch(counts: dict[str, Int64], images: int, plan: Plan, limits: Limits) -> EpochFigures:
-    """The figures of an epoch; a step takes as long as the slowest part of the node, which reads ahead."""
+    """The figures of an epoch. Nodes prefetch, so the slowest part of a node determines its time."""
     steps = len(counts["bytes"])
     seconds: dict[str, Float64] = {}
     for name, work, rate in (

@@ -52,8 +52,8 @@ def main(
 ) -> int:
     """Simulate what an order reads: requests, bytes, cache hits, shuffle quality and the time of an epoch.
 
-    Reads are those of the first node; the others read as much, within chance. A step takes as long as the
-    slowest of the limits that are given, because nodes read ahead.
+    The reads of the first node are reported; those of other nodes differ by chance only. Nodes prefetch, so a
+    step takes as long as the slowest of the given limits allows.
 
     Args:
         root: Dataset directory that `sa1b reshard` made, or its URL (s3://...). Only its manifest and sample

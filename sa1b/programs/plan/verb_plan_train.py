@@ -70,17 +70,19 @@ def main(
             recomputation (--model.checkpoint-blocks all costs a quarter of it). The default is assumed; a run
             writes its own as `mfu` to metrics.jsonl.
         tflops: Peak of a GPU in 10^12 operations per second at --parallel.precision, without sparsity. By
-            default that of the data sheet.
-        gpu_memory: Memory of a GPU in 10^9 bytes. By default that of the data sheet.
-        link_rate: Rate between GPUs of a node, in one direction. By default that of the data sheet; for other
-            GPUs that of PCIe 4.0.
+            default the value of the data sheet.
+        gpu_memory: Memory of a GPU in 10^9 bytes. By default the value of the data sheet.
+        link_rate: Rate between GPUs of a node, in one direction. By default the value of the data sheet; for
+            other GPUs the rate of PCIe 4.0.
         network_gbit: Rate between nodes, of all network cards of a node together, in one direction. The
             default is assumed: one InfiniBand NDR port.
-        exposed: Part of the communication during which the GPUs wait, at least. The default is assumed.
-        storage_rate: Rate at which all nodes together can read the storage. By default it is not a limit.
+        exposed: At least this part of the communication makes the GPUs wait. The default is assumed.
+        storage_rate: Rate at which all nodes together can read the storage. By default the storage is not a
+            limit.
         cpus: CPU cores of a node for decoding. By default 12 for each GPU, as `sa1b slurm train` requests.
-        decode_rate: Images per second that one core reads and decodes. By default as measured on one core of
-            an Intel Xeon: 74 in original size, 220 at 1024 pixels; `sa1b bench` measures this machine.
+        decode_rate: Images per second that one core reads and decodes. By default the rates measured on one
+            core of an Intel Xeon: 74 in original size, 220 at 1024 pixels; `sa1b bench` measures this
+            machine.
         reserved: GPU memory that is not used by tensors: CUDA context and kernels, workspaces of cuBLAS,
             buffers of NCCL. The default is assumed.
         fragmentation: Part of the tensors' memory that the allocator adds, because it rounds sizes up (to 512

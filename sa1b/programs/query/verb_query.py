@@ -203,5 +203,5 @@ def _cell(value: Any) -> str:
 
 
 def _harmless(text: str) -> str:
-    """A text of the user, which may contain control sequences of the terminal, without these."""
+    """A text of the user without control sequences of the terminal."""
     return text if text.isprintable() else repr(text)[1:-1]

@@ -118,7 +118,8 @@ def collect(
             failed = cases[len(of_rank)], _reason(event)
             if not _lost_another(event):  # else the other rank reports the reason
                 break
-    # A rank may fail in a case before another one reports the previous case, which is measured again then.
+    # A rank may fail in a case before another rank reports the previous case; that case is then measured
+    # again.
     complete = zip(cases, zip(*times, strict=False), strict=False)
     return {case: round_of(of_ranks) for case, of_ranks in complete}, failed
 

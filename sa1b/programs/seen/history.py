@@ -1,7 +1,7 @@
 """The images that a run has used, from the starts in its metrics.jsonl.
 
-Each start records the step and position from which it goes on, and the state of its stream. The order is a
-formula of that state, so that the images of every step follow; nothing is logged for each image.
+Each start records the step and position at which it begins, and the state of its stream. The order is a
+formula of that state, so the images of every step can be computed; nothing is logged for each image.
 """
 
 import json

@@ -4,11 +4,11 @@ Example: sa1b replay run --worst 20
          sa1b replay run --step 1200 --out step-1200
          sa1b replay run --worst 20 --by rise --out-view without.json
 
-The images, their frames and their chosen masks are a formula of the state that each start of the run records,
-so that they are those of the run to the bit. --worst lists the steps with the highest loss and the image with
-the highest loss of each, from RUN/metrics.jsonl. Changes of dataset, code, libraries and damage since the run
-are named. Exit code 0: rebuilt; 2: nothing was rebuilt; 3: rebuilt, and an image could not be; 130:
-interrupted.
+The images, their frames and their chosen masks are computed from the state that each start of the run
+records, so they equal those of the run bit for bit. --worst lists the steps with the highest loss, and the
+image with the highest loss of each step, from RUN/metrics.jsonl. Changes of dataset, code, libraries and
+damage since the run are named. Exit code 0: rebuilt; 2: nothing was rebuilt; 3: rebuilt except for some
+images; 130: interrupted.
 """
 
 import warnings

@@ -80,12 +80,12 @@ def copy_dataset(
 ) -> CopySummary:
     """Copy a dataset directory, verified; resumes an interrupted copy.
 
-    A source with a damaged shard is skipped and the others are copied. With `shards`, patterns of names
-    (fnmatch), or `images`, ids as uint64 [N], ascending, only shards that match or hold one are copied, and
-    no views. `layers`: names of the layers to copy; None: all. `dest` is empty or has a part of the same
-    dataset: else, and if a disk is too small, UsageError. Each of the threads copies one source at a time:
-    64 MiB of memory. `scratch`: of a URL: local folder for the objects that are being copied. OSError: a
-    store fails; what was copied is kept.
+    A source with a damaged shard is skipped and the others are copied. `shards` are patterns of shard names
+    (fnmatch), and `images` are ids, uint64 [N], ascending: with either, only shards whose name matches or
+    that contain one of the images are copied, and no views. `layers`: names of the layers to copy; None: all.
+    Each of the threads copies one source at a time and takes 64 MiB of memory. `scratch`: local folder for
+    the objects of a URL that are being copied. UsageError: `dest` contains something other than a part of the
+    same dataset, or a disk is too small. OSError: a store fails; finished copies are kept.
     """
     began = time.monotonic()
     source, target = open_store(root, scratch=scratch), open_store(dest, scratch=scratch)

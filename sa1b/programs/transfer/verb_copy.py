@@ -5,7 +5,7 @@ Example: sa1b copy shards s3://BUCKET/shards --workers 4 --scratch /nvme/scratch
          sa1b copy s3://BUCKET/shards shards --view small
 
 To resume an interrupted copy, run the same command again: copied sources are skipped. Exit code 0: copied;
-1: a source or layer is damaged and was left out, the others are copied; 2: nothing more was copied;
+1: a source or layer is damaged and was left out, the others are copied; 2: an error ended the copy;
 130: interrupted.
 """
 

@@ -125,7 +125,9 @@ class Watchdog:
             stalled = idle if following > self.limit else 0.0
 
     def _arm(self) -> None:
-        """Let the main thread's stack be written if this thread cannot run for the seconds of a stall."""
+        """Set a timer that writes the main thread's stack if this thread cannot run for the seconds of a
+        stall.
+        """
         if self._stacks is None and self._out.is_dir():
             with suppress(OSError):
                 self._stacks = self._stacks_path.open("ab", buffering=0)

@@ -67,12 +67,12 @@ class StateExchange:
         error: why the store cannot be used; empty if it can.
     """
 
-    # A thread of each rank publishes the rank's state in the rendezvous store at every interval, with its own
+    # A thread of each rank writes the rank's state to the rendezvous store at every interval, with its own
     # connection, because the main thread may be blocked in another call of the store. The clocks of machines
-    # differ. So a published state has a number instead of a time, and an observer notes on its own clock when
-    # it saw the number change.
+    # differ. So a state has a number instead of a time, and an observer records on its own clock when it saw
+    # the number change.
     #
-    # Publishing costs one request of about 200 bytes per rank and interval. The states of other ranks are
+    # Writing states costs one request of about 200 bytes per rank and interval. The states of other ranks are
     # only read while this rank does not progress.
 
     def __init__(self, rank_info: RankInfo, phases: Phases, interval: float) -> None:
@@ -111,7 +111,7 @@ class StateExchange:
         self.read(wait)
 
     def stop(self) -> None:
-        """End the thread after its current exchange: the process, such as a worker of Ray, may live on."""
+        """End the thread after its current exchange, because a process such as a worker of Ray may run on."""
         self._stop.set()
         self._wake.set()
 
