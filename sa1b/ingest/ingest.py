@@ -138,9 +138,10 @@ def ingest_wanted(
     stored: Ids,
 ) -> tuple[Task | None, Searched]:
     """Convert the wanted pairs of a source, and its pairs that the dataset directory has already, `stored`.
+
     If the source is damaged and lacks some of them, the others are stored before the error is raised. Returns
-    the task, None if the source has none of the pairs, and the ids that were found, read and absent.
-    Raises the errors of `ingest`, and SourceError if the source lacks a stored image.
+    the task, None if the source has none of the pairs, and the ids that were found, read and absent. Raises
+    the errors of `ingest`, and SourceError if the source lacks a stored image.
     """
     # `ingest_wanted` makes a source of the dataset with only the wanted images of a source. Its task file has
     # no size and time of the source, so `sa1b reshard` with this source converts it completely. The digest is
