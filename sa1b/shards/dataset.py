@@ -150,7 +150,7 @@ class Dataset(Displayed):
                 reads = [
                     partial(_sample, submit(reader, [location], self.layers)[0]) for location in locations
                 ]
-            except (IndexError, OverflowError):  # the table is damaged: reading says so in each cell
+            except (IndexError, OverflowError):  # a damaged table: each cell shows the error
                 reads = [partial(self.__getitem__, row) for row in rows]
             return contact_sheet(list(zip(self.table.image_id[rows].tolist(), reads, strict=True)), count)
 

@@ -152,8 +152,8 @@ def provenance(program: str, settings: dict[str, Any], weights: list[str], **oth
 
 @contextlib.contextmanager
 def writing(store: Store, name: str, *, overwrite: bool = False) -> Iterator[LayerWriter]:
-    """Write a layer, as the only process that does. What a killed process left under the name is replaced.
-    UsageError: the layer exists, or its folder has files of others. LockedError: another process writes it.
+    """Write a layer, as its only writer. What a killed process left under the name is replaced.
+    UsageError: the layer exists, or its folder has unknown files. LockedError: another process writes it.
     """
     check_layer_name(name)
     with _claimed(store, name):

@@ -142,7 +142,7 @@ def decode(data: bytes | memoryview) -> Annotations:
 
 
 def decode_of_layer(data: bytes | memoryview) -> tuple[Annotations, npt.NDArray[np.bool_], npt.NDArray[Any]]:
-    """The masks in the record of a layer, which of them replace one, bool [N], and hidden ids, int64 [H]."""
+    """A layer's record: its masks, whether each replaces a mask, bool [N], and hidden ids, int64 [H]."""
     annotations, (replaces, hidden) = _decode(data, tuple(_OF_LAYERS))
     if replaces.shape != (len(annotations),) or hidden.ndim != 1:
         raise RecordError(f"replaces and hidden have shapes {replaces.shape} and {hidden.shape}")

@@ -78,8 +78,8 @@ class ShardWriter:
         annotations = pair.annotations
         masks = record.encode(annotations)
         image_id = annotations.image_id
-        # Without an image, its empty content is at the header of the masks. So the masks begin where they do
-        # after a JPEG, and one read from the offset returns the sample.
+        # Without an image, `jpg` is empty and at the offset of the masks' header. So the masks begin where
+        # they do after a JPEG, and one read from the offset returns the sample.
         jpg_offset = int(self._tar.offset)
         if pair.jpeg:
             jpg_offset = self._member(member_name(image_id, "jpg"), pair.jpeg)

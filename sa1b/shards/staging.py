@@ -156,7 +156,7 @@ def _is_named(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether `make_staging` made a folder: it has the name and the owner file of that name."""
+    """Whether `make_staging` made a folder: its name and its owner file fit."""
     if not _is_named(folder):
         return False
     with contextlib.suppress(OSError):

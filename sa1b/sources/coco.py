@@ -172,8 +172,8 @@ def encode_jpeg(image: "Image.Image", quality: int, max_pixels: int, *, upright:
     """An image of another format as a JPEG with 4:2:0 chroma subsampling; alpha is dropped.
 
     The image is opened and not decoded yet; one of more than `max_pixels` is refused before. `upright` turns
-    it as its EXIF orientation says. BadSample: too large, or a JPEG would have other pixels. OSError,
-    SyntaxError or ValueError: it does not decode.
+    it as its EXIF orientation says. BadSample: the image is too large, or the JPEG would change its pixels.
+    OSError, SyntaxError or ValueError: it does not decode.
     """
     import simplejpeg
     from PIL import ImageOps

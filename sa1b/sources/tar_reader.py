@@ -201,7 +201,7 @@ def _inner_header(window: bytes | bytearray, size: int) -> int | None:
         begin = (at + 1) * BLOCK
         if _next_header(window, begin, begin + BLOCK) == begin:
             return begin
-    # If bytes are lost or added, they start at any offset, and no header follows this member.
+    # If bytes are lost or added, headers may start at any offset, and none follows this member.
     following = bytes(window[padded : padded + BLOCK])
     if len(following) == BLOCK and parse_header(following):
         return None

@@ -161,7 +161,7 @@ class BucketRequests:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Errors of a write, with the way out."""
+        """Errors of a write, with the remedy."""
         url, protocol = self.url(name), protocol_of(self.root)
         if kind_of(self.root).is_read_only:
             raise StorageError(

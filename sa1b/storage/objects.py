@@ -81,7 +81,7 @@ class Objects:
     async def put(
         self, system: Any, url: str, data: bytes, *, absent: bool = False, match: str | None = None
     ) -> Stat:
-        """Write a small object; ConditionError: it exists, with `absent`. `match` is not supported here."""
+        """Write a small object. ConditionError: `absent`, and it exists. `match` is not supported here."""
         if match is not None:
             raise NotImplementedError
         try:

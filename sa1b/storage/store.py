@@ -113,8 +113,8 @@ class Store(ABC):
     def files(self, *names: str) -> contextlib.AbstractContextManager[list[Path]]:
         """Local files with the bytes of objects, for reading within the context.
 
-        These are the files of a folder, and temporary copies of the objects of a bucket. The file of an
-        object that does not exist does not exist either.
+        These are the files of a folder, and temporary copies of the objects of a bucket. If an object does
+        not exist, its path has no file.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """What limits a loader or a training step, and what to change: one table of thresholds, one of remedies.
 
-`sa1b bench` names the limit of a loader, the windows of a training run that of the rank that waits longest
-for data, and `sa1b bench scaling` the parts of a step that cost its efficiency.
+`sa1b bench` names the limit of a loader, a training run the limit of the rank that waits longest for data,
+and `sa1b bench scaling` the parts of a step that reduce its efficiency.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,11 +76,11 @@ class StepSettings:
     modes: tuple[tuple[str, str], ...]  # mode and precision of each case, such as ("fsdp-full", "fp32")
     root: str
     shared_cores: bool  # ranks share cores
-    imbalance: float  # computation of the slowest rank relative to the median rank, at most
+    imbalance: float  # largest computation time of a rank relative to the median rank
     on_gpu: bool
 
     def has(self, mode: str, precision: str = "") -> bool:
-        """Whether a case has a mode and a precision that begin like this."""
+        """Whether the mode and precision of a case begin with these texts."""
         return any(case.startswith(mode) and cast.startswith(precision) for case, cast in self.modes)
 
 

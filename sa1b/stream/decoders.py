@@ -187,8 +187,9 @@ def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:
 def written(images: Sequence[Tensor | None]) -> list[bool]:
     """Whether four corners and centre of each image, uint8 [height, width, 3], were written over POISON.
 
-    Waits for the current stream. Images have at least 8 pixels a side; None is not written. A part of exactly
-    that colour is taken as not written: the image is then decoded on the CPU, each time.
+    Waits for the current stream. Images have at least 8 pixels a side; for None the result is False. If a
+    part of an image really has the colour of POISON, the result is False too, and the image is always decoded
+    on the CPU.
     """
     parts, side = [], _CORNER
     for image in images:
@@ -264,7 +265,7 @@ DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
 def decoder(name: str) -> Decoder:
-    """The decoder of this name, for a GPU one per process; ValueError if it is unknown or not installed."""
+    """The decoder of this name, one per process for a GPU. ValueError: it is unknown or not installed."""
     if name not in DECODERS:
         raise BadValue(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()

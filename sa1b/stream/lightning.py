@@ -85,7 +85,7 @@ class TrainingData(lightning.Callback):
         yield from loader
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Note that the trainer has this callback."""
+        """Record that the trainer has this callback."""
         self._is_callback = True
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:

@@ -109,7 +109,8 @@ class Loader:
         self._side: SideStream | None = None
         size = stream.options.image_size
         images = stream.plan.micro_batch
-        # Batches in flight, the caller's batch, and the one that the caller holds while it asks for the next.
+        # Memory for the batches in flight, the caller's batch, and its previous batch if it is still
+        # referenced.
         self._settings = PipelineSettings(
             stream=stream,
             threads=self.threads,

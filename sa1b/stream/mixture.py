@@ -1,9 +1,9 @@
 """A mixture of several orders as a formula: the source of each position, and the position in that source.
 
-With weights w of sum W, each source has w of every W positions, and after any number p of positions it has
-had p * w / W samples, up to less than one. So a slice of n positions, such as that of a rank, has at least
-n * w / W - 2 samples of each source, rounded up, and of two sources n * w / W rounded down or up. With the
-weights 3 and 1 of sources A and B:
+With weights w of sum W, each source has w of every W positions. Its number of samples in the first p
+positions differs from p * w / W by less than one. So a slice of n positions, such as that of a rank, has at
+least n * w / W - 2 samples of each source, rounded up. If there are only two sources, it has n * w / W
+samples, rounded down or up. With the weights 3 and 1 of sources A and B:
 
     position    0 1 2 3  4 5 6 7
     source      A A B A  A A B A

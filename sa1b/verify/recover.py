@@ -209,9 +209,7 @@ def lost_sources(root: Root, tasks: dict[str, Task], dataset: dict[str, Any] | N
 
 
 def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[str]], list[str]]:
-    """Sources that neither a task file nor dataset.json lists, and the names of their shards without images
-    of the dataset; notes on the others.
-    """
+    """Sources without task file or entry in dataset.json: their shards without images of the dataset."""
     by_source, notes = dict[str, list[str]](), list[str]()
     if recorded.dataset is None:
         return by_source, notes  # all of them are lost

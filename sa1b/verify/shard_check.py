@@ -203,7 +203,7 @@ class _ShardCheck:
         return all((image_id, ending) in self.seen for ending in self._endings())
 
     def _without_image(self, image_id: int, offset: int) -> None:
-        """Index and table have an empty image at the header of the masks."""
+        """Check that the index and the table have an empty image at the offset of the masks' header."""
         actual = MemberLocation(offset, 0, 0)
         for file, place in self.locations.find(image_id, "jpg").items():
             if message := _differences("jpg", place, actual):

@@ -19,7 +19,8 @@ _OF_TRAINING = (
 )
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
-# Files that a run replaces, and how its own begin. Those of a profile begin as any other of torch.
+# Files that a run replaces -> first bytes of a file that a run wrote. Profiles have no bytes that distinguish
+# them from other profiles of torch.
 _REPLACED = {
     "config.json": b'{\n "preset": ',
     "metrics.jsonl": b'{"run": {',

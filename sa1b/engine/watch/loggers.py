@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Callback:
-    """What a run calls; a subclass has those of the four methods that it needs."""
+    """Methods that a run calls; a subclass defines those that it needs."""
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         """A step is complete, counted from 1; its figures are those of metrics.jsonl."""

@@ -348,7 +348,7 @@ def peak_memory(device: torch.device) -> int:
 class BestScore:
     """The best score of a run, and the evaluations since then; the same on all ranks.
 
-    `step`: after which the best score was found; None: without --evaluation.best, or before an evaluation.
+    `step`: step of the best score; None: without --evaluation.best, or before the first evaluation.
     """
 
     def __init__(self, config: EvaluationConfig) -> None:

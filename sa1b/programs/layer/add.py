@@ -39,7 +39,9 @@ _IMAGES = ("*.jpg", "*.JPG", "*.jpeg", "*.JPEG")
 
 @dataclass(slots=True)
 class Refusals:
-    """What the files have and the layer lacks: reason -> number, and a message about the first one."""
+    """Masks and images of the files that the layer lacks: reason -> number, and a message about the first
+    one.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     messages: dict[str, str] = field(default_factory=dict)

@@ -129,7 +129,7 @@ def run(launch: Launch, rank: int, report: Callable[[object], None]) -> None:
     for case in launch.cases:
         rank_info = start(case.parallel(launch.device, launch.timeout))
         report(measure(case, launch, rank_info))
-        gc.collect()  # the model before the next one is built
+        gc.collect()  # frees the model before the next one is built
         if launch.device == "cuda":
             torch.cuda.empty_cache()
     stop()

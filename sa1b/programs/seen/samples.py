@@ -62,7 +62,8 @@ def micro_batches(span: Span, order: Order | Sequential | Mixture, step: int) ->
 
 
 class Samples:
-    """The samples of a start of a run. Warnings say what has changed since, such as the stored bytes.
+    """The samples of a start of a run. Warnings name what has changed since the run, such as the stored
+    bytes.
 
     Attributes:
         order: of the run.
@@ -129,7 +130,7 @@ class _DamageNotes(DamageLog):
 
 def _opened(source: dict[str, Any], state: dict[str, Any], path: Path) -> Stream:
     """The stream of a source of a run. Warnings say what else has changed. If sources were added to the
-    directory, a view of the images before is written to `path`.
+    directory, a view of the previous images is written to `path`.
     """
     options = dict(state["options"])
     if options.pop("transform") is not None:
