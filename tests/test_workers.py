@@ -229,6 +229,7 @@ def test_a_worker_that_has_answered_and_does_not_exit_is_ended(
     monkeypatch: pytest.MonkeyPatch, stall_timeout: float | None
 ) -> None:
     monkeypatch.setattr(workers, "_EXIT_SECONDS", 0.2)
+    others = set(multiprocessing.active_children())  # of other tests
     events = supervise(double_and_stay, [(1,), (2,)], workers=1, stall_timeout=stall_timeout)
     assert [(event.kind, event.value) for event in events] == [("done", 2), ("done", 4)]
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
