@@ -2,7 +2,7 @@
 
 Finishing may run at any time and any number of times. It reads the task files and the sample rows of each
 source, never a shard or an index. A single `reshard` run finishes at its end; after runs with --task the user
-runs `reshard --finish`. 11 million rows take one pass over 400 MB.
+runs `reshard --finish`. The sample table of 11 million rows is written in one pass over 400 MB.
 """
 
 import contextlib

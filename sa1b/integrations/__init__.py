@@ -36,7 +36,9 @@ takes_view = partial(check_arguments, options=ViewOptions)  # decorates function
 
 
 def position_of(index: object, count: int) -> int:
-    """The position of an index, as that of a list; IndexError: out of range; BadType: no integer."""
+    """The position of an index, which may be negative as in a list. IndexError: out of range; BadType: no
+    integer.
+    """
     try:
         if isinstance(index, bool):
             raise TypeError
@@ -68,7 +70,7 @@ class ViewSamples:
         return ids if self.view.rows is None else ids[self.view.rows]
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position of the view, as of a list; the last one is kept."""
+        """The sample at a position of the view, which may be negative; the last sample is kept."""
         position = position_of(position, len(self))
         last, sample = self._last
         if sample is None or last != position:

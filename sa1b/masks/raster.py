@@ -74,7 +74,8 @@ def rasterize_frame(
         runs: masks of one image, N of them.
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
-        taken: rows and columns of the square that the image covers; by default its longer side covers all.
+        taken: rows and columns of the square that the image covers; by default its longer side covers the
+            complete side of the square.
         select: which masks, K of them, as for `Runs.select`; by default all.
         out: buffer to write, uint8 or bool [K, size, size], C-contiguous.
         dtype: dtype of a new buffer, uint8 or bool.

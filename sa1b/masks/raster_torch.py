@@ -86,7 +86,7 @@ def rasterize_frame(
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
         taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
-            default its longer side covers all.
+            default its longer side covers the complete side of the square.
         flip: mirror the image within its width; the padding stays on the right.
         out: buffer to write, [N, size, size], as for `rasterize`.
         dtype: dtype of a new buffer, as for `rasterize`.

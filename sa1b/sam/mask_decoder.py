@@ -186,8 +186,8 @@ class MaskDecoder(nn.Module):
     """Masks at four times the size of the image embedding; `channels` is a multiple of 32."""
 
     # The cost of one mask in one iteration of training, with 256 channels, 4,096 image tokens and 12 tokens
-    # (the mean over the iterations), by torch's FlopCounterMode and as inputs and outputs of every operator.
-    # In parentheses: the published order of products with checkpointed iterations.
+    # (the mean over the iterations): operations by torch's FlopCounterMode, and bytes of the inputs and
+    # outputs of all operators. In parentheses: the published order of products with checkpointed iterations.
     #
     #     forward                  2.6 GFLOP, 222 MB in float32, 120 MB under bfloat16    (3.7, 297, 258)
     #     forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)

@@ -66,9 +66,9 @@ def commit_task(
 ) -> Task:
     """Move a finished source from `staged` into the dataset directory; its task file is written last.
 
-    An earlier task of the same source is replaced. Where its shards differ, dataset.json is first written
-    without the source: a reader never opens a dataset whose shards are not those that it names. Task files
-    change within `dataset_claim`, so that no other process lists a source whose files are being replaced.
+    An earlier task of the same source is replaced. If its shards differ, dataset.json is first written
+    without the source, so that a reader never finds other shards than dataset.json names. Task files change
+    within `dataset_claim`, so that no other process lists a source whose files are being replaced.
     SourceError or UsageError, see `check_kept`: nothing was changed.
 
     Args:

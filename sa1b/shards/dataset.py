@@ -32,7 +32,7 @@ from sa1b.storage.reader import Reader
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_ATTEMPTS = 3  # to open a directory that sources are added to
+_ATTEMPTS = 3  # at opening a directory to which a process adds sources
 _BLOCK = 8  # samples whose reads start together
 MANIFEST_CAP = 256 << 20  # bytes of a dataset.json: 5 MB for the 11,000 shards of all of SA-1B
 

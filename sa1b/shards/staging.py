@@ -2,8 +2,9 @@
 
 `.partial` is in the dataset directory or, if that is at a URL, in the scratch folder; below a folder of
 --spill it is `.sa1b-spill`. A process removes its own folder. The next run removes the staging folders and
-temporary files of processes that have ended: of this machine, those that no longer run; of others (the name
-of a machine changes with each restart), an hour after the last write.
+temporary files of processes that have ended. For processes of this machine, it checks that they no longer
+run; files of other machines (the name of a machine changes with each restart) are removed an hour after the
+last write.
 
 A folder is removed only if its name and its owner file are those that `make_staging` writes, and a file only
 if its name is one of `temporary_path`. All else in these folders is the user's.

@@ -122,7 +122,7 @@ def check_own(store: Store, names: Iterable[str]) -> None:
     for name in names:
         if not is_own(store, name):
             raise UsageError(
-                f"{store.url(name)}: has the name of a shard or an index and is none, so it is not replaced; "
+                f"{store.url(name)}: has the name of a shard or an index but not its form; not replaced; "
                 "move it away, or choose another folder"
             )
 

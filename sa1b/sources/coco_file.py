@@ -83,7 +83,7 @@ class CocoFile:
         categories: id of a category -> its name.
         listed: the categories with integers as ids, with all their fields.
         images: the images in the order of the file.
-        unlisted: numbers of the annotations of images that are not in the file, by id of the image.
+        unlisted: id of an image that is not in the file -> positions of its annotations.
 
     Raises:
         SourceError: another format, an id of an image is not an integer, or no image of the file exists.

@@ -15,7 +15,7 @@ from sa1b.workers import available_cpus
 
 STORAGE_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage limits the loader
 DATA_WAIT = 0.05  # share of the time spent waiting for data, above which data limit a run
-GOOD_EFFICIENCY = 0.8  # of a series; at this one or above, nothing has to be explained
+GOOD_EFFICIENCY = 0.8  # of a series; at this efficiency or above, no limit is named
 NAMED_PART = 0.03  # a smaller part of a step is not named as a cause
 BUSY_MACHINE = 0.05  # share of the time in which a rank waits for a CPU
 UNEVEN = 1.1  # computation of the slowest rank relative to the median rank

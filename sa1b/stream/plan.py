@@ -235,7 +235,7 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
 
 
 def _layers(layers: Any) -> str:
-    """Names and digests of layers; anything may stand in a state."""
+    """Names and digests of layers. A saved state may have any value here."""
     try:
         return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
     except (TypeError, ValueError):

@@ -69,7 +69,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.bytes = self.peak = 0
         self._live: dict[int, _Stored] = {}
-        # The storages of the peak with their sizes then: a gathered unit has none after it was used.
+        # Storages and sizes at the peak; FSDP resizes a gathered unit to 0 after its use.
         self._largest: list[tuple[_Stored, int]] = []
         self._resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
 

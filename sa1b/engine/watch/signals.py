@@ -126,7 +126,7 @@ class Requests:
             time.sleep(0.05)
 
     def own_stop(self) -> Stop:
-        """Why this rank asks to stop; the deadline is due if another step and a checkpoint may not fit."""
+        """Why this rank asks to stop: a signal, or a deadline too near for a step and a checkpoint."""
         due = self._deadline is not None and self._clock() + self._needed() >= self._deadline
         return Stop.DEADLINE if due else self.asked
 

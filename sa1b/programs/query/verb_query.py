@@ -80,7 +80,7 @@ def main(
             view.
         parquet: Write all rows to this Parquet file.
         as_view: Write a view with this name, to train on: the images in the column image_id of the result.
-        masks_where: With --as-view: condition on the masks of the view, as of `sa1b view`.
+        masks_where: With --as-view: condition on the masks of the view, see `sa1b view`.
         out: With --as-view: write the view here instead of ROOT/views: a folder, or a path that ends with
             .json.
         overwrite: Replace the file --parquet; with --as-view, move the name from another view to this view.

@@ -171,7 +171,7 @@ def _opened(source: dict[str, Any], state: dict[str, Any], path: Path) -> Stream
 
 
 def changes_of(start: dict[str, Any]) -> list[str]:
-    """What has changed since a start of a run in what decides its samples: code and libraries."""
+    """Changes of code and libraries since a start of a run that may change its samples."""
     changes = []
     if start.get("code", code_digest()) != code_digest():
         changes.append(

@@ -64,8 +64,8 @@ class CopyPlan:
 def make_plan(
     source: Store, target: Store, patterns: Sequence[str], images: npt.NDArray[np.uint64] | None
 ) -> CopyPlan:
-    """Read both directories and decide what to copy: shards that match a pattern, all without one, and that
-    hold one of the ascending ids. UsageError: a pattern matches nothing, or the destination is another
+    """Read both directories and decide what to copy: shards that match a pattern (if there are any) and that
+    contain one of the ascending ids. UsageError: a pattern matches nothing, or the destination is another
     dataset.
     """
     document = read_dataset(source)

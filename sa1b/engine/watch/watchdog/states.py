@@ -324,8 +324,8 @@ _LARGEST = 4 << 20  # bytes
 
 
 def nccl_status(environment: Mapping[str, str] = os.environ) -> str:
-    """The status of all communicators of the job on this machine, as text. OSError: nothing answers there, or
-    not within some seconds: NCCL is older, or RAS is disabled.
+    """The status of all communicators of the job on this machine, as text. OSError: there is no response
+    within some seconds, because NCCL is too old for RAS or RAS is disabled.
     """
     # The report of a run that makes no progress says which rank the others wait for, and where every rank is.
     # NCCL adds its own, from its RAS subsystem: NCCL 2.24 and later answer a text protocol at
