@@ -1,7 +1,7 @@
 """A dataset directory of the wanted images only: the sources that contain them are found and read.
 
-Which tar contains an image is not known, see sa1b.ingest.search. The sources are read in passes: each pass
-reads the sources that may contain a missing image, several at a time, each only as far as needed, see
+Which tar contains an image is not known, see sa1b.ingest.tar_search. The sources are read in passes: each
+pass reads the sources that may contain a missing image, several at a time, each only as far as needed, see
 sa1b.sources.pairing. The next pass looks for the images that are still missing.
 """
 
@@ -19,7 +19,6 @@ from sa1b.ingest.finish import finish, record_failure
 from sa1b.ingest.ingest import is_partial, known_ids, missing_file, stored_ids
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import work_through
-from sa1b.ingest.search import Search, Searched, homes_of, read_searched
 from sa1b.ingest.start_checks import (
     check_names,
     check_reading,
@@ -29,6 +28,7 @@ from sa1b.ingest.start_checks import (
     start,
 )
 from sa1b.ingest.summary import ReshardSummary
+from sa1b.ingest.tar_search import Search, Searched, homes_of, read_searched
 from sa1b.report import failed_lines, first_names, rate_text
 from sa1b.shards.documents import Options
 from sa1b.shards.file_names import SoughtNames

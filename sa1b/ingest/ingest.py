@@ -22,8 +22,8 @@ from sa1b.console import command, counted
 from sa1b.errors import LockedError, NoPairError, OutOfMemoryError, SourceError, SystematicError, TableError
 from sa1b.ingest.finish import record_failure
 from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.search import SEARCHED, Searched, state_of
 from sa1b.ingest.source_pass import Counts, SourcePass
+from sa1b.ingest.tar_search import SEARCHED, Searched, state_of
 from sa1b.report import bar
 from sa1b.shards.commit import (
     abort_uploads,

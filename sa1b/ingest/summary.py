@@ -6,7 +6,7 @@ from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
-from sa1b.ingest.search import Searched
+from sa1b.ingest.tar_search import Searched
 from sa1b.report import fact_lines, first_lines
 from sa1b.shards.documents import Task
 from sa1b.shards.manifest import DATASET, QUARANTINE, READING

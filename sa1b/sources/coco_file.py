@@ -25,11 +25,11 @@ import numpy as np
 from sa1b.console import command
 from sa1b.errors import SourceError
 from sa1b.names import ID_END, parse_member_path
+from sa1b.report import first_names
 from sa1b.storage.atomic import naming_path
 
 Ids = Literal["keep", "hash"]
 _HASH_BITS = 53  # integers of this size are exact in JSON for every reader
-_SHOWN = 3
 _LISTS = ("images", "annotations", "categories")
 _PHRASE = "text_input"  # key of an image and, in shards, of a mask
 _NEAR = 30  # bytes before an error that are shown
@@ -171,8 +171,7 @@ class CocoFile:
         if self.images and len(stats) == 1:
             if not any(image.name for image in self.images):
                 raise SourceError(f"{self.path}: no image has a 'file_name'; add the names of the files")
-            names = ", ".join(repr(image.name) for image in self.images[:_SHOWN])
-            names += ", ..." if len(self.images) > _SHOWN else ""
+            names = first_names([repr(image.name) for image in self.images], 3)
             raise SourceError(
                 f"{self.path}: none of its images is in {self.folder} ({names}); "
                 f"name their folder with --images of `{command('reshard')}`"

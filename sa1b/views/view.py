@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
+from sa1b.report import first_names
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import view_digest
 from sa1b.shards.layer import reopen_layers
@@ -48,7 +49,6 @@ from sa1b.views.view_document import (
 )
 
 SHOWN_DIGEST = 12  # characters of a digest in a repr; `open_view` accepts this abbreviation
-_SHOWN = 5
 _PIECE = 1 << 12  # number of ids that are looked up at a time
 
 
@@ -305,11 +305,10 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
     present = known[np.minimum(rows, max(len(known) - 1, 0))] == ids
     if not present.all():
         missing = ids[~present]
-        listed = ", ".join(map(str, missing[:_SHOWN].tolist())) + (" ..." if len(missing) > _SHOWN else "")
         raise ManifestError(
-            f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} ({listed}); add their "
-            f"sources again with `{command('reshard')}`, or make a view of the other images: "
-            f"`{command('view')} {root} --ids {shlex.quote(path)} --missing skip`"
+            f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} "
+            f"({first_names(missing)}); add their sources again with `{command('reshard')}`, or make "
+            f"a view of the other images: `{command('view')} {root} --ids {shlex.quote(path)} --missing skip`"
         )
     return rows
 

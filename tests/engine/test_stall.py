@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sa1b.engine.watch.watchdog.states import Observed, RankState, culprits, nccl_status, table, verdict
+from sa1b.engine.watch.watchdog.rank_states import Observed, RankState, culprits, nccl_status, table, verdict
 
 
 def rank(own: int, /, *, age: float = 0.5, silent: bool = False, **changes: Any) -> Observed:

@@ -225,7 +225,6 @@ def check_files(paths: tuple[Path, ...]) -> None:
 
 
 _BATCH = 64  # images whose stored masks are read together
-_SHOWN = 5
 
 
 @dataclass(slots=True)
@@ -264,8 +263,8 @@ class AddSummary:
         lines = [f"layer {info.name} ({info.digest[:12]}): {masks} in {counted(info.images, 'image')}"]
         for count, text in (
             (self.unchanged, "without a change"),
-            (len(self.missing), f"not in {self.root}: {first_names(self.missing, _SHOWN)}"),
-            (len(self.twice), f"a second time, left out: {first_names(self.twice, _SHOWN)}"),
+            (len(self.missing), f"not in {self.root}: {first_names(self.missing)}"),
+            (len(self.twice), f"a second time, left out: {first_names(self.twice)}"),
         ):
             lines += [f"{counted(count, 'image')} {text}"] if count else []
         if self.renumbered:
@@ -331,7 +330,7 @@ def add_layer(
 def _nothing(root: str, files: MaskFiles, summary: AddSummary) -> str:
     """Why no image is changed, as a message; empty if the images have the masks of the files."""
     if summary.missing:
-        names = first_names(sorted(summary.missing), _SHOWN)
+        names = first_names(sorted(summary.missing))
         return (
             f"{files.paths[0]}: none of its images is in {root} (ids {names}); for files in COCO's format, "
             "pass --image-ids name or hash"

@@ -40,8 +40,6 @@ from sa1b.shards.sample_table import open_table
 from sa1b.storage.reader import Range, Reader
 from sa1b.storage.store import Store
 
-_SHOWN = 3
-
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
@@ -123,8 +121,7 @@ def _matching(source: Store, names: Sequence[str], patterns: Sequence[str]) -> s
         }
         if not matching:
             raise UsageError(
-                f"--shards {pattern}: no shard of {source.root} matches; they have names such as "
-                f"{', '.join(names[:_SHOWN])}"
+                f"--shards {pattern}: no shard of {source.root} matches; its shards: {first_names(names, 3)}"
             )
         matches |= matching
     return matches
@@ -149,7 +146,7 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
     advice = "choose another DEST"
     if other:
         raise UsageError(
-            f"{target.root}: is another dataset: {source.root} has no {', '.join(other[:_SHOWN])}; {advice}"
+            f"{target.root}: is another dataset: {source.root} has no {first_names(other, 3)}; {advice}"
         )
     for name, task in tasks_of_target.items():
         known = {shard.name: shard for shard in tasks[name].shards}

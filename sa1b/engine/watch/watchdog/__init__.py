@@ -4,7 +4,7 @@
         ...train: phases.begin(step), phases.part("compute"), ...
 
 Each rank has two threads that detect a stall. One publishes where the rank is and reads where the others are
-(`states.py`). The other one, which never waits for the network, detects that the phase of this rank
+(`rank_states.py`). The other one, which never waits for the network, detects that the phase of this rank
 has not changed for `--health.stall` seconds. Training is synchronous, so a rank that hangs soon stops all
 others, and every rank detects the stall on its own. Then
 
@@ -33,7 +33,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.phase import Phases
 from sa1b.engine.watch.signals import lost_peer
-from sa1b.engine.watch.watchdog.states import (
+from sa1b.engine.watch.watchdog.rank_states import (
     Observed,
     StateExchange,
     nccl_status,

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sa1b.ingest.search import Search, Searched, homes_of
+from sa1b.ingest.tar_search import Search, Searched, homes_of
 
 Blocks = dict[str, range]
 
