@@ -48,7 +48,7 @@ def run(
     command that fails prints {"error": message, "exit_code": code} on stdout.
 
     The typed arguments of `main` are the flags, and its docstring is their help, after `description`.
-    `forwards`: pass arguments that are no flags of `main` to it, as its argument `arguments`.
+    `forwards`: `main` receives the arguments that are none of its flags as its argument `arguments`.
     """
 
     def parse_and_call() -> int:

@@ -73,8 +73,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """The scores of a model, the same figures at any world size; None if a stop was requested meanwhile.
 
-    Collective. The mode and weights of the wrapped model are unchanged. The feed is read from its start,
-    `control` polled for each micro-batch, with which the phase "evaluation" begins. Predictions are in
+    Collective. The mode and weights of the wrapped model are unchanged. The feed is read from its start. Each
+    micro-batch enters the phase "evaluation" anew and polls `control`. Predictions are in
     OUT/predictions.jsonl.
 
     The result is that of the scorer. "damaged" is the number of images that cannot be read and are left out,

@@ -209,7 +209,7 @@ class Outcome:
     counts: Counts  # of this pass
     note: str = ""  # details, or the error of the store
     task: Task | None = None  # finished source; None: not finished, or its task file was not changed
-    searched: Searched | None = None  # None: all pairs of the source were wanted
+    searched: Searched | None = None  # if only some pairs of the source were wanted
 
 
 def work_on(

@@ -41,9 +41,10 @@ class SplitShards:
         pixel_mean: subtracted from the channels of the image.
         pixel_std: divides the channels of the image.
         load_gt_mask: also return the masks.
-        max_allowed_prompts: prompts, chosen by torch's generator, of images with more; below 1: all.
-        fix_seed: seed the generator with the position before.
-        mask_nms_thresh: above 0 and with masks: order them by area, leave out those covered in a larger part.
+        max_allowed_prompts: largest number of prompts of an image, chosen by torch's generator; below 1: all.
+        fix_seed: seed the generator with the position of each sample.
+        mask_nms_thresh: above 0 and with masks: order the masks by area and leave out each one that is
+            covered by others to a larger part.
         box_jitter: move the sides of boxes by normal random values of a tenth of their length.
         options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
             `cache` and `cache_bytes` of `sa1b.open`.

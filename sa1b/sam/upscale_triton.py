@@ -110,7 +110,7 @@ def upscale_backward(
         slope = slope * factors
         along = tl.sum(slope * normal, 1)[:, None] / C
         slope = (slope - tl.sum(slope, 1)[:, None] / C - normal * along) * factor
-        # Places and mask that are kept from the load would not fit in registers.
+        # Computed again: addresses and mask that are kept from the load would not fit in registers.
         tl.store(of_x + row[:, None] * C + channel, slope.to(dtype), mask=(row < rows)[:, None])
     of_norm += 2 * C * program
     tl.store(of_norm + channel, tl.sum(tl.sum(gains, 0), 0))

@@ -68,7 +68,7 @@ class CocoImage:
     image_id: int  # in the dataset directory
     entry: dict[str, Any]  # the object in the list `images`
     name: str  # of its file, relative to the folder of images
-    annotations: list[int]  # numbers in the list `annotations`, in their order
+    annotations: list[int]  # ascending positions in the list `annotations`
     # of a file with phrases, as SA-Co: those of the image, also without a mask, and that of each annotation
     phrases: list[str] | None = None
     further: list[dict[str, Any]] = field(default_factory=list)  # its entries after the first

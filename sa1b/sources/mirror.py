@@ -5,8 +5,8 @@
     image: {bytes, path}, image_id, width, height, masks: [{counts, bbox, ...}]  `sa1b export --to parquet`
 
 The image id is that of a column image_id, of the object `image` or of a name sa_<id>. A JPEG keeps its bytes;
-whether the mirror encoded it again cannot be seen. An image of another format becomes a JPEG, which the
-provenance says.
+whether the mirror encoded it again cannot be seen. An image of another format is stored as a JPEG, and its
+provenance records the conversion.
 """
 
 import json
@@ -52,8 +52,8 @@ class PairRows(ImageRows):
     """Parquet files with the bytes of images and their annotations."""
 
     def takes(self, path: Path) -> bool:
-        """Whether the file has images and annotations, or cannot be read, which is reported then; another
-        Parquet file is no source without a flag.
+        """Whether the file has images and annotations. True also for an unreadable file, whose error is
+        reported later. Any other Parquet file is a source only with a flag.
         """
         if not super().takes(path):
             return False

@@ -177,7 +177,7 @@ def _take(image_id: int, ending: str, member: Member, spill: Spill) -> Member:
     return replace(member, data=data)
 
 
-_FIRST_SAMPLE = 1024  # members; the range is judged after twice this number
+_FIRST_SAMPLE = 1024  # members; the range is checked after twice this number
 _CHECK_EVERY = 64
 _GAPS = 32  # the largest id is at most this number of mean gaps above the largest one of a random sample
 _ENDINGS = {"jpg": 1, "json": 2}

@@ -99,8 +99,8 @@ class Batch(Tensors):
     def boxes_xyxy(self) -> Tensor:
         """Edges of the boxes, x0, y0, x1, y1 in the padded square: float32 [M, 4].
 
-        `boxes` has the centres of the first and last source pixel, and these are half a source pixel outside
-        of them. It is the form of torchvision's detectors: a box of one pixel is not empty.
+        `boxes` has the centres of the first and last source pixel; the edges are half a source pixel outside
+        of the centres. It is the form of torchvision's detectors: a box of one pixel is not empty.
         """
         half = (self.framed_sizes / self.source_sizes / 2).flip(1)[self.masks.image]  # x, y
         return self.boxes + torch.cat((-half, half), dim=1)

@@ -186,8 +186,9 @@ class StreamIterator(Iterator[Batch]):
             ...
             save({"loader": loader.state_dict()})     # has the state of the iteration of each worker
 
-    A worker's iteration is where it began and how many of its batches were used. The start of the next batch
-    is computed from both, so no batch is read to resume. The iteration begins with its first batch.
+    The state of a worker's iteration is the position at which it began and the number of its used batches.
+    The start of the next batch is computed from both, so no batch is read to resume. The iteration begins
+    with its first batch.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n`
 full. With `send_errors` the error replaces the batch and is raised in the training process.
 
 New shared memory takes longer than the copy into it, because the system clears every page at its first use: 3
-ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses. A slot is free
-again once no tensor of the worker refers to it, nor any that was sent from it.
+ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses. A buffer is free
+again when no tensor of the worker and no tensor that was sent from it refers to it.
 """
 
 import os
@@ -34,17 +34,17 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.ragged import fresh
 
 _SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
-_SLOTS = 8  # of a worker; then batches have new memory
-_HEAD = 64  # bytes before the pixels: for each tensor that was sent from the slot, 1 once it is released
+_BUFFERS = 8  # of a worker; further batches have new memory
+_HEAD = 64  # bytes before the pixels: for each tensor that was sent from the buffer, 1 when it is released
 _workers: dict[int, "_WorkerMemory"] = {}  # by process id, because a fork inherits it
 
 
-class _Slot:
+class _Buffer:
     def __init__(self, size: int) -> None:
         memory: Any = torch.zeros(_HEAD + size, dtype=torch.uint8)
         self.memory: Tensor = memory.share_memory_()
         self.array: npt.NDArray[np.uint8] = self.memory.numpy()
-        self.sent = 0  # tensors, since it was taken
+        self.sent = 0  # number of tensors since `take`
         self.is_lent = False  # a tensor of this process refers to it
 
     def is_free(self) -> bool:
@@ -58,29 +58,31 @@ class _Slot:
 
 
 class _WorkerMemory:
-    """The slots of this worker process."""
+    """The buffers of this worker process."""
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []
+        self._buffers: list[_Buffer] = []
 
     def take(self, size: int) -> Tensor | None:
-        """Shared memory of `size` bytes; None: all slots are in use, or there is no more shared memory."""
-        for slot in self._slots:
-            if len(slot.array) == _HEAD + size and slot.is_free():
-                return slot.take()
-        self._slots = [slot for slot in self._slots if len(slot.array) == _HEAD + size or not slot.is_free()]
-        if len(self._slots) < _SLOTS:
+        """Shared memory of `size` bytes; None: all buffers are in use, or there is no more shared memory."""
+        for buffer in self._buffers:
+            if len(buffer.array) == _HEAD + size and buffer.is_free():
+                return buffer.take()
+        self._buffers = [
+            buffer for buffer in self._buffers if len(buffer.array) == _HEAD + size or not buffer.is_free()
+        ]
+        if len(self._buffers) < _BUFFERS:
             with suppress(RuntimeError, OSError):  # sending the batch then says why
-                self._slots.append(_Slot(size))
-                return self._slots[-1].take()
+                self._buffers.append(_Buffer(size))
+                return self._buffers[-1].take()
         return None
 
-    def slot_of(self, tensor: Tensor) -> _Slot | None:
-        """The slot in whose pixels a tensor begins."""
+    def buffer_of(self, tensor: Tensor) -> _Buffer | None:
+        """The buffer in whose pixels a tensor begins."""
         address = tensor.data_ptr()
-        for slot in self._slots:
-            if _HEAD <= address - slot.memory.data_ptr() < len(slot.array):
-                return slot
+        for buffer in self._buffers:
+            if _HEAD <= address - buffer.memory.data_ptr() < len(buffer.array):
+                return buffer
         return None
 
 
@@ -97,14 +99,14 @@ def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def sent(tensor: Tensor) -> Any:
-    """How a tensor of a slot is pickled for the process that receives it; None: it is in no slot."""
+    """How a tensor of a buffer is pickled for the process that receives it; None: it is in no buffer."""
     memory = _workers.get(os.getpid())
-    slot = memory.slot_of(tensor) if memory is not None and tensor.is_cpu else None
-    if slot is None or slot.sent == _HEAD:
+    buffer = memory.buffer_of(tensor) if memory is not None and tensor.is_cpu else None
+    if buffer is None or buffer.sent == _HEAD:
         return None
-    slot.sent += 1
-    place = tensor.data_ptr() - slot.memory.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return _received, (slot.memory, slot.sent - 1, *place)
+    buffer.sent += 1
+    place = tensor.data_ptr() - buffer.memory.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return _received, (buffer.memory, buffer.sent - 1, *place)
 
 
 def _received(

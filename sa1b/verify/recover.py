@@ -219,7 +219,7 @@ def unlisted_sources(store: Store, recorded: Recorded) -> tuple[dict[str, list[s
         for shard in shards:
             ids = images_of(store, shard)
             if not is_own(store, shard):
-                notes.append(f"{shard} has the name of a shard and is none")
+                notes.append(f"{shard} has the name but not the form of a shard")
             elif len(twice := np.intersect1d(ids, seen)):
                 notes.append(_not_added(shard, f"image {int(twice[0])} is in the dataset already"))
             else:

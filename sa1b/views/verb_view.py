@@ -64,7 +64,7 @@ def main(
         missing: For ids of --ids that ROOT does not contain: refuse to write the view, skip (omit and count
             them) or list (omit and print them).
         layers: Read and count masks with the changes of these layers (`sa1b layer add`), in this order. The
-            view names them by digest, and is always read with them.
+            view records their digests, and they are always applied when it is read.
         name: Readable alias of the digest.
         out: Write the view here instead of ROOT/views: a folder, or a path that ends with .json. To open the
             view, pass this path (with a "/" in it).

@@ -3,7 +3,7 @@
 A view is its image ids and its condition on masks, see sa1b.views.view_document for the files. `View.digest`
 is its identity: commands print it, its files are named after it, and it opens the view. Without a condition,
 the digest is the sha256 of the sorted ids, u64 little-endian; for others see `view_digest`. A view that was
-made with layers names them by digest, and is read with them.
+made with layers records their digests, and they are applied when the view is read.
 
 `View.ids_digest` depends on the ids only. It is the key of the training order, so the order is the same for
 views with other masks, other shards or other image sizes of the same images. A dataset directory that gets
@@ -65,7 +65,7 @@ class View:
     # of the sample table, which differs for other bytes, other shards or more images; for integrity only
     bytes_digest: str
     masks_where: Predicate | None = None  # the condition that a mask must pass; None: all masks
-    layers: Layers = ()  # that the masks are read with
+    layers: Layers = ()  # whose changes the masks have
 
     def __repr__(self) -> str:
         condition = "" if self.masks_where is None else f", masks with {self.masks_where.text}"

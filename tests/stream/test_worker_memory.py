@@ -92,14 +92,14 @@ def test_a_process_that_the_receiver_forks_releases_nothing(worker: None) -> Non
     assert not same_memory(taken(), copy)
 
 
-def test_slots_are_limited_and_those_of_another_size_are_dropped(worker: None) -> None:
-    held = [taken() for _ in range(worker_memory._SLOTS)]
+def test_buffers_are_limited_and_those_of_another_size_are_dropped(worker: None) -> None:
+    held = [taken() for _ in range(worker_memory._BUFFERS)]
     assert sent(taken()) is None  # ordinary memory
     assert len({one.data_ptr() for one in held}) == len(held)
     held.clear()
     other = image_memory((1, 70, 70, 3), CPU)
     assert sent(other) is not None
-    assert len(worker_memory._workers[os.getpid()]._slots) == 1
+    assert len(worker_memory._workers[os.getpid()]._buffers) == 1
 
 
 def test_without_shared_memory_batches_have_ordinary_memory(
@@ -135,7 +135,7 @@ def loaded(root: Path, **options: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_batches_that_are_kept_keep_their_pixels(root: Path, context: str) -> None:
     expected = plain(root)
-    assert len(expected) > 2 * worker_memory._SLOTS
+    assert len(expected) > 2 * worker_memory._BUFFERS
     kept = [batch.images for batch in loaded(root, multiprocessing_context=context)]  # without the batch
     assert all(torch.equal(one, other.images) for one, other in zip(kept, expected, strict=True))
     assert all(one.stride() == other.images.stride() for one, other in zip(kept, expected, strict=True))

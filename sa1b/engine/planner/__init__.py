@@ -249,7 +249,7 @@ class RunPlan:
 
 def plan(config: Config, cluster: Cluster) -> RunPlan:
     """Estimate a run. Measuring its memory takes 10 to 40 s, and about 3 times as long if it does not fit.
-    `data.root` may be NO_ROOT. UsageError: settings do not fit together or not this cluster.
+    `data.root` may be NO_ROOT. UsageError: settings do not fit each other or this cluster.
     """
     ranks = cluster.world_size
     if not mode_of(config.parallel).divides_steps:

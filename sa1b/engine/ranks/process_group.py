@@ -117,8 +117,8 @@ def start(config: ParallelConfig) -> RankInfo:
     """Take this process's device and join the other ranks.
 
     Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
-    rank 0 of 1; ddp and fsdp then create a group of one. An existing group, as of Ray, gets our timeouts.
-    UsageError names the flag of settings that do not fit together or need a GPU.
+    rank 0 of 1; ddp and fsdp then create a group of one. An existing group, such as that of Ray, gets the
+    timeouts of this run. UsageError names the flag of settings that do not fit together or need a GPU.
     """
     rank, world_size = process_rank()
     check_ranks(config, world_size)

@@ -110,9 +110,9 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     # In its first backward pass, DDP records the order of the gradients and rebuilds its buckets. With three
     # or more ranks it then sums in another order. Without this call, the first step after a resume would
     # differ in its last bits from the same step of an uninterrupted run. With it, every real step has the
-    # final buckets. A static graph does not support accumulation in its first backward pass, which is this
-    # one, and has its final buckets after the second one only. Compilation also happens here, for the shapes
-    # of the run's micro-batches. `run` uses the scaler's scale and autocast.
+    # final buckets. A static graph does not support accumulation in its first backward pass, the one of this
+    # call, and its buckets are final only after the second pass. Compilation also happens here, for the
+    # shapes of the run's micro-batches. `run` uses the scaler's scale and autocast.
     buffers, reduction = Buffers(module), reduction_of(module)
     buffers.keep()
     if reduction is not None:

@@ -1,5 +1,5 @@
-"""State of this rank for the others: signals, the time before which the run stops, and failed writes. How a
-rank ends that stops or fails: its message and its exit code.
+"""State of this rank for the others: signals, the time before which the run stops, and failed writes. The end
+of a rank that stops or fails: its message and its exit code.
 
 A restart by torchrun must not move a --deadline of 06:00 to the next day, and +08:00 must not start again.
 Therefore both count from the start of torchrun, or of this process if there is none.

@@ -190,7 +190,8 @@ def ring(
     """Ring all-reduces of several sizes, compared with `dist.all_reduce`, and the time of each link.
 
     `received`: see `ring_all_reduce`. `delay` is called before each message to the next rank when the links
-    are timed. `lengths`: numbers of elements, by default some that the number of ranks does not divide.
+    are timed. `lengths`: numbers of elements; the defaults include some that the number of ranks does not
+    divide.
     """
     rank_info = joined(process)
     rank, count, device = process.rank, process.world_size, rank_info.device

@@ -158,7 +158,7 @@ def _node_counts(case: OrderCase, steps: int, gpus: int, bar: Bar) -> dict[str, 
 
 
 def _epoch(counts: dict[str, Int64], images: int, plan: Plan, limits: Limits) -> EpochFigures:
-    """The figures of an epoch. Nodes prefetch, so the slowest part of a node determines its time."""
+    """The figures of an epoch. Nodes prefetch, so the slowest part determines the time."""
     steps = len(counts["bytes"])
     seconds: dict[str, Float64] = {}
     for name, work, rate in (

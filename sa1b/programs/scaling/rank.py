@@ -237,7 +237,7 @@ class TrainingStep:
         self.weights = nn.ParameterList(
             weight for group in self.optimizer.param_groups for weight in group["params"]
         )
-        self.zeros: list[Tensor] | None = None  # gradients of the shards when separate
+        self.zeros: list[Tensor] | None = None  # gradients of the shards after `separate`
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         warm_up(self.module, lambda: self.step.forward_backward(batches[0]))

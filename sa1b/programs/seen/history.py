@@ -109,8 +109,8 @@ def spans(run: str, data: bytes, before: int | None) -> list[Span]:
     done = next((int(line["step"]) for line in _documents(data, b"step", last=True)), 0)
     if not starts or any("data" not in start for start in starts):
         raise UsageError(
-            f"{run}/metrics.jsonl: has no record of its data, as runs of earlier versions; start such a run "
-            "again to record that of its later steps"
+            f"{run}/metrics.jsonl: has no record of its data, because an earlier version wrote it; start the "
+            "run again to record the data of its later steps"
         )
     if before is not None and not 0 <= before <= done:
         raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")

@@ -44,7 +44,7 @@ class WorstSteps:
     of: int  # logged steps
     steps: list[WorstStep]
     views: list[dict[str, Any]] = field(default_factory=list)
-    images: list[Replayed] = field(default_factory=list)  # rebuilt, one of each step
+    images: list[Replayed] = field(default_factory=list)  # rebuilt: one for each step
 
     def document(self) -> dict[str, Any]:
         images = [image.document() for image in self.images]
