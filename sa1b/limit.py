@@ -67,7 +67,7 @@ class Worker(threading.Thread):
         self.start()
 
     def begin(self, work: Callable[[], T]) -> Outcome[T]:
-        """Run a call after those that were begun before."""
+        """Run a call after the calls that were submitted earlier."""
         outcome = Outcome[T]()
         self._calls.put((work, outcome))
         return outcome

@@ -77,8 +77,8 @@ class SourcePass:
         self.report_lock = threading.Lock()
 
     def run(self) -> Task:
-        """Write all shards into the temporary folder and return the task, which lists them. Raises as
-        `ingest`; ShardError: a shard differs from what was written when it is read back.
+        """Write all shards into the temporary folder and return the task, which lists them. Raises the
+        errors of `ingest`; ShardError: a shard differs from what was written when it is read back.
         """
         reader = SourceReader(self.source, md5=self.policy.md5 is not None, progress=self._read_bytes)
         try:

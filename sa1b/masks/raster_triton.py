@@ -262,7 +262,7 @@ def rasterize_frame(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.uint8,
 ) -> Tensor:
-    """Masks in the padded square, as by `raster_torch.rasterize_frame`; errors as for `rasterize`."""
+    """Masks in the padded square, as by `raster_torch.rasterize_frame`; raises the errors of `rasterize`."""
     image_size, size = check_size(image_size, size)
     if taken is not None:
         if taken.shape != (offsets.numel() - 1, 2) or taken.is_floating_point():

@@ -265,7 +265,7 @@ def _ranks_here() -> int:
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:
-    """A digest of the names, shapes and values of the teacher's weights; errors as for `open_teacher`."""
+    """A digest of names, shapes and values of the teacher's weights; raises the errors of `open_teacher`."""
     if _is_name(source):
         raise UsageError(
             f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"

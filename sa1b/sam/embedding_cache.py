@@ -69,7 +69,7 @@ class EmbeddingCache:
         if not self._left:
             return
         values = embedding.cpu().contiguous()
-        if not values.isfinite().all():  # the run's check of losses reports it; it is not repeated from here
+        if not values.isfinite().all():  # not stored; the run's check of losses reports it
             return
         data = save({_NAME: values, _CRC: torch.tensor(_crc(values))})
         if len(data) > self._left:

@@ -29,7 +29,7 @@ from sa1b.stream.ragged import BufferPool, MaskBufferPool, PinnedBuffer, RaggedM
 
 _PICK, _DECODE, _DEVICE, _RASTER = range(4)  # the kinds of jobs
 _STAGES = ("read", "decode", "collate", "device")  # kind -> stage that counts it, see sa1b.stream.stats
-_DONE = ("read", "decoded", "collated and copied", "rasterised")  # kind -> what has happened after it
+_DONE = ("read", "decoded", "collated and copied", "rasterised")  # kind -> state of a sample after the job
 _LATE = 5.0  # seconds after the deadline in which a read ends by itself with its own error
 _CLOSING = 5.0  # seconds that the end of an iteration waits for threads
 

@@ -294,7 +294,7 @@ class RootCheck:
         self._misplaced(results)
 
     def _misplaced(self, results: dict[str, ShardResult]) -> None:
-        """Replace all advice if shards have the content of others, which `sa1b index` restores from them."""
+        """Replace all advice if shards have each other's content: `sa1b index` restores them from it."""
         by_digest = {info.sha256: name for name, info in self.shards.items()}
         misplaced = {}
         for name, result in results.items():

@@ -99,7 +99,7 @@ def check_memory(config: Config, module: nn.Module, rank_info: RankInfo) -> None
     ranks on a CPU without a message, and a GPU would fail in the first step. Rank 0 measures a large step;
     others fit. UsageError: needed and available bytes.
     """
-    # A run that resumes on a GPU has fitted, and a start after a failure should not wait for this.
+    # A run that resumes on a GPU fitted before, and a restart after a failure should not wait for the check.
     resumes = rank_info.device.type == "cuda" and has_checkpoints(config)
     images = config.micro_batches(rank_info.world_size)[0]
     small = declared(module).flops(images, images * config.data.masks) < _MEASURED

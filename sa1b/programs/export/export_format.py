@@ -196,7 +196,7 @@ class Format:
         return ()
 
     def check(self, dataset: Dataset) -> None:
-        """UsageError for a dataset that this format cannot have; by default one with scaled images."""
+        """UsageError if the format cannot contain the dataset; by default, if its images are scaled."""
         refuse_scaled(dataset)
 
     def without_images(self) -> "Format | None":
