@@ -135,7 +135,7 @@ class Model(Protocol):
 class LimitedModel(Protocol):
     """A model with limits of parameters, which are applied after each step of the optimizer.
 
-    A limit in `forward` alone would not do: the gradient is 0 beyond it, and the parameter would stay there.
+    A limit in `forward` alone is not enough: the gradient is 0 beyond it, and the parameter would stay there.
     `largest`: name of a parameter of `weights()` -> its largest value.
     """
 

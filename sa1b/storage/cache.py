@@ -113,8 +113,8 @@ def digest(
 ) -> str:
     """sha256 of an object in hexadecimal, from one read; `file` receives a copy. Memory: 64 MiB.
 
-    `progress` is called with the number of bytes after each piece; its exception ends the read. Raises as
-    read_range.
+    `progress` is called with the number of bytes after each piece; its exception ends the read. Raises the
+    errors of `Reader.read_range`.
     """
     sha256 = hashlib.sha256()
     for data in reader.read_ranges(pieces_of(name, reader.size(name)), prefetch=_PREFETCH):

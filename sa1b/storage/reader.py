@@ -161,8 +161,8 @@ class Reader:
         )
 
     def read_whole(self, name: str, cap: int) -> bytes:
-        """A small object, such as dataset.json. At a URL it is read twice, see read_agreed. Raises as
-        read_range; StorageError also if the object is larger than `cap` bytes.
+        """A small object, such as dataset.json. At a URL it is read twice, see `read_agreed`. Raises the
+        errors of `read_range`; StorageError also if the object is larger than `cap` bytes.
         """
         for _ in range(_REPLACEMENTS):
             with contextlib.suppress(ReplacedError):  # while it was read

@@ -96,7 +96,9 @@ class TrainStep:
         return forward_backward(*arguments, backward)
 
     def finish(self, count: Tensor) -> Tensor:
-        """Turn the sums into the gradient of the global batch; `count`: of this rank's micro-batches."""
+        """Turn the sums into the gradient of the global batch; `count`: sum over this rank's
+        micro-batches.
+        """
         module, optimizer, clip = self.module, self.optimizer, self.config.optim.grad_clip
         return finish(module, optimizer, self.scaler, count / self.divisor, self.rank_info, grad_clip=clip)
 
