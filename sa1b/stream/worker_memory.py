@@ -15,8 +15,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -72,7 +72,7 @@ class _WorkerMemory:
             buffer for buffer in self._buffers if len(buffer.array) == _HEAD + size or not buffer.is_free()
         ]
         if len(self._buffers) < _BUFFERS:
-            with suppress(RuntimeError, OSError):  # sending the batch then says why
+            with suppress(RuntimeError, OSError), _making_segments():  # sending the batch then says why
                 self._buffers.append(_Buffer(size))
                 return self._buffers[-1].take()
         return None
@@ -130,15 +130,29 @@ class TransportError(Sa1bError):
 def send_errors() -> None:
     """In a worker process: if a batch cannot be sent, send the error instead."""
     ForkingPickler.register(Batch, _reduce)
-    Finalize(None, _remove_segments, exitpriority=-10)  # after the wait for the thread that sends, -5
+    Finalize(None, _finish, exitpriority=-10)  # after the wait for the thread that sends, -5
 
 
-_sending = threading.RLock()  # held while a background thread of multiprocessing makes segments
+_sending = threading.RLock()  # held while a thread makes segments
+
+
+@contextmanager
+def _making_segments() -> Iterator[None]:
+    with _sending:
+        try:
+            yield
+        except Exception:
+            _remove_segments()  # at once: the training process may end this one by a signal
+            raise
+
+
+def _finish() -> None:
+    _sending.acquire()  # not released: from now on no segment is made
+    _remove_segments()
 
 
 def _remove_segments() -> None:
-    """At the end of a worker process: remove what torch leaves where it cannot set the size of a segment."""
-    _sending.acquire()  # not released: from now on no segment is made
+    """Remove what torch leaves where it cannot set the size of a segment."""
     strategy: Callable[[], str] = get_sharing_strategy
     if strategy() == "file_descriptor":  # a segment that could be made has no name any more
         for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
@@ -150,7 +164,7 @@ def _reduce(batch: Batch) -> tuple[Any, ...]:
         # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
         columns = {member.name: getattr(batch, member.name) for member in fields(batch)}
         pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
-        with _sending:
+        with _making_segments():
             return _batch, (bytes(pickler.dumps(columns)),)
     except Exception as error:
         message = (

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import resource
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sa1b.stream.worker_memory import TransportError, send_errors
+from sa1b.stream.worker_memory import TransportError, image_memory, send_errors, share_images
 from tests.stream.leftovers import names, shared_memory
 from tests.stream.reading import start, stream_of
 from tests.stream.recorded import make_root
@@ -64,6 +65,27 @@ def test_a_segment_that_no_batch_has_named_is_removed_at_the_end_of_its_worker(s
     for name in left:
         Path("/dev/shm", name).unlink()
     assert len(left) == (not sending)  # without it torch does leave one
+
+
+def fail_to_decode_and_be_killed() -> None:
+    send_errors()
+    share_images()
+    no_shared_memory(0)
+    image_memory((100, 100, 3), torch.device("cpu"))  # has memory that is not shared
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_segment_for_images_that_could_not_be_made_is_removed_before_its_worker_is_killed() -> None:
+    segments = names()
+    process = multiprocessing.get_context("fork").Process(target=fail_to_decode_and_be_killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert process.pid is not None
+    left = shared_memory([process.pid], segments)
+    for name in left:
+        Path("/dev/shm", name).unlink()
+    assert left == []
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_an_error_of_the_training_process(
