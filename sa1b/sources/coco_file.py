@@ -244,7 +244,7 @@ def read_results(path: Path) -> list[Any]:
     try:
         results = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not JSON ({error}); download it again") from None
+        raise SourceError(f"{path}: not JSON ({error}); correct it or copy it again") from None
     if not isinstance(results, list):
         raise SourceError(f"{path}: not a list; pass results in COCO's format")
     return results

@@ -48,7 +48,7 @@ class LayerCheck:
         """The result as text."""
         if self.problems:
             lines = first_lines(self.problems)
-            return "\n".join([*lines, f"layer {self.name}: {len(self.problems):,} problems"])
+            return "\n".join([*lines, f"layer {self.name}: {counted(len(self.problems), 'problem')}"])
         absent = f", {self.absent:,} not in the directory" if self.absent else ""
         return f"layer {self.name}: {counted(self.images, 'image')} verified{absent}, intact"
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,11 @@ def sources_of(span: Span) -> tuple[list[Source], Mixture | None]:
 def _opened(name: str, source_json: str, state_json: str) -> Source:
     source, state = json.loads(source_json), json.loads(state_json)
     root, which = source["root"], source["view"]
+    if "://" not in root and not Path(root).is_absolute() and not Path(root).exists():
+        raise UsageError(
+            f"{root}: no such folder; the run was started with this relative path: run this command in the "
+            "folder in which it was started"
+        )
     dataset = Dataset(root, layers=[layer for layer, _ in state.get("layers", [])])
     view, dataset = view_of(dataset, which)
     if state["block_size"] > 1:
