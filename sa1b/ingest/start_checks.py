@@ -140,9 +140,12 @@ def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, So
 
 
 def check_out(paths: Sequence[Path], store: Store) -> None:
-    """UsageError for a folder that would mix shards and sources, or whose content would be left out: one of
-    the paths, one with a source of them or in whose folder it writes, or one in a folder of another dataset
-    directory.
+    """UsageError for an output folder that
+
+    - is one of the paths: shards and sources would mix;
+    - has one of the paths in a subfolder that reshard writes;
+    - lies in one of the paths and contains files of a source, which would not be converted;
+    - lies in another dataset directory.
 
     A dataset directory inside a SOURCE folder is not searched for sources, see `discover`. It may be there if
     it contains none.

@@ -138,8 +138,8 @@ class Search:
     def _nearest(
         self, ids: Ids, waiting: npt.NDArray[np.int64], low: int, high: int, last: int | None
     ) -> set[str]:
-        """For each id: of the waiting sources between two positions the one nearest to its estimate. `last`:
-        last id of the source at position `low`.
+        """The names of the sources to read next: for each id, the nearest to its estimate of the waiting
+        sources between two positions. `last`: last id of the source at position `low`.
         """
         waiting = waiting[(waiting > low) & (waiting < high)]
         if not len(ids) or not len(waiting):

@@ -50,7 +50,7 @@ def position_of(index: object, count: int) -> int:
 
 
 class ViewSamples:
-    """A view of a dataset directory, by default all images; arguments as of `sa1b.open`. Picklable."""
+    """A view of a dataset directory, by default all images; takes the arguments of `sa1b.open`. Picklable."""
 
     def __init__(self, root: str, view: str | None = None, **options: Any) -> None:
         if view is not None and not isinstance(view, str):

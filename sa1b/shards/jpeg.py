@@ -151,7 +151,9 @@ def _end_of_scan(data: bytes, position: int) -> int:
 
 
 def decode(data: bytes | memoryview) -> npt.NDArray[np.uint8]:
-    """RGB pixels, uint8 [height, width, 3]; BadSample: cut off or corrupt. MemoryError: 9 bytes a pixel."""
+    """RGB pixels, uint8 [height, width, 3]; BadSample: cut off or corrupt. MemoryError: 9 bytes for each
+    pixel cannot be had.
+    """
     return _decoded(data, (0, 0), None)
 
 

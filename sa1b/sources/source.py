@@ -109,8 +109,12 @@ class Source:
     def reading(self) -> dict[str, Any]:
         """What decides, beside the path, which pairs and ids the source gives: recorded with it for a repair.
 
-        Of a COCO file image_ids and whether images has a folder of its own; of a folder the patterns of
-        ignore; images_only; part for a source of which only wanted pairs are taken. Else empty.
+        - a COCO file: `image_ids`, and whether its images have a folder of their own;
+        - a folder: the patterns of `ignore`;
+        - images without annotations: `images_only`;
+        - a source of which only wanted pairs are taken: `part`.
+
+        Empty for other sources.
         """
         values = self.format.reading(self) | ({} if self.wanted is None else {"part": True})
         return {"kind": self.kind, **values} if values else {}

@@ -32,7 +32,8 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     torch/distributed/elastic/rendezvous/dynamic_rendezvous.py), so ranks would find the addresses of dead
     ranks there. Therefore each rank writes a random token, and rank 0 answers each token with its own, until
     all ranks have confirmed it. The token of rank 0 is the prefix. DistStoreError: a rank did not answer in
-    time. UsageError: MASTER_ADDR or MASTER_PORT is missing, or that of something else.
+    time. UsageError: MASTER_ADDR or MASTER_PORT is missing, or another program listens
+    there.
     """
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)

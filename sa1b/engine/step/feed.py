@@ -97,7 +97,7 @@ class Feed:
 
     @property
     def images(self) -> int:
-        """Images of an epoch; of a mixture for training, until each image of every source is used."""
+        """Images of an epoch. An epoch of a mixture ends when each image of every source was used."""
         return self.stream.plan.order.count
 
     def receipt(self) -> dict[str, Any]:

@@ -200,7 +200,9 @@ def _same(findings: Sequence[Finding], check: str, name: str, state: Any, remedy
 
 
 def minorities(value_of: Mapping[int, str]) -> Iterator[tuple[str, tuple[int, ...], str, list[int]]]:
-    """Each value (rank -> value) that is not that of most ranks, with its ranks; then most ranks' value."""
+    """Yield each value that differs from the most frequent one: the value, its ranks, the most frequent
+    value and the ranks of that one. `value_of`: rank -> value.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(value_of.items()):
         groups.setdefault(value, []).append(rank)

@@ -42,7 +42,7 @@ class Choice:
     seed: int = 0  # of the random sample
     # [N], ids to choose from, such as those of a view
     images: npt.NDArray[np.uint64] | None = field(default=None, compare=False, repr=False)
-    layers: tuple[str, ...] = ()  # of a dataset directory: whose changes the masks of the images have
+    layers: tuple[str, ...] = ()  # of a dataset directory: the layers that apply to the masks
 
     @property
     def limit(self) -> int:

@@ -209,7 +209,7 @@ def _batch(
     rank: Int64,
     step: int,
 ) -> tuple[float, float, float, float, float]:
-    """Of a global batch: shards, shards of a rank, tars, part with neighbours, and median distance."""
+    """Of a global batch: shards, shards of a rank, tars, share of images with neighbours, median distance."""
     which, local, _ = plan.order.locate(step * plan.global_batch + np.arange(plan.global_batch))
     shards = rank_shards = batch_tars = near = 0
     distances = []

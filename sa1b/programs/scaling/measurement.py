@@ -104,7 +104,7 @@ def collect(
     cases: Sequence[Case], events: Iterable[Event], progress: Bar
 ) -> tuple[dict[Case, Round], tuple[Case, str] | None]:
     """The times of cases from the events of their ranks; the case that failed, if one did, with its error.
-    Cases have the same number of ranks, and the order in which each rank reports them. Tasks of the events of
+    The cases have the same number of ranks, and each rank reports them in this order. Tasks of the events of
     `sa1b.workers.supervise` are ranks. The bar is updated when all ranks have reported a case.
     """
     times: list[list[StepTimes]] = [[] for _ in range(cases[0].ranks)]

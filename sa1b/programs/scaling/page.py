@@ -18,7 +18,7 @@ from sa1b.stream.bottleneck import BUSY_MACHINE, GOOD_EFFICIENCY, NAMED_PART, St
 class Verdict:
     """Why a measurement has a low efficiency."""
 
-    # whether the machine was busy, by series with a low efficiency, one about all others
+    # a line if the machine was busy, one for each series with a low efficiency, one for all other series
     lines: tuple[str, ...]
     advice: tuple[str, ...]  # reasons and what to change, for all of these series
 
