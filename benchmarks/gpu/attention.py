@@ -25,6 +25,11 @@ from sa1b.sam.image_encoder import RelativeAttention
 from sa1b.sam.transformer import OwnImage, SharedImage, TwoWayLayer, layer_norm
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
+# Image tokens of a tile, tiles of a program, warps and stages of the kernels of `image_to_tokens`.
+PLACES = (
+    *((64, 1, 8, 3), (32, 1, 8, 3), (32, 1, 4, 3), (64, 1, 16, 3), (64, 8, 8, 1), (64, 8, 16, 1)),
+    *((32, 16, 8, 1), (32, 16, 8, 2), (32, 4, 8, 2), (32, 64, 8, 2), (16, 16, 8, 1), (16, 16, 8, 2)),
+)
 Form = Callable[[RelativeAttention, Tensor], Tensor]
 
 
@@ -133,9 +138,9 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
 
     for kind in ("shared", "own"):
         expected: list[Tensor] = []
-        for name, form, tile, warps in (
-            ("torch", plain, 0, 0),
-            *(("kernel", fused, tile, warps) for tile, warps in ((64, 8), (32, 8), (32, 4))),
+        for name, form, places in (
+            ("torch", plain, None),
+            *(("kernel", fused, places) for places in PLACES),
         ):
             if name == "kernel" and not setting.on_gpu:
                 continue
@@ -152,11 +157,16 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
                     *torch.autograd.grad(found, [*given, *rows, norm.weight, norm.bias], gradients),
                 ]
 
-            label = f"{kind} image, {name}" + (f", tile of {tile}, {warps} warps" if tile else "")
+            label = f"{kind} image, {name}" + (
+                " {}x{}, {} warps, {} stages".format(*places) if places else ""
+            )
             with record.attempt(label), ExitStack() as stack:
-                if tile:
-                    for key, value in (("TILE", tile), ("WARPS", warps)):
-                        stack.enter_context(patch(f"sa1b.sam.transformer_triton.{key}", value))
+                if places:
+                    from sa1b.sam.transformer_triton import Places  # needs triton
+
+                    for direction in ("FORWARD", "BACKWARD"):
+                        constant = f"sa1b.sam.transformer_triton.{direction}_PLACES"
+                        stack.enter_context(patch(constant, Places(*places)))
                 found = backward(own)
                 expected = expected or found
                 worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))

@@ -183,6 +183,14 @@ def rates(setting: Setting, record: Record) -> None:
             record.figure(f"{kind}: loader / decoder alone", ratio, at_least=setting.pick(0.9, None))
             for stage, share in found.shares.items():
                 record.figure(f"{kind}: busy time, {stage}", share)
+    for threads in setting.pick((2, 4, 8, 12), ()):
+        with record.attempt(f"{threads} threads"):
+            stream = stream_of(setting, "1024", global_batch=batch)
+            found = measure(
+                stream, seconds=seconds / 3, threads=threads, dense=dense, device=setting.device, quiet=True
+            )
+            for name in ("decode", "loader"):
+                record.figure(f"1024: {name}, {threads} threads", found.images_per_second[name], "images/s")
     with record.attempt("no hidden waits for the device"):
         stream = stream_of(setting, "1024", global_batch=batch)
         batches = iter(sa1b.Loader(stream, device=setting.device, dense=dense, quiet=True))

@@ -178,7 +178,9 @@ def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> Non
     with record.attempt("trace"):
         out = setting.folder / label
         record.text("costliest operations", (out / "operations-0.txt").read_text())
-        for name, value in of_trace(json.loads((out / "trace-0.json").read_bytes())["traceEvents"]).items():
+        events = json.loads((out / "trace-0.json").read_bytes())["traceEvents"]
+        record.text("costliest kernels", costliest_kernels(events))
+        for name, value in of_trace(events).items():
             record.figure(name, value, at_most=1 if name == LONG_WAITS and not setting.tiny else None)
     shutil.rmtree(setting.folder / label, ignore_errors=True)
 
@@ -213,6 +215,17 @@ def of_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         if number := sum(event["name"] == name for event in waits):
             found[f"{name} per step"] = number / len(steps)
     return found
+
+
+def costliest_kernels(events: Iterable[Mapping[str, Any]], most: int = 40) -> str:
+    """Kernels by their time in all profiled steps, also those of CUDA graphs: ms, calls, name."""
+    found: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            ms, calls = found.get(event["name"], (0.0, 0))
+            found[event["name"]] = ms + event["dur"] / 1000, calls + 1
+    names = sorted(found, key=lambda name: found[name], reverse=True)[:most]
+    return "\n".join(f"{found[name][0]:9.2f} {found[name][1]:7,} {name[:150]}" for name in names)
 
 
 def modes(setting: Setting, record: Record) -> None:

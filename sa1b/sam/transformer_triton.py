@@ -20,6 +20,7 @@ gradients, and writes the gradients of x, of the sum and of the logits; matrix p
 sums are in float32 and in a fixed order.
 """
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -172,14 +173,30 @@ def _sizes(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
 
 MOST_TOKENS = 16
 RANK = 16  # of the features of a mask, where it has some
-TILE = 64  # image tokens of a program
-WARPS = 8
+
+
+class Places(NamedTuple):
+    """How programs divide the image tokens: tokens of a tile, tiles of a program, warps, stages of loads."""
+
+    tile: int
+    steps: int
+    warps: int
+    stages: int
+
+    def steps_of(self, tokens: int) -> int:
+        """Tiles of a program for this number of image tokens."""
+        return gcd(tokens // self.tile, self.steps)
+
+
+FORWARD_PLACES = Places(64, 1, 8, 3)
+BACKWARD_PLACES = Places(64, 1, 8, 3)
 
 
 def fits(tokens: int, heads: int, keys: int, channels: int) -> bool:
     """Whether the kernels support N image tokens, H heads of T tokens and C channels."""
     powers = all(x & (x - 1) == 0 for x in (heads, channels))
-    return powers and tokens % TILE == 0 and keys <= MOST_TOKENS and 16 <= channels <= MOST_CHANNELS
+    whole = all(tokens % x.tile == 0 for x in (FORWARD_PLACES, BACKWARD_PLACES))
+    return powers and whole and keys <= MOST_TOKENS and 16 <= channels <= MOST_CHANNELS
 
 
 @triton.jit(do_not_specialize=["masks_of_image", "real"])
@@ -188,38 +205,49 @@ def image_to_tokens_forward(
     biases: tl.tensor, values: tl.tensor, gains: tl.tensor, shifts: tl.tensor, out: tl.tensor,
     out_placed: tl.tensor, before: tl.tensor, kept: tl.tensor, masks_of_image: tl.tensor, real: tl.tensor,
     eps: tl.constexpr, PRECISION: tl.constexpr, RANK: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a tile of out, out + p, the sum before the norm and the weights, which are 0 for padding:
+    """Write STEPS tiles of out, out + p, the sum before the norm and the weights, which are 0 for padding:
     of SIZE tokens of a head, the first `real` ones are tokens.
     """
     form = image.dtype.element_ty
-    mask = (tl.program_id(0) // (N // TILE)).to(tl.int64)
-    token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
+    mask = (tl.program_id(0) // (N // (TILE * STEPS))).to(tl.int64)
+    first = (tl.program_id(0) % (N // (TILE * STEPS))) * (TILE * STEPS)
     channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
-    place = token[:, None] * CHANNELS + channel
-    x = tl.load(image + (mask // masks_of_image) * (N * CHANNELS) + place).to(tl.float32)
-    if RANK > 0:
-        rank = tl.arange(0, RANK)
-        of_mask = tl.load(features + mask * (RANK * N) + rank[None, :] * N + token[:, None])
-        x += tl.dot(of_mask, tl.load(basis + rank[:, None] * CHANNELS + channel), input_precision=PRECISION)
-    placed = (x + tl.load(position + place).to(tl.float32)).to(form)
     of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
-    logits = tl.dot(tl.load(keys + of_row), tl.trans(placed), input_precision=PRECISION)
-    logits += tl.load(biases + mask * (HEADS * SIZE) + row).to(tl.float32)[:, None]
-    logits = tl.reshape(logits, (HEADS, SIZE, TILE))
-    logits = tl.where((tl.arange(0, SIZE) < real)[None, :, None], logits, float("-inf"))
-    weights = tl.exp(logits - tl.max(logits, 1)[:, None, :])
-    weights = tl.reshape(weights / tl.sum(weights, 1)[:, None, :], (HEADS * SIZE, TILE)).to(form)
-    tl.store(kept + mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :], weights)
-    x += tl.dot(tl.trans(weights), tl.load(values + of_row), input_precision=PRECISION)
-    place += mask * (N * CHANNELS)
-    tl.store(before + place, x.to(form))
-    x, _ = standard(x.to(form).to(tl.float32), eps, CHANNELS)
-    x = x * tl.load(gains + channel).to(tl.float32) + tl.load(shifts + channel).to(tl.float32)
-    tl.store(out + place, x.to(form))
-    x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
-    tl.store(out_placed + place, x.to(form))
+    if STEPS > 1:  # they stay in shared memory
+        key, value = tl.load(keys + of_row), tl.load(values + of_row)
+    image += (mask // masks_of_image) * (N * CHANNELS)
+    for step in tl.range(STEPS):
+        token = first + step * TILE + tl.arange(0, TILE)
+        place = token[:, None] * CHANNELS + channel
+        x = tl.load(image + place).to(tl.float32)
+        if RANK > 0:
+            rank = tl.arange(0, RANK)
+            of_mask = tl.load(features + mask * (RANK * N) + rank[None, :] * N + token[:, None])
+            x += tl.dot(
+                of_mask, tl.load(basis + rank[:, None] * CHANNELS + channel), input_precision=PRECISION
+            )
+        placed = (x + tl.load(position + place).to(tl.float32)).to(form)
+        if STEPS == 1:
+            key = tl.load(keys + of_row)
+        logits = tl.dot(key, tl.trans(placed), input_precision=PRECISION)
+        logits += tl.load(biases + mask * (HEADS * SIZE) + row).to(tl.float32)[:, None]
+        logits = tl.reshape(logits, (HEADS, SIZE, TILE))
+        logits = tl.where((tl.arange(0, SIZE) < real)[None, :, None], logits, float("-inf"))
+        weights = tl.exp(logits - tl.max(logits, 1)[:, None, :])
+        weights = tl.reshape(weights / tl.sum(weights, 1)[:, None, :], (HEADS * SIZE, TILE)).to(form)
+        tl.store(kept + mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :], weights)
+        if STEPS == 1:
+            value = tl.load(values + of_row)
+        x += tl.dot(tl.trans(weights), value, input_precision=PRECISION)
+        place += mask * (N * CHANNELS)
+        tl.store(before + place, x.to(form))
+        x, _ = standard(x.to(form).to(tl.float32), eps, CHANNELS)
+        x = x * tl.load(gains + channel).to(tl.float32) + tl.load(shifts + channel).to(tl.float32)
+        tl.store(out + place, x.to(form))
+        x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
+        tl.store(out_placed + place, x.to(form))
 
 
 @triton.jit
@@ -227,36 +255,49 @@ def image_to_tokens_backward(
     keys: tl.tensor, values: tl.tensor, gains: tl.tensor, before: tl.tensor, kept: tl.tensor,
     gradient: tl.tensor, gradient_placed: tl.tensor, of_x: tl.tensor, of_sum: tl.tensor, of_logits: tl.tensor,
     of_biases: tl.tensor, of_norm: tl.tensor, eps: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of x, of the sum before the norm and of the logits for a tile, and its sums for the
-    biases, and for gain and shift of the norm.
+    """Write the gradients of x, of the sum before the norm and of the logits for STEPS tiles, and their sums
+    for the biases, and for gain and shift of the norm.
     """
     form = before.dtype.element_ty
-    mask = (tl.program_id(0) // (N // TILE)).to(tl.int64)
-    token = (tl.program_id(0) % (N // TILE)) * TILE + tl.arange(0, TILE)
+    mask = (tl.program_id(0) // (N // (TILE * STEPS))).to(tl.int64)
+    first = (tl.program_id(0) % (N // (TILE * STEPS))) * (TILE * STEPS)
     channel, row = tl.arange(0, CHANNELS), tl.arange(0, HEADS * SIZE)
-    place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
-    normal, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
-    slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
-    sums = of_norm + tl.program_id(0).to(tl.int64) * (2 * CHANNELS) + channel
-    tl.store(sums, tl.sum(slope * normal, 0))
-    tl.store(sums + CHANNELS, tl.sum(slope, 0))
-    slope = slope * tl.load(gains + channel).to(tl.float32)
-    along = tl.sum(slope * normal, 1)[:, None] / CHANNELS
-    slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - normal * along) * factor).to(form)
-    tl.store(of_sum + place, slope)
     of_row = mask * (HEADS * SIZE * CHANNELS) + row[:, None] * CHANNELS + channel
-    steep = tl.dot(tl.load(values + of_row), tl.trans(slope), input_precision=PRECISION)
-    at = mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :]
-    weights = tl.reshape(tl.load(kept + at).to(tl.float32), (HEADS, SIZE, TILE))
-    steep = tl.reshape(steep, (HEADS, SIZE, TILE)) * weights
-    steep = tl.reshape(steep - weights * tl.sum(steep, 1)[:, None, :], (HEADS * SIZE, TILE))
-    tl.store(of_biases + tl.program_id(0).to(tl.int64) * (HEADS * SIZE) + row, tl.sum(steep, 1))
-    steep_half = steep.to(form)
-    tl.store(of_logits + at, steep_half)
-    total = tl.dot(tl.trans(steep_half), tl.load(keys + of_row), input_precision=PRECISION)
-    tl.store(of_x + place, (total + slope.to(tl.float32)).to(form))
+    if STEPS > 1:  # they stay in shared memory
+        key, value = tl.load(keys + of_row), tl.load(values + of_row)
+    of_gain, of_shift = tl.zeros((CHANNELS,), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    of_bias = tl.zeros((HEADS * SIZE,), tl.float32)
+    for step in tl.range(STEPS):
+        token = first + step * TILE + tl.arange(0, TILE)
+        place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
+        normal, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
+        slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
+        of_gain += tl.sum(slope * normal, 0)
+        of_shift += tl.sum(slope, 0)
+        slope = slope * tl.load(gains + channel).to(tl.float32)
+        along = tl.sum(slope * normal, 1)[:, None] / CHANNELS
+        slope = ((slope - tl.sum(slope, 1)[:, None] / CHANNELS - normal * along) * factor).to(form)
+        tl.store(of_sum + place, slope)
+        if STEPS == 1:
+            value = tl.load(values + of_row)
+        steep = tl.dot(value, tl.trans(slope), input_precision=PRECISION)
+        at = mask * (HEADS * SIZE * N) + row[:, None] * N + token[None, :]
+        weights = tl.reshape(tl.load(kept + at).to(tl.float32), (HEADS, SIZE, TILE))
+        steep = tl.reshape(steep, (HEADS, SIZE, TILE)) * weights
+        steep = tl.reshape(steep - weights * tl.sum(steep, 1)[:, None, :], (HEADS * SIZE, TILE))
+        of_bias += tl.sum(steep, 1)
+        steep_half = steep.to(form)
+        tl.store(of_logits + at, steep_half)
+        if STEPS == 1:
+            key = tl.load(keys + of_row)
+        total = tl.dot(tl.trans(steep_half), key, input_precision=PRECISION)
+        tl.store(of_x + place, (total + slope.to(tl.float32)).to(form))
+    sums = of_norm + tl.program_id(0).to(tl.int64) * (2 * CHANNELS) + channel
+    tl.store(sums, of_gain)
+    tl.store(sums + CHANNELS, of_shift)
+    tl.store(of_biases + tl.program_id(0).to(tl.int64) * (HEADS * SIZE) + row, of_bias)
 
 
 class ImageToTokens(torch.autograd.Function):
@@ -265,7 +306,7 @@ class ImageToTokens(torch.autograd.Function):
     image [B, N, C], the masks of an image being neighbours and as many for each; `placed`, image + position,
     for the backward pass; x is image + features' basis with features [M, R, N] and basis [R, C], or None for
     both. position [N, C]; keys and values [M, H, T, C];
-    biases [M, H, T]; gains and shifts of the norm [C]. N must be a multiple of TILE, C and H powers of two.
+    biases [M, H, T]; gains and shifts of the norm [C]. N must be a multiple of the tiles, C and H powers of two.
     """
 
     @staticmethod
@@ -283,10 +324,13 @@ class ImageToTokens(torch.autograd.Function):
         out, out_placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
         kept = image.new_empty(count, heads * size, tokens)
         if count:
-            image_to_tokens_forward[(count * (tokens // TILE),)](
+            places = FORWARD_PLACES
+            steps = places.steps_of(tokens)
+            image_to_tokens_forward[(count * (tokens // (places.tile * steps)),)](
                 image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out,
                 out_placed, before, kept, count // images, real, eps, _precision(image),
-                len(low[1]) if low else 0, heads, size, tokens, channels, TILE, num_warps=WARPS,
+                len(low[1]) if low else 0, heads, size, tokens, channels, places.tile, steps,
+                num_warps=places.warps, num_stages=places.stages,
             )  # fmt: skip
         ctx.save_for_backward(image, placed, keys, values, gains, before, kept, *low)
         ctx.real, ctx.eps = real, eps
@@ -298,14 +342,16 @@ class ImageToTokens(torch.autograd.Function):
         image, placed, keys, values, gains, before, kept, *low = ctx.saved_tensors
         (count, heads, size, channels), (images, tokens, _) = keys.shape, image.shape
         of_x, of_sum, of_logits = torch.empty_like(before), torch.empty_like(before), torch.empty_like(kept)
-        tiles = tokens // TILE
-        of_biases = torch.empty((count, tiles, heads * size), device=image.device)
-        of_norm = torch.empty((count * tiles, 2, channels), device=image.device)
+        places = BACKWARD_PLACES
+        steps = places.steps_of(tokens)
+        programs = tokens // (places.tile * steps)  # of a mask
+        of_biases = torch.empty((count, programs, heads * size), device=image.device)
+        of_norm = torch.empty((count * programs, 2, channels), device=image.device)
         if count:
-            image_to_tokens_backward[(count * tiles,)](
+            image_to_tokens_backward[(count * programs,)](
                 keys, values, gains, before, kept, *(x.contiguous() for x in gradients), of_x, of_sum,
                 of_logits, of_biases, of_norm, ctx.eps, _precision(image), heads, size, tokens, channels,
-                TILE, num_warps=WARPS,
+                places.tile, steps, num_warps=places.warps, num_stages=places.stages,
             )  # fmt: skip
         grouped = of_logits.view(images, -1, tokens)  # the rows of all masks of an image
         of_keys = torch.bmm(grouped, placed).view(count, -1, channels)

@@ -1,11 +1,13 @@
 """Cases of the attention of image tokens to tokens: `TRITON_INTERPRET=1 python -m tests.sam.attention_cases`."""
 
 import itertools
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam.transformer_triton import ImageToTokens
+from sa1b.sam import transformer_triton
+from sa1b.sam.transformer_triton import ImageToTokens, Places
 
 EPS = 1e-5
 # Relative to the largest number, of the results and of each gradient.
@@ -78,3 +80,6 @@ if __name__ == "__main__":
     # The interpreter multiplies the bits of bfloat16 as integers.
     formats = torch.float32, torch.float16
     print(f"{check_all('cpu', (2, 16, 64), (8, 32, 128), formats=formats)} kinds of attention")
+    several = {"FORWARD_PLACES": Places(16, 2, 4, 1), "BACKWARD_PLACES": Places(32, 4, 4, 2)}
+    with mock.patch.multiple(transformer_triton, **several):  # several tiles in a program
+        check_all("cpu", (2, 16, 64), formats=(torch.float32,))

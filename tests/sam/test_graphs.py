@@ -121,7 +121,7 @@ def test_numbers_of_masks_are_rounded_up_by_at_most_a_quarter():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [{}, {"pixel_features": 8}])
+@pytest.mark.parametrize("sizes", [{}, {"pixel_features": 8}, {"lora_rank": 3}])
 def test_on_a_gpu_replays_give_the_losses_and_gradients_of_other_batches_and_weights(sizes):
     recipe = Recipe(clicks=2, unprompted=1)
     plain, recorded = (one.cuda() for one in pair(recipe, **sizes))
