@@ -326,14 +326,19 @@ def is_url(text: str) -> bool:
 
 
 def plain_words(words: Iterable[str]) -> list[str]:
-    """The words of a command line, with URLs in them as `plain_root` returns them. UsageError: --out is
-    empty, as after an unset variable, or a path begins with a `~` that no shell has replaced.
+    """The words of a command line, with URLs in them as `plain_root` returns them. UsageError: --out or a
+    word that follows no flag is empty, as after an unset variable, or a path begins with a `~` that no shell
+    has replaced.
     """
     plain: list[str] = []
     for word in words:
         flag, mark, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if word == "--out=" or (not word and plain[-1:] == ["--out"]):
             raise UsageError("--out: is empty; name a folder, or a URL (is a variable of the shell not set?)")
+        if not word and not "".join(plain[-1:]).startswith("-"):
+            raise UsageError(
+                f"argument {len(plain) + 1}: is empty; give it a value (is a variable of the shell not set?)"
+            )
         if value == "~" or value.startswith("~/"):
             raise UsageError(
                 f"{word}: the shell replaces ~ at the start of an unquoted word only; write $HOME{value[1:]}"

@@ -108,6 +108,8 @@ def test_a_url_without_a_place_is_refused(given: str, words: str, capsys: pytest
     [
         (["reshard", "--out", ""], "--out: is empty"),
         (["--out="], "--out: is empty"),
+        (["photos", "", "--out", "x"], "argument 2: is empty"),
+        ([""], "argument 1: is empty"),
         (["--out=~/x"], r"write \$HOME/x"),
         (["--out", "~"], r"write \$HOME$"),
         (["~/downloads"], r"write \$HOME/downloads"),

@@ -210,6 +210,9 @@ def test_parts_together_write_what_one_process_writes(
     whole = work(photos, out="a/labels")
     parts = [work(photos, out="b/labels", part=ImageShare(index, 3)) for index in range(3)]
     assert sum(part.images for part in parts) == whole.images == 7
+    assert "Complete: this part of" in parts[1].table()
+    assert "Next: after all parts, " in parts[1].table()
+    assert f"Complete: {tmp_path / 'a/labels'}" in whole.table()
     assert whole.duplicates == 1
     one, other = tree(tmp_path / "a/labels"), tree(tmp_path / "b/labels")
     assert one.keys() == other.keys()
@@ -249,7 +252,7 @@ def test_what_cannot_be_annotated_is_listed(
     assert (reasons["gone.jpg"], reasons["pipe.jpg"]) == ("unreadable", "unreadable")
     assert all(reasons[name].startswith(reason) for name, (_, reason) in bad.items()), reasons
     assert summary.exit_code() == 3
-    assert "--quality 95 converts" in next(
+    assert "--quality 95 converts what Pillow reads" in next(
         one["message"] for one in summary.refused if "icon" in one["image"]
     )
     assert "  refused  11" in summary.table()
@@ -296,10 +299,12 @@ def test_ids_from_names_numbers_and_dataset_directories(
     assert stored == sa1b.open(tmp_path / "shards").by_id(7).jpeg
 
     (photos / "AAA.jpg").write_bytes(photo(30))  # moves the numbers of the others
-    moved = work(photos, out="numbers", image_ids="100")
-    assert {one["reason"] for one in moved.refused} == {"id_taken"}
-    assert "pass --image-ids content" in moved.refused[0]["message"]
-    assert len(moved.refused) == 6
+    before = tree(tmp_path / "numbers")
+    with pytest.raises(
+        UsageError, match=r"--image-ids 100: .*AAA.jpg: .*sa_100.jpg is another image with this id; annotate"
+    ):
+        work(photos, out="numbers", image_ids="100")
+    assert tree(tmp_path / "numbers") == before
 
     (photos / "sa_55.jpg").write_bytes(photo(31))
     (photos / "more" / "sa_55.jpg").write_bytes(photo(32))
@@ -573,6 +578,7 @@ def test_other_settings_and_other_folders_are_refused(
         ({"part": "-1/8"}, "--part -1/8: must"),
         ({"precision": "tf32", "device": "cpu"}, "--precision tf32: needs a GPU"),
         ({"device": "gpu"}, "--device gpu: must be cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "--device meta: must be cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, "--device cuda:99: this process sees"),
     ],
 )
@@ -594,8 +600,11 @@ def test_the_command_and_ranks_of_torchrun(weights: Path, photos: Path, tmp_path
         done = run([*command, tmp_path / "labels", "--json"], capture_output=True, text=True, env=environment)
         found.append(json.loads(done.stdout))
         assert done.returncode == found[-1]["exit_code"], done.stderr
-    assert [one["images"] for one in found] == [4, 3]
-    assert sorted(one["exit_code"] for one in found) == [0, 3]
+        done = run([*command, tmp_path / "p", "--part=1/2", "--json"], capture_output=True, env=environment)
+        found.append(json.loads(done.stdout))
+    assert [one["images"] for one in found[1::2]] == [2, 1]  # of the three images of the part
+    assert [one["images"] for one in found[::2]] == [4, 3]
+    assert sorted(one["exit_code"] for one in found[::2]) == [0, 3]
     done = run([*command, tmp_path / "labels"], capture_output=True, text=True)
     assert done.returncode == 3
     assert "  images   6 (6 already annotated)" in done.stdout

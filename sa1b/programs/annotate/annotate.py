@@ -108,6 +108,7 @@ class AnnotationSummary:
     root: str = ""  # the dataset directory, if all images are of one
     layer: str | None = None  # name of the layer to make
     info: LayerInfo | None = None  # of the layer, if it is complete
+    processes: int = 1  # that share the images
     images: int = 0
     annotated: int = 0  # images of this run
     complete: int = 0  # images that an earlier run had annotated
@@ -156,11 +157,12 @@ class AnnotationSummary:
             return "\n".join([*lines, "Nothing is annotated: all images are refused."])
         if self.layer is not None:
             return "\n".join([*lines, *self._of_layer()])
-        lines.append(f"Complete: {self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
+        part = "this part of " if self.processes > 1 else ""
+        lines.append(f"Complete: {part}{self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
         way = f"{command('reshard')} {self.out} --out shards"
         if self.root:
             way = f"{command('layer')} add {self.root} {self.out} --name annotated"
-        return "\n".join([*lines, f"Next: {way}"])
+        return "\n".join([*lines, f"Next: {'after all parts, ' if part else ''}{way}"])
 
     def _of_layer(self) -> list[str]:
         if self.info is None:
@@ -250,6 +252,7 @@ def annotate(
     numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
     root = paths[0] if len(paths) == 1 and inputs.images[0].image_id is not None else ""
     summary = AnnotationSummary(str(out), root, images=len(numbered_images), others=inputs.others)
+    summary.processes = part.count
     if layer is not None:
         summary.root, summary.layer = layer.dataset.root, layer.name
 
@@ -280,6 +283,8 @@ def annotate(
                 work.take(prepared)
             except BadSample as error:
                 printable = os.fsencode(prepared.name).decode(errors="replace")
+                if first is not None and error.reason == "id_taken":  # so are the numbers after it
+                    raise UsageError(f"--image-ids {image_ids}: {printable}: {error}") from None
                 refusal = {"image": printable, "reason": error.reason, "message": str(error)}
                 summary.refused.append(refusal)
                 if layer is not None:

@@ -194,7 +194,9 @@ def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadI
         if error.reason not in _CONVERTED:
             raise
         if quality is None:
-            raise BadSample(error.reason, f"{error}; --quality 95 converts such images to JPEG") from None
+            raise BadSample(
+                error.reason, f"{error}; --quality 95 converts what Pillow reads to JPEG"
+            ) from None
         data = _converted(source, max_pixels, quality)
         frame = jpeg.frame(data, max_pixels)
     jpeg.check_length(frame)
@@ -238,7 +240,7 @@ class AnnotationFolder:
     def other_ids(self) -> str:
         """The remedy for an image with the id of another one."""
         other = "annotate these images into another folder"
-        return other if self.image_ids == "content" else f"pass --image-ids content, or {other}"
+        return other if self.image_ids == "content" else f"{other}, or all with --image-ids content"
 
     def is_complete(self, image_id: int, jpeg: bytes) -> bool:
         """Whether this image is annotated; BadSample if another image has this id."""

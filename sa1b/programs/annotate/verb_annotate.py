@@ -103,14 +103,15 @@ def main(
         crop_max_box_iou: As --max-box-iou, between masks of different crops: those of smaller crops are kept.
         image_ids: Where image ids come from. content: a hash of the file, from 2**52 on, which depends
             neither on the name nor on other images. name: the number in sa_<id>.jpg. N: consecutive numbers
-            from N on, in the order of the images. Images of dataset directories keep their ids.
+            from N on, in the order of the images: those that are added later must be the last ones. Images of
+            dataset directories keep their ids.
         quality: Convert images in other formats to JPEGs of this quality, 1 to 100. By default they are
             refused.
         max_pixels: Largest accepted image in pixels, at most 268435456. `sa1b reshard` needs the same flag.
         device: cpu, cuda or cuda:N. By default the GPU of this rank if there is one.
         precision: Number format of the matrix products.
         part: Annotate only part I of N of the images, I from 0 to N - 1; the parts share --out.
-            Under torchrun, each rank takes its part.
+            Under torchrun, the ranks share the images, or those of the part.
         json_output: Print the summary as JSON, without progress.
     """
     check_here("--out", out)
@@ -155,7 +156,7 @@ def main(
     layer = None
     if shards is not None and name is not None:
         layer = open_target(shards, name, view=view, existing=existing, on=on, out=out)
-    share = _part(part)
+    share, rank, ranks = _part(part)
     where = _device(device)
     summary = annotate(
         images,
@@ -169,11 +170,10 @@ def main(
         precision=precision,
         part=share,
         weights=weights,
-        quiet=json_output or share.index > 0,
+        quiet=json_output or rank > 0,
     )
     present(summary, json_output)
-    if part is None:
-        _wait_for_ranks(share.count)
+    _wait_for_ranks(ranks)
     return summary.exit_code()
 
 
@@ -196,13 +196,15 @@ def _wait_for_ranks(count: int) -> None:
         return
 
 
-def _part(text: str | None) -> "ImageShare":
-    """The part of this process: of --part, or of its rank under torchrun."""
+def _part(text: str | None) -> "tuple[ImageShare, int, int]":
+    """The images of this process, its rank and the number of ranks: under torchrun, they share --part."""
     from sa1b.programs.annotate.annotate import ImageShare
     from sa1b.stream.plan import process_rank
 
     try:
-        return ImageShare(*(share_of("--part", text) or process_rank()))
+        index, count = share_of("--part", text) or (0, 1)
+        rank, ranks = process_rank()
+        return ImageShare(index + count * rank, count * ranks), rank, ranks
     except ValueError as error:
         raise UsageError(f"{error}") from None
 
@@ -215,8 +217,11 @@ def _device(name: str | None) -> "torch.device":
         return torch.device("cuda", index) if index < torch.cuda.device_count() else torch.device("cpu")
     try:
         device = torch.device(name)
+        is_supported = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise UsageError(f"--device {name}: must be cpu, cuda or cuda:N") from None
+        is_supported = False
+    if not is_supported:
+        raise UsageError(f"--device {name}: must be cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this process sees {torch.cuda.device_count()} GPUs; pass cpu")
     return device
