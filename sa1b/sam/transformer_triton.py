@@ -305,8 +305,8 @@ class ImageToTokens(torch.autograd.Function):
 
     image [B, N, C], the masks of an image being neighbours and as many for each; `placed`, image + position,
     for the backward pass; x is image + features' basis with features [M, R, N] and basis [R, C], or None for
-    both. position [N, C]; keys and values [M, H, T, C];
-    biases [M, H, T]; gains and shifts of the norm [C]. N must be a multiple of the tiles, C and H powers of two.
+    both. position [N, C]; keys and values [M, H, T, C]; biases [M, H, T]; gains and shifts of the norm [C]. N
+    must be a multiple of the tiles, C and H powers of two.
     """
 
     @staticmethod
