@@ -284,7 +284,7 @@ def annotate(
             except BadSample as error:
                 printable = os.fsencode(prepared.name).decode(errors="replace")
                 if first is not None and error.reason == "id_taken":  # so are the numbers after it
-                    raise UsageError(f"--image-ids {image_ids}: {printable}: {error}") from None
+                    raise UsageError(f"{printable}: {error}") from None
                 refusal = {"image": printable, "reason": error.reason, "message": str(error)}
                 summary.refused.append(refusal)
                 if layer is not None:
