@@ -217,7 +217,10 @@ class PendingChange:
 def check_layer_name(name: str, flag: str = "--name") -> None:
     """Refuse a name that cannot be that of a folder in layers/: UsageError with `flag`."""
     if not is_short_name(name):
-        raise UsageError(f"{flag} {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
+        raise UsageError(
+            f"{flag} {name!r}: must be at most 64 letters (a to z), digits, dots, dashes and underscores, "
+            "and begin with a letter or digit"
+        )
 
 
 def layer_names(store: Store) -> dict[str, bool]:

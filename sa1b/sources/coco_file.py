@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from sa1b.arguments import BadValue
 from sa1b.console import command
 from sa1b.errors import SourceError
 from sa1b.names import ID_END, parse_member_path
@@ -235,19 +236,24 @@ def read_document(path: Path) -> CocoDocument:
         why = f"{error}{_near(data, str(error))}"
         raise SourceError(
             f"{path}: not annotations in COCO's format ({why}); the file must be a JSON object with the "
-            "lists 'images' and 'annotations'. For extracted pairs of SA-1B, name their folder"
+            "lists 'images' and 'annotations', or, for a layer, a list of results. For extracted pairs of "
+            "SA-1B, name their folder"
         ) from None
 
 
 def read_results(path: Path) -> list[Any]:
     """The entries of a file of results in COCO's format. Raises the errors of `read_document`."""
     try:
-        results = json.loads(path.read_bytes())
+        results = json.loads(path.read_bytes(), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: not JSON ({error}); correct it or copy it again") from None
     if not isinstance(results, list):
         raise SourceError(f"{path}: not a list; pass results in COCO's format")
     return results
+
+
+def _refuse(constant: str) -> None:
+    raise BadValue(f"{constant} is not JSON: write null")
 
 
 def _check_keys(path: Path, data: mmap.mmap) -> None:

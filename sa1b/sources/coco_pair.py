@@ -218,4 +218,4 @@ def _origin(mask: _Mask, categories: dict[int | str, str]) -> dict[str, Any]:
 
 def _name(annotation: Any) -> str:
     annotation_id = annotation.get("id") if isinstance(annotation, dict) else annotation
-    return str(annotation_id)[:60]
+    return "without an id" if annotation_id is None else str(annotation_id)[:60]

@@ -95,6 +95,7 @@ def discover(
     skip: Collection[Path] = (),
     rename: Mapping[Path, str] | None = None,
     formats: Sequence[SourceFormat] = FORMATS,
+    numbered: bool = False,
 ) -> Discovered:
     """Find all sources in tars, files in COCO's format (x.json), and folders, searched at any depth.
 
@@ -109,6 +110,7 @@ def discover(
             they are in `paths`.
         rename: path of a tar or of a folder of pairs -> the name of the source instead of its usual one.
         formats: how sources of each kind are read, see `formats_with`.
+        numbered: the sources of the only path have numbers as names: no shard is named after them.
 
     Raises:
         SourceError: a path does not exist or holds no source, two sources have one name, extracted pairs and
@@ -122,7 +124,7 @@ def discover(
     for path in paths:
         if not path.exists():
             raise SourceError(f"{path}: no such file or folder; name tars, or folders that hold them")
-        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names, formats)
+        search = _Search(path, Ignore(path, tuple(ignore)), skipped, names, formats, numbered)
         for source in search.run():
             other = sources.setdefault(source_stem(source.name), source)
             if other.path.resolve() != source.path.resolve():
@@ -152,7 +154,9 @@ class _Search:
         skipped: set[tuple[int, int]],
         names: Mapping[str, str],
         formats: Sequence[SourceFormat],
+        numbered: bool,
     ) -> None:
+        self.numbered = numbered
         self.path, self.ignore, self.skipped, self.names, self.formats = path, ignore, skipped, names, formats
         self.folder = next(format for format in formats if isinstance(format, FolderFormat))
         self.tar = formats[-1]
@@ -252,6 +256,8 @@ class _Search:
 
     def _take(self, format: SourceFormat, path: Path) -> None:
         name = self.names.get(os.path.realpath(path), format.name_of(path))
+        if self.numbered:
+            name = str(len(self.sources))
         if not is_source_name(name):
             if path == self.path:
                 raise SourceError(f"{path}: {_UNFIT}")

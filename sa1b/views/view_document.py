@@ -90,7 +90,10 @@ class ViewDocument:
 def check_name(name: str, flag: str = "--name") -> None:
     """Refuse a name that is no plain word, or resembles a digest or a path: UsageError with `flag`."""
     if not is_short_name(name):
-        raise UsageError(f"{flag} {name!r}: must be at most 64 letters, digits, dots, dashes and underscores")
+        raise UsageError(
+            f"{flag} {name!r}: must be at most 64 letters (a to z), digits, dots, dashes and underscores, "
+            "and begin with a letter or digit"
+        )
     if name.endswith(".json"):
         raise UsageError(f"{flag} {name!r}: looks like a path; choose a name that does not end with .json")
     if re.fullmatch(f"[0-9a-f]{{{PREFIX},}}", name):

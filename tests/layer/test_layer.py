@@ -10,6 +10,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 import sa1b
+from sa1b.console import command
 from sa1b.shards.layer_writer import make_change
 from tests.cli.verb import called
 from tests.shards import tiny
@@ -128,10 +129,37 @@ def test_results_in_coco_format_are_added_by_image_id(root: Path, tmp_path: Path
     found = summary("add", root, path, "--name", "round2", code=3)
     assert found["refused"] == {"image_unlisted": 1, "mask_size": 1}
     printed = layer("add", root, path, "--name", "again").stdout
-    assert f"left out mask_size: 1 ({path}: image 2: annotation None: " in printed
+    assert f"left out mask_size: 1 ({path}: image 2: annotation without an id: " in printed
     annotations = sa1b.open(root, layers=["round2"]).by_id(2).annotations
     assert (annotations.runs([3]).runs.sum(), annotations.predicted_iou[3]) == (48 * 64, 0.75)
     assert annotations.area[3] == 40
+
+
+def test_folders_may_have_any_name_and_one_name(root: Path, tmp_path: Path) -> None:
+    for number, folder in ((4, ""), (2, "Day 1/labels"), (3, "Tag 2 \u00e9/labels")):
+        folder_of(tmp_path / "My labels" / folder, tiny.document(number, 7))
+    found = summary("add", root, tmp_path / "My labels", "--name", "round2")
+    assert (found["images"], found["not_taken"]) == (3, 0)
+
+
+def test_files_of_another_form_are_refused_with_the_forms_that_can_be_named(
+    root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/annotations.json").write_text("{}")
+    (tmp_path / "ids.txt").write_text("5\n")
+    (tmp_path / "lines.json").write_text('{"image_id": 2}\n')
+    (tmp_path / "nan.json").write_text('[{"image_id": 2, "score": NaN}]')
+    forms = "name sa_<id>.json files, folders or tars of them, or .json files or lists of results in COCO's"
+    for name, message in (
+        ("export", f"neither a tar nor a member of a pair)); {forms}"),
+        ("ids.txt", f"ids.txt: neither a .json file nor a tar; {forms}"),
+        ("lines.json", "the lists 'images' and 'annotations', or, for a layer, a list of results."),
+        ("nan.json", "nan.json: not JSON (NaN is not JSON: write null)"),
+    ):
+        done = layer("add", root, tmp_path / name, "--name", "a")
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 @pytest.mark.parametrize("existing", ["keep", "replace", "hide"])
@@ -251,13 +279,14 @@ def test_flags_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
         (("add", root, "--name", "a"), "--name a: no FILE"),
         (("add", root, tmp_path / "none", "--name", "a"), "no such file or folder"),
         (("add", root, tmp_path, "--name", "../a"), "must be at most 64 letters"),
+        (("add", root, tmp_path, "--name", ".a"), "and begin with a letter or digit"),
         (
             ("add", root, tmp_path / "a.parquet", "--name", "a"),
             "a.parquet: a Parquet file; write its masks in",
         ),
         (("add", root, tmp_path, "--name", "a", "--on", "b"), "no such layer"),
         (("drop", root), "drop: no NAME"),
-        (("drop", root, "a"), "has no layer of this name"),
+        (("drop", root, "a"), f"has no layer of this name; `{command('layer')} list {root}` prints"),
         (("list", root, "a"), "list takes no names"),
         (("list", root, "--name", "a"), "list: takes no flag but"),
     ):

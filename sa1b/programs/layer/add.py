@@ -26,15 +26,19 @@ from sa1b.shards.documents import LayerInfo
 from sa1b.shards.layer_writer import Existing, LayerWriter, make_change, provenance, writing
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions, read_results
 from sa1b.sources.coco_pair import CocoPair, coco_pair
-from sa1b.sources.discovery import discover
+from sa1b.sources.discovery import Discovered, discover
 from sa1b.sources.mirror import is_parquet
 from sa1b.sources.source import Source, SourceReader
+from sa1b.sources.tar_reader import holds_tar, is_tar_name
 from sa1b.sources.tar_stream import Damage
 from sa1b.storage.atomic import sha256_of
 from sa1b.storage.open import open_store
 
 ImageIds = Literal["keep", "name", "hash"]
 _IMAGES = ("*.jpg", "*.JPG", "*.jpeg", "*.JPEG")
+_FORMS = (
+    "name sa_<id>.json files, folders or tars of them, or .json files or lists of results in COCO's format"
+)
 
 
 @dataclass(slots=True)
@@ -90,7 +94,7 @@ class MaskFiles:
                 yield from self._results(path) if _is_list(path) else self._coco(path)
                 self._read(path, "coco", sha256_of(path))
             else:
-                discovered = discover([path], _IMAGES)
+                discovered = _discovered(path)
                 self.not_taken += len(discovered.not_taken)
                 for source in discovered.sources:
                     yield from self._pairs(source)
@@ -147,9 +151,7 @@ class MaskFiles:
     ) -> Annotations:
         size = image.entry.get("height"), image.entry.get("width")
         if (size[0] or height, size[1] or width) != (height, width):
-            raise BadSample(
-                "image_size", _sizes(f"{path}: image {image_id}", size[1], size[0], width, height)
-            )
+            raise BadSample("image_size", _sizes(path.name, size[1], size[0], width, height))
         provenance = {"format": "coco", "file": path.name, "image": image.entry}
         pair = coco_pair(
             image_id,
@@ -190,14 +192,25 @@ class MaskFiles:
 def _pair(image_id: int, text: bytes, height: int, width: int) -> Annotations:
     annotations = parse_annotation(text, image_id, MAX_STORED_PIXELS).annotations
     if (annotations.height, annotations.width) != (height, width):
-        what = f"annotation file of image {image_id}"
-        raise BadSample("image_size", _sizes(what, annotations.width, annotations.height, width, height))
+        size = annotations.width, annotations.height
+        raise BadSample("image_size", _sizes("its annotation file", *size, width, height))
     return annotations
 
 
 def _sizes(what: str, width: Any, height: Any, stored_width: int, stored_height: int) -> str:
     size = f"{str(width)[:20]} x {str(height)[:20]}"
     return f"{what}: masks of {size} pixels, the image has {stored_width} x {stored_height}"
+
+
+def _discovered(path: Path) -> Discovered:
+    """The tars and folders of annotation files in a path."""
+    if path.is_file() and not is_tar_name(path.name) and not holds_tar(path):
+        raise SourceError(f"{path}: neither a .json file nor a tar; {_FORMS}")
+    try:
+        return discover([path], _IMAGES, numbered=True)
+    except SourceError as error:  # its advice has the flags of `sa1b reshard`
+        why = str(error).partition("; ")[0].removeprefix(f"{path}: ")
+        raise SourceError(f"{path}: {why}; {_FORMS}") from None
 
 
 def _is_list(path: Path) -> bool:

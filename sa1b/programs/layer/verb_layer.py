@@ -122,7 +122,7 @@ class LayerList:
     layers: "list[LayerInfo]" = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)  # name -> message
-    # of layers that `sa1b annotate` has not completed: name -> annotated images, and the command that goes on
+    # of layers that `sa1b annotate` has not completed: name -> number of images, and the command that resumes
     annotated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class LayerList:
         lines += [f"unfinished {name}: its command was stopped; {again}" for name in self.unfinished]
         lines += [f"damaged {message}" for message in self.damaged.values()]
         lines += [
-            f"annotating {name}: {counted(record['images'], 'image')} so far; `{record['command']}` goes on, "
-            f"`{command('layer')} drop {self.root} {name}` removes them"
+            f"annotating {name}: {counted(record['images'], 'image')} so far; `{record['command']}` resumes "
+            f"it, `{command('layer')} drop {self.root} {name}` removes them"
             for name, record in self.annotated.items()
         ]
         return "\n".join(lines) or f"{self.root}: no layers"
