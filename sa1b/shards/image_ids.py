@@ -167,8 +167,16 @@ def _from_lines(path: Path) -> pa.ChunkedArray:
 
 def _from_csv(path: Path, delimiter: str, column: str | None) -> pa.ChunkedArray:
     options = arrow_csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
+    # Only the chosen column has to be UTF-8.
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
+        except csv.Error as error:
+            raise UsageError(
+                f"{path}: no line with names of columns ({error}); write the file again"
+            ) from None
+    if not names:
+        raise UsageError(f"{path}: contains no image id; write a column of them")
     chosen = _column(path, names, column)
     return _read_csv(
         path,

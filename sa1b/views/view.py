@@ -265,8 +265,16 @@ def write_view(
             counts=counts or {},
             layers=layers,
         )
-        store.put(f"{final.removesuffix('.json')}.ids", ids.tobytes())
-        store.put(f"{final.removesuffix('.json')}.rows", row_bytes)
+        stem = final.removesuffix(".json")
+        files = {f"{stem}.ids": ids.tobytes(), f"{stem}.rows": row_bytes}
+        for path, data in files.items() if out is not None and not others else ():
+            if store.exists(path) and store.read(path) != data:  # not left by this command, killed
+                raise UsageError(
+                    f"--out {out}: would replace {store.url(path)}, a file of no view; choose another --out, "
+                    "or move the file"
+                )
+        for path, data in files.items():
+            store.put(path, data)
         store.put(final, document.encode())
         for other in others:
             if name in other.names and other.digest != digest and target.file is None:

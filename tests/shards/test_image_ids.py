@@ -39,6 +39,12 @@ def test_text_in_every_form(tmp_path, name, text):
     assert ids.dtype == np.uint64
 
 
+def test_only_the_column_of_ids_has_to_be_utf_8(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"image_id,titre\n7,\xe9t\xe9\n")
+    assert read_image_ids(path).tolist() == [7]
+
+
 @pytest.mark.parametrize(
     "column",
     [pa.array(IDS, pa.int64()), pa.array(IDS, pa.uint64()), pa.array([f"sa_{i}.jpg" for i in IDS]), pa.array([str(i) for i in IDS], pa.large_string())],
@@ -109,6 +115,9 @@ def test_a_column_by_its_name(tmp_path):
         ("a.txt", b"\n", "contains no image id"),
         ("a.txt", b"", "contains no image id"),
         ("a.csv", b"id\n", "contains no image id"),
+        ("a.csv", b"", "contains no image id"),
+        ("a.csv", b"id," + b"x" * 200_000 + b"\n5,1\n", "no line with names of columns"),
+        ("a.csv", b"id,x\n\xe9,1\n", "cannot be parsed"),
         ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
         ("a.txt", b"7\n\xff\n", "cannot be parsed"),
         ("a.csv", b"id,x\n5\n", "a.csv: "),

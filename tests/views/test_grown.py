@@ -229,3 +229,17 @@ def test_a_file_without_a_view_is_never_replaced(root, tmp_path, text):
     ):
         select(root, Selection(subset="50%"), out=tmp_path / "mine.json", overwrite=True, quiet=True)
     assert (tmp_path / "mine.json").read_text() == text
+
+
+@pytest.mark.parametrize("ending", ["ids", "rows"])
+def test_a_list_of_a_user_beside_a_new_view_is_never_replaced(root, tmp_path, ending):
+    other, view = tmp_path / f"mine.{ending}", tmp_path / "mine.json"
+    other.write_text("5\n")
+    with pytest.raises(UsageError, match=rf"would replace .*mine\.{ending}, a file of no view"):
+        select(root, Selection(subset="50%"), out=view, overwrite=True, quiet=True)
+    assert other.read_text() == "5\n"
+    other.unlink()
+    select(root, Selection(subset="50%"), out=view, quiet=True)
+    view.unlink()  # as if the command had been killed before the document
+    select(root, Selection(subset="50%"), out=view, quiet=True)
+    assert view.exists()
