@@ -66,11 +66,14 @@ def read_mix(
     """
     flag = f"{flag} {config.mix}"
     try:
-        mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
+        text = Path(str(config.mix)).read_bytes()
+        mixture = msgspec.yaml.decode(text, type=_File)
     except OSError as error:
         raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
     except msgspec.DecodeError as error:
-        raise UsageError(f"{flag}: {error}; see docs/mixing.md for its form") from None
+        raise UsageError(f"{flag}: {' '.join(str(error).split())}; see docs/mixing.md for its form") from None
+    if (key := _repeated_key(text)) is not None:
+        raise UsageError(f"{flag}: has {key!r} twice in one place; give each another name")
     if not mixture.sources:
         raise UsageError(f"{flag}: has no sources; see docs/mixing.md for its form")
     if config.root or config.view or config.layers:
@@ -96,6 +99,26 @@ def read_mix(
 def roots_of(config: DataConfig) -> list[str]:
     """The dataset directories of the settings: the root, or those of the sources of a mixture."""
     return [config.root] if config.mix is None else [source.data.root for source in read_mix(config)[0]]
+
+
+def _repeated_key(text: bytes) -> str | None:
+    """A key that a mapping of the file has twice: the parser keeps the last one only."""
+    import yaml
+
+    waiting, known = [yaml.compose(text, yaml.SafeLoader)], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in known:  # an alias
+            continue
+        known.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            if repeated := [key for key in keys if keys.count(key) > 1]:
+                return str(repeated[0])
+            waiting += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+    return None
 
 
 def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.arguments import whole_number
+from sa1b.arguments import BadValue, whole_number
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.decode import Decoder
@@ -87,6 +87,14 @@ class BatchStream(IterableDataset[Batch]):
     @position.setter
     def position(self, position: int) -> None:
         self.iterations.position = checked_position(position)
+
+    def _position_after(self, batch: Batch | None) -> int:
+        """Position after a batch; None: that at which the next iteration begins. ValueError: no batch."""
+        if batch is None:
+            return self.position
+        if not isinstance(position := getattr(batch, "position", None), int):
+            raise BadValue(f"batch={batch!r} must be a batch of this stream")
+        return position
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.

@@ -61,7 +61,9 @@ class MultiCrop:
     groups: tuple[CropGroup, ...] = (CropGroup(2, 224, (0.32, 1.0)), CropGroup(6, 96, (0.05, 0.32)))
 
     def __post_init__(self) -> None:
-        if not self.groups or not all(isinstance(group, CropGroup) for group in self.groups):
+        groups = self.groups
+        is_tuple = isinstance(groups, tuple) and len(groups) > 0
+        if not is_tuple or not all(isinstance(group, CropGroup) for group in groups):
             raise BadValue(f"groups={self.groups!r} must be a tuple of CropGroup, at least one")
 
     @property

@@ -263,7 +263,7 @@ class Stream(BatchStream):
         condition = self.view.masks_where
         layers = [[layer.info.name, layer.info.digest] for layer in self.dataset.layers]
         return ({"layers": layers} if layers else {}) | {
-            "position": self.position if batch is None else batch.position,
+            "position": self._position_after(batch),
             "seed": self.seed,
             "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,

@@ -91,9 +91,14 @@ class Mix(BatchStream):
 
     def _phases(self, weights: Weights, schedule: Mapping[Any, Weights]) -> tuple[Phase, ...]:
         """The weights from position 0 on, and those of the schedule."""
+        if not isinstance(schedule, Mapping):
+            raise BadValue(
+                f"schedule={schedule!r} must be a mapping of positions to weights: "
+                "{8: {'sa1b': 1, 'mine': 1}}"
+            )
         phases = [Phase(0, whole_weights(list(weights.values())))]
         for start in sorted(whole_number("schedule", position, 1, MAX_POSITION) for position in schedule):
-            if schedule[start].keys() != self.streams.keys():
+            if not isinstance(schedule[start], Mapping) or schedule[start].keys() != self.streams.keys():
                 raise BadValue(
                     f"schedule[{start}] must have a weight for each of {', '.join(self.streams)}; 0 leaves a "
                     "source out"
@@ -130,7 +135,7 @@ class Mix(BatchStream):
         """
         order = self.plan.order
         assert isinstance(order, Mixture | Concatenated)
-        return dict(zip(self.streams, order.seen(position), strict=True))
+        return dict(zip(self.streams, order.seen(whole_number("position", position)), strict=True))
 
     def use_decoder(self, name: str) -> None:
         for stream in self.streams.values():
@@ -152,7 +157,7 @@ class Mix(BatchStream):
             sources[name] = {key: value for key, value in stream.state_dict().items() if key != "position"}
         phases = order.phases if isinstance(order, Mixture) else ()
         return {
-            "position": self.position if batch is None else batch.position,
+            "position": self._position_after(batch),
             "phases": [[phase.start, dict(zip(sources, phase.weights, strict=True))] for phase in phases],
             "sources": sources,
         }

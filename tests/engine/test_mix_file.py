@@ -61,7 +61,9 @@ def test_a_source_has_the_settings_of_the_flags_and_its_own(tmp_path: Path) -> N
             "sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {a: 1}, from_step: 0}]",
             "position 0 must be above 0",
         ),
-        ("sources: {a: {root: x, weight: 1}", "see docs/mixing.md"),
+        ("sources: {a: {root: x, weight: 1}", "column 1; see docs/mixing.md"),
+        ("sources:\n  a: {root: x, weight: 1}\n  a: {root: y, weight: 1}", "has 'a' twice in one place"),
+        ("sources: {a: &x {root: x, weight: 1, weight: 2}, b: *x}", "has 'weight' twice in one place"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
@@ -69,6 +71,7 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, messa
         read_mix(settings(tmp_path, text))
     assert str(refused.value).startswith(f"--data.mix {tmp_path / 'mix.yaml'}: ")
     assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_missing_file_and_flags_of_one_dataset_are_refused(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_what_crops_cannot_be_used_with_is_named(root: Path) -> None:
         stream(root, masks=4)
     with pytest.raises(TransformError, match=f"image_size=64 must be {CROPS.image_size}, the image_size of"):
         next(iter(stream(root, image_size=64)))
-    strange: Any = ((), ((2, 24),))
+    strange: Any = ((), ((2, 24),), [CropGroup(2, 24)], CropGroup(2, 24))
     for groups in strange:
         with pytest.raises(BadValue, match="must be a tuple of CropGroup"):
             MultiCrop(groups)
