@@ -40,20 +40,29 @@ def bytes_read(process: int) -> dict[int, int]:
 
 def memory(process: int) -> int:
     """Bytes of the tree, shared pages counted once (PSS)."""
-    total = 0
-    for each in below(process):
-        for line in (_text(Path(f"/proc/{each}/smaps_rollup")) or "").splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+    return sum(_rollup(each).get("Pss", 0) for each in below(process))
+
+
+def alone(process: int) -> int:
+    """Bytes that no other process shares."""
+    fields = _rollup(process)
+    return fields.get("Private_Clean", 0) + fields.get("Private_Dirty", 0)
+
+
+def _rollup(process: int) -> dict[str, int]:
+    lines = (_text(Path(f"/proc/{process}/smaps_rollup")) or "").splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
 class Watch:
-    """The highest memory of a tree while the context is open: `peak`, bytes."""
+    """The highest memory of a tree while the context is open, in bytes: `peak`, and at that moment `alone`,
+    the memory of each process that no other one shares.
+    """
 
     def __init__(self, process: int) -> None:
         self.process = process
         self.peak = 0
+        self.alone: dict[int, int] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -67,7 +76,8 @@ class Watch:
 
     def _look(self) -> None:
         while True:
-            self.peak = max(self.peak, memory(self.process))
+            if (now := memory(self.process)) > self.peak:
+                self.peak, self.alone = now, {each: alone(each) for each in below(self.process)}
             if self._over.wait(PERIOD):
                 return
 

@@ -1,7 +1,8 @@
-"""What worker processes of a DataLoader cost beside threads: processor time an image, of all processes.
+"""What worker processes of a DataLoader cost beside threads: processor time an image, and memory.
 
-`pytest benchmarks/test_data_loader.py -s` prints a table, on Linux. Both have two workers and make dense
-masks; they take turns, so that other work on the machine affects both alike.
+`pytest benchmarks/test_data_loader.py -s` prints two tables, on Linux. Both have two workers. For the time,
+both make dense masks and take turns, so that other work on the machine affects both alike. For the memory,
+each runs in a process of its own, after the others; other programs that use the same torch make it smaller.
 """
 
 import os
@@ -17,6 +18,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
+from benchmarks import process_tree
+from benchmarks.peers.contenders import CONTENDERS
+from benchmarks.peers.measured import Running
+from benchmarks.peers.task import Place, Task
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.synthetic.source_tars import write_tars
@@ -68,3 +73,18 @@ def test_worker_processes_cost_little_more_than_threads(root: Path) -> None:
     print(f"\n{'two workers':12}{'ms an image':>12}{'rounds':>40}")
     for kind, times in found.items():
         print(f"{kind:12}{statistics.median(times):12.2f}  {' '.join(f'{one:.2f}' for one in times):>38}")
+
+
+def test_memory_of_worker_processes(root: Path) -> None:
+    print(f"\n{'two workers':12}{'masks':>8}{'MB':>8}  not shared, of each process")
+    for size in (1024, 256, None):
+        for kind, name in (("threads", "sa1b.Loader"), ("processes", "sa1b.Stream in DataLoader")):
+            running = Running(CONTENDERS[name], Place(root, root.parent), Task(size), workers=2)
+            try:
+                running.first()
+                with process_tree.Watch(running.process.pid) as watch:
+                    running.ask("pass")
+            finally:
+                running.stop()
+            alone = ", ".join(f"{one / 1e6:.0f}" for one in watch.alone.values())
+            print(f"{kind:12}{size or 'runs':>8}{watch.peak / 1e6:8.0f}  {alone}")

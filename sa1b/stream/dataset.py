@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
+from sa1b.hashing import random_words
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
 from sa1b.stream.batch import Batch
@@ -224,6 +225,9 @@ class Stream(BatchStream):
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
+        # Loads a compiled loop, and numba's compiler with it: the workers that a DataLoader forks then share
+        # this memory, 70 MB for each of them.
+        random_words(seed, np.zeros(1, np.int64))
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[Any, ...]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.

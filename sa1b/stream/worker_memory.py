@@ -41,8 +41,9 @@ _workers: dict[int, "_WorkerMemory"] = {}  # by process id, because a fork inher
 
 class _Buffer:
     def __init__(self, size: int) -> None:
-        memory: Any = torch.zeros(_HEAD + size, dtype=torch.uint8)
-        self.memory: Tensor = memory.share_memory_()
+        # A tensor that is moved to shared memory leaves its first memory to the worker, unused.
+        storage: Any = torch.UntypedStorage
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage._new_shared(_HEAD + size))
         self.array: npt.NDArray[np.uint8] = self.memory.numpy()
         self.sent = 0  # number of tensors since `take`
         self.is_lent = False  # a tensor of this process refers to it

@@ -68,3 +68,4 @@ def test_a_watch_keeps_the_highest_memory() -> None:
         process.wait()
         assert process_tree.memory(process.pid) == 0
     assert watch.peak > 60_000_000
+    assert 60_000_000 < sum(watch.alone.values()) <= watch.peak

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import sa1b
+from sa1b import hashing
+from sa1b.kernel import kernel, plain
 from sa1b.shards.manifest import table_name
 from sa1b.storage.errors import MissingError
 from sa1b.stream.order import Order
@@ -119,6 +121,17 @@ def test_what_a_worker_gets_does_not_grow_with_the_dataset(root: Path, tmp_path:
     for column in (large.dataset.table.image_id, large.dataset.table.offset):
         assert not column.flags.owndata
         assert isinstance(column.base, mmap.mmap) or isinstance(column.base.obj, mmap.mmap)
+
+
+def test_compiled_code_is_loaded_before_worker_processes_are_forked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they share its memory and do not load it themselves."""
+    loop: Any = kernel(plain(hashing._mix_one))
+    monkeypatch.setattr(hashing, "_mix_one", loop)
+    assert not loop.signatures
+    stream_of(root)
+    assert loop.signatures
 
 
 # Other bytes of the same images

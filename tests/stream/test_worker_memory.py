@@ -108,7 +108,7 @@ def test_without_shared_memory_batches_have_ordinary_memory(
     def full(*_: object) -> None:
         raise RuntimeError("unable to allocate shared memory")
 
-    monkeypatch.setattr(Tensor, "share_memory_", full)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
     assert sent(taken()) is None
 
 
