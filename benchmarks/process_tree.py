@@ -40,18 +40,16 @@ def bytes_read(process: int) -> dict[int, int]:
 
 def memory(process: int) -> int:
     """Bytes of the tree, shared pages counted once (PSS)."""
-    return sum(_rollup(each).get("Pss", 0) for each in below(process))
+    return sum(fields.get("Pss", 0) for fields in _rollups(process).values())
 
 
-def alone(process: int) -> int:
-    """Bytes that no other process shares."""
-    fields = _rollup(process)
-    return fields.get("Private_Clean", 0) + fields.get("Private_Dirty", 0)
-
-
-def _rollup(process: int) -> dict[str, int]:
-    lines = (_text(Path(f"/proc/{process}/smaps_rollup")) or "").splitlines()[1:]
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+def _rollups(process: int) -> dict[int, dict[str, int]]:
+    """Kinds of memory of each process of the tree, in bytes."""
+    found = {}
+    for each in below(process):
+        lines = (_text(Path(f"/proc/{each}/smaps_rollup")) or "").splitlines()[1:]
+        found[each] = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return found
 
 
 class Watch:
@@ -76,8 +74,14 @@ class Watch:
 
     def _look(self) -> None:
         while True:
-            if (now := memory(self.process)) > self.peak:
-                self.peak, self.alone = now, {each: alone(each) for each in below(self.process)}
+            found = _rollups(self.process)
+            peak = sum(fields.get("Pss", 0) for fields in found.values())
+            if peak > self.peak:
+                self.peak = peak
+                self.alone = {
+                    each: fields.get("Private_Clean", 0) + fields.get("Private_Dirty", 0)
+                    for each, fields in found.items()
+                }
             if self._over.wait(PERIOD):
                 return
 
