@@ -390,6 +390,23 @@ def test_the_images_of_a_dataset_directory_get_a_layer_with_the_masks_of_the_mod
     )
 
 
+def test_masks_for_smaller_images_of_a_directory_have_the_size_of_the_source(
+    work: Callable[..., AnnotationSummary], shards: Path, tmp_path: Path
+) -> None:
+    words = ["reshard", tmp_path / "sa_000020.tar", "--image-size", "32", "--out", tmp_path / "small"]
+    done = run([sys.executable, "-m", "sa1b", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary = layer_of(work, tmp_path / "small", "round2", existing="hide")
+    assert summary.masks > 5
+    assert "masks added, 0 replaced, " in summary.table()
+    layered, whole = sa1b.open(tmp_path / "small", layers=["round2"]), sa1b.open(shards)
+    for sample, source in zip(layered, whole, strict=True):
+        assert sample.image.shape != source.image.shape
+        assert sample.masks().shape[1:] == source.image.shape[:2]
+    assert "Next: " in (pairs := work(tmp_path / "small")).table()
+    assert " layer add " not in pairs.table()
+
+
 def test_the_last_of_several_processes_writes_the_layer_that_one_process_writes(
     work: Callable[..., AnnotationSummary], shards: Path, tmp_path: Path
 ) -> None:

@@ -170,9 +170,9 @@ class AnnotationSummary:
                 f"Not complete: other processes annotate further images; the last one writes {self.layer}"
             ]
         info, root = self.info, self.root
-        changes = f"{info.added:,} masks added, {info.hidden:,} hidden in {counted(info.images, 'image')}"
+        changes = f"{info.added:,} masks added, {info.replaced:,} replaced, {info.hidden:,} hidden"
         return [
-            f"Complete: layer {info.name} ({info.digest[:12]}): {changes}",
+            f"Complete: layer {info.name} ({info.digest[:12]}): {changes} in {counted(info.images, 'image')}",
             f"Next: {command('train')} --data.root {root} --data.layers {info.name}",
         ]
 
@@ -250,7 +250,8 @@ def annotate(
         settings["command"] = layer.command(weights=weights, **flags)
     folder = open_folder(out, settings, len(inputs.images), with_images=layer is None)
     numbered_images = list(enumerate(inputs.images))[part.index :: part.count]
-    root = paths[0] if len(paths) == 1 and inputs.images[0].image_id is not None else ""
+    some = inputs.images[0]
+    root = paths[0] if len(paths) == 1 and some.image_id is not None and some.source_size is None else ""
     summary = AnnotationSummary(str(out), root, images=len(numbered_images), others=inputs.others)
     summary.processes = part.count
     if layer is not None:
@@ -266,8 +267,9 @@ def annotate(
             if folder.is_complete(image_id, read.jpeg):
                 return _Prepared(image.name, image_id=image_id)
             digest = hashlib.sha256(read.jpeg).digest()
+            size = None if layer is None or image.source_size is None else image.source_size()
             return _Prepared(
-                image.name, image_id=image_id, jpeg=read.jpeg, digest=digest, pixels=read.pixels()
+                image.name, image_id=image_id, jpeg=read.jpeg, digest=digest, pixels=read.pixels(size)
             )
         except BadSample as error:
             return _Prepared(image.name, error, image.image_id or 0)

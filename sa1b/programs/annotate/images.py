@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
@@ -67,6 +68,8 @@ class InputImage:
     name: str  # path, or the dataset directory and `sa_<id>`
     read: Callable[[], bytes]  # the bytes of its file
     image_id: int | None = None  # only of an image of a dataset directory
+    # height and width of the source and of its masks, only of a stored image that is smaller
+    source_size: Callable[[], tuple[int, int]] | None = None
 
 
 @dataclass(slots=True)
@@ -115,8 +118,14 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
 def stored_images(dataset: Dataset, rows: Iterable[int]) -> list[InputImage]:
     """The images of some rows of a dataset directory."""
     numbered = ((int(row), int(dataset.table.image_id[row])) for row in rows)
+    is_smaller = dataset.manifest["options"]["image_size"] is not None
     return [
-        InputImage(f"{dataset.root}: {image_name(image_id)}", partial(_read_stored, dataset, row), image_id)
+        InputImage(
+            f"{dataset.root}: {image_name(image_id)}",
+            partial(_read_stored, dataset, row),
+            image_id,
+            partial(_source_size, dataset, row) if is_smaller else None,
+        )
         for row, image_id in numbered
     ]
 
@@ -124,6 +133,14 @@ def stored_images(dataset: Dataset, rows: Iterable[int]) -> list[InputImage]:
 def _read_stored(dataset: Dataset, row: int) -> bytes:
     try:
         return dataset[row].jpeg
+    except ShardError as error:
+        raise BadSample("damaged", str(error)) from None
+
+
+def _source_size(dataset: Dataset, row: int) -> tuple[int, int]:
+    try:
+        (stored,) = dataset.masks([row])
+        return stored.height, stored.width
     except ShardError as error:
         raise BadSample("damaged", str(error)) from None
 
@@ -170,9 +187,10 @@ class ReadImage:
     height: int
     width: int
 
-    def pixels(self) -> npt.NDArray[np.uint8]:
-        """RGB, uint8 [height, width, 3]; BadSample if the JPEG does not decode."""
-        return jpeg.decode(self.jpeg)
+    def pixels(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
+        """RGB, uint8 [height, width, 3], resized to a size; BadSample if the JPEG does not decode."""
+        image = jpeg.decode(self.jpeg)
+        return image if size is None else np.asarray(cv2.resize(image, size[::-1]), np.uint8)
 
 
 def read_image(image: InputImage, max_pixels: int, quality: int | None) -> ReadImage:
