@@ -201,6 +201,11 @@ def test_what_cannot_be_answered_is_refused(
     assert not (root / "views").exists()
 
 
+def test_a_parquet_file_that_cannot_be_written_is_named(query: Query) -> None:
+    with pytest.raises(OSError, match=r"No such file or directory: '/proc/x.parquet'$"):
+        query("SELECT 1", parquet=Path("/proc/x.parquet"))
+
+
 def test_a_url_is_read_by_ranges_and_damage_names_the_index(root: Path, query: Query, tmp_path: Path) -> None:
     url = "http://127.0.0.1:{}/data/root"
     with Service("range_server", root.parents[1]) as service:

@@ -127,14 +127,16 @@ def main(
 def _write_parquet(query: "Query", path: Path) -> int:
     import pyarrow.parquet as pq
 
-    from sa1b.storage.atomic import commit, flush, temporary_path
+    from sa1b.storage.atomic import commit, flush, naming_final, temporary_path
 
     temporary = temporary_path(path)
     rows = 0
     try:
         batches = query.batches()
         first = next(batches)  # the statement may fail, so the file is opened later
-        with pq.ParquetWriter(temporary.absolute(), first.schema, compression="zstd") as writer:
+        with naming_final(path):
+            file = temporary.open("wb")
+        with file, pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
             for batch in batches:
                 writer.write_batch(batch)
                 rows += batch.num_rows
