@@ -7,7 +7,7 @@ heads keep their length, and the gradients of the positions are scattered sums. 
 pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -131,8 +131,8 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
         return changed, changed + position
 
     def fused(image: SharedImage | OwnImage) -> tuple[Tensor, Tensor]:
-        found = attention.fused(image, *rows, norm, position)
-        if found is None:
+        found = attention.fused(image, *rows, norm, position, last=False)
+        if found is None or found.placed is None:
             raise Skipped("the kernel runs on a GPU only")
         return found.tokens, found.placed
 
@@ -147,7 +147,7 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
 
             def forward(_: Tensor, form: Any = form, kind: str = kind) -> tuple[Tensor, Tensor]:
                 image = SharedImage(x, x + position, counts, features, basis)
-                return form(image if kind == "shared" else OwnImage(own, own + position))
+                return form(image if kind == "shared" else OwnImage(own, own + position, position))
 
             def backward(_: Tensor, forward: Any = forward, kind: str = kind) -> list[Tensor]:
                 given = [x, features, basis] if kind == "shared" else [own]
@@ -174,6 +174,40 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
                 del found
                 for part, call in (("forward", forward), ("forward and backward", backward)):
                     record.figure(f"{label}: {part}", timing.each(call, [own], setting.pick(3, 1)), "ms")
+
+    for rows in (16, 32):
+        queries = made(count, rows, width).mul(0.05).requires_grad_()
+        _reading(setting, record, queries, own, position, (made(count, rows, width), gradients[0]))
+
+
+def _reading(
+    setting: Setting,
+    record: Record,
+    queries: Tensor,
+    x: Tensor,
+    position: Tensor,
+    gradients: Sequence[Tensor],
+) -> None:
+    """The attention of the last tokens to the image tokens of a mask: by torch, and in one kernel."""
+    expected: list[Tensor] = []
+    for name in ("torch", "kernel")[: 2 if setting.on_gpu else 1]:
+
+        def forward(_: Tensor, name: str = name) -> tuple[Tensor, Tensor]:
+            read, same = OwnImage(x, x + position if name == "torch" else None, position).read(queries)
+            return read, same.tokens
+
+        def backward(_: Tensor, forward: Any = forward) -> list[Tensor]:
+            found = forward(_)
+            return [found[0], *torch.autograd.grad(found, (x, queries), gradients)]
+
+        label = f"reading of {queries.shape[1]} rows, {name}"
+        with record.attempt(label):
+            found = backward(x)
+            expected = expected or found
+            worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+            record.figure(f"{label}: largest relative difference", worst)
+            for part, call in (("forward", forward), ("forward and backward", backward)):
+                record.figure(f"{label}: {part}", timing.each(call, [x], setting.pick(3, 1)), "ms")
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

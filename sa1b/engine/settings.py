@@ -134,6 +134,8 @@ class ParallelConfig:
             exceed --data.deadline: while the storage of one rank is down, that rank retries and the others
             wait for it.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
+        cudnn_attention: On a GPU, let torch choose the attention of cuDNN, which it prefers. Without it,
+            torch chooses flash attention or its own.
         network: Network between the machines; --dry-run prints the variables of NCCL and gloo that are set,
             and why. Variables that are set already are kept. auto: infiniband if a port is active, else
             ethernet.
@@ -158,6 +160,7 @@ class ParallelConfig:
     timeout_first: Annotated[float, _SECONDS] = 1800.0
     timeout: Annotated[float, _SECONDS] = 600.0
     sync_batchnorm: bool = False
+    cudnn_attention: bool = True
     network: Network = "auto"
 
     def check(self, world_size: int) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +35,23 @@ Product = Callable[[Tensor, Tensor], Tensor]
 # Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
 # forward and backward of 512 masks with 16 tokens; this one takes 0.17 ms, flash attention 0.37.
 TOKEN_BACK_ENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+HALF = torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnImage:
-    """Image tokens that differ for every mask, float [M, N, C]; `placed` are tokens plus positions."""
+    """Image tokens that differ for every mask, float [M, N, C]."""
 
     tokens: Tensor
-    placed: Tensor
+    placed: Tensor | None  # the tokens plus their positions; None: computed where they are needed
+    position: Tensor  # [N, C]
 
     def logits(self, rows: Tensor) -> Tensor:
         """The products of rows [M, R, C] and placed tokens: [M, R, N]."""
-        return product_with_transposed(rows, self.placed)
+        x = self.tokens
+        return product_with_transposed(
+            rows, x + self.position.to(x.dtype) if self.placed is None else self.placed
+        )
 
     def weighted(self, weights: Tensor) -> Tensor:
         """The tokens summed with weights [M, R, N]: [M, R, C]."""
@@ -55,6 +60,17 @@ class OwnImage:
     def plus(self, weights: Tensor, values: Tensor) -> Tensor:
         """The tokens plus the sum over R of weights [M, R, N] times values [M, R, C]: [M, N, C]."""
         return added(product_of_transposed(weights, values), self.tokens)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, "OwnImage"]:
+        """The tokens, summed with the softmax of the logits of rows [M, R, C]: [M, R, C]. The image for later
+        uses: its gradient is added to that of this one in one kernel.
+        """
+        x, kernels = self.tokens, kernels_of("tokens_to_image", self.tokens)
+        fits = kernels is not None and kernels.fits(*x.shape[1:], rows.shape[1])
+        if kernels is None or not fits or self.placed is not None or not x.dtype == rows.dtype in HALF:
+            return self.weighted(softmax(self.logits(rows), dim=-1)), self
+        read, tokens = kernels.ReadImage.apply(rows, x, self.position)
+        return read, OwnImage(tokens, None, self.position)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +108,9 @@ class SharedImage:
         parts = torch.split(product_of_transposed(weights, values), list(self.counts))
         return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
 
+    def read(self, rows: Tensor) -> tuple[Tensor, "SharedImage"]:
+        return self.weighted(softmax(self.logits(rows), dim=-1)), self
+
     def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
         """Rows [M, R, K] times the matrix of their image: [M, R, L]."""
         if min(self.counts) == max(self.counts):
@@ -100,6 +119,9 @@ class SharedImage:
         parts = torch.split(rows, list(self.counts))
         matrices = [matrix.expand(len(part), -1, -1) for part, matrix in zip(parts, image, strict=True)]
         return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+
+
+Image = TypeVar("Image", SharedImage, OwnImage)
 
 
 def added(product: Tensor, tokens: Tensor) -> Tensor:
@@ -184,9 +206,10 @@ class TwoWayTransformer(nn.Module):
         """
         queries, attended_image = tokens, image
         for index, layer in enumerate(self.layers):
-            queries, attended_image = layer(queries, attended_image, tokens, image_position, first=index == 0)
+            ends = {"first": index == 0, "last": index == len(self.layers) - 1}
+            queries, attended_image = layer(queries, attended_image, tokens, image_position, **ends)
         queries, tokens = (torch.stack([x[:, i] for i in outputs], dim=1) for x in (queries, tokens))
-        attended = self.final_attn_token_to_image(queries + tokens, attended_image)
+        attended, attended_image = self.final_attn_token_to_image(queries + tokens, attended_image)
         return self.norm_final_attn(queries + attended), attended_image.tokens
 
 
@@ -212,6 +235,7 @@ class TwoWayLayer(nn.Module):
         image_position: Tensor,
         *,
         first: bool,
+        last: bool,
     ) -> tuple[Tensor, OwnImage]:
         """See `TwoWayTransformer.forward`. The self-attention of the first layer has no residual."""
         if first:
@@ -221,16 +245,17 @@ class TwoWayLayer(nn.Module):
             queries = queries + self.self_attn(placed, placed, queries)
         queries = self.norm1(queries)
 
-        queries = self.norm2(queries + self.cross_attn_token_to_image(queries + tokens, image))
+        attended, image = self.cross_attn_token_to_image(queries + tokens, image)
+        queries = self.norm2(queries + attended)
         queries = self.norm3(queries + self.mlp(queries))
 
         attention = self.cross_attn_image_to_token
         rows = attention.projected(queries + tokens, queries)
-        if (fused := attention.fused(image, *rows, self.norm4, image_position)) is not None:
+        if (fused := attention.fused(image, *rows, self.norm4, image_position, last=last)) is not None:
             return queries, fused
         changed = attention.spread(image, *rows)
         changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
-        return queries, OwnImage(changed, changed + image_position)
+        return queries, OwnImage(changed, changed + image_position, image_position)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -276,19 +301,18 @@ class TokenAttention(ProjectedAttention):
 class TokenToImage(ProjectedAttention):
     """Attention of T tokens to N image tokens, with the image's projections applied to the tokens."""
 
-    def forward(self, queries: Tensor, image: SharedImage | OwnImage) -> Tensor:
-        """Queries [M, T, C] -> [M, T, C]."""
+    def forward(self, queries: Tensor, image: Image) -> tuple[Tensor, Image]:
+        """Queries [M, T, C] -> [M, T, C], and the image for later uses."""
         q = self.split(self.q_proj(queries))
         # The bias of the keys adds a constant to all logits of a query, so the softmax does not change and
         # the gradient of the bias is zero. The bias is still used, because DDP waits for every gradient.
         q = q * q.shape[-1] ** -0.5 + 0 * self.k_proj.bias.sum()
         rows = q @ self.projection(weight_of(self.k_proj)).to(q.dtype)  # (M, heads, T, C)
-        weights = softmax(image.logits(rows.flatten(1, 2)), dim=-1)
-        read = self.by_head(image.weighted(weights))
+        flat, image = image.read(rows.flatten(1, 2))
+        read = self.by_head(flat)
         v = read @ self.projection(weight_of(self.v_proj)).transpose(1, 2).to(read.dtype)  # (M, heads, T, d)
         v = v.transpose(1, 2).flatten(2) + self.v_proj.bias
-        out: Tensor = self.out_proj(v)
-        return out
+        return self.out_proj(v), image
 
 
 class ImageToToken(ProjectedAttention):
@@ -322,11 +346,13 @@ class ImageToToken(ProjectedAttention):
         added: Tensor,
         norm: nn.LayerNorm,
         position: Tensor,
+        *,
+        last: bool,
     ) -> OwnImage | None:
         """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
-        x, half = image.tokens, (torch.bfloat16, torch.float16)
+        x = image.tokens
         kernels = kernels_of("transformer", x)
-        if kernels is None or x.dtype not in half or not kernels.fits(x.shape[-2], *rows.shape[1:]):
+        if kernels is None or x.dtype not in HALF or not kernels.fits(x.shape[-2], *rows.shape[1:]):
             return None
         features, basis = None, None
         if isinstance(image, SharedImage):
@@ -335,7 +361,8 @@ class ImageToToken(ProjectedAttention):
                 return None
         basis = None if features is None else basis
         given = x, image.placed, features, basis, position, rows, bias[..., 0], added
-        return OwnImage(*kernels.ImageToTokens.apply(*given, norm.weight, norm.bias, norm.eps))
+        out, placed = kernels.ImageToTokens.apply(*given, norm.weight, norm.bias, norm.eps, not last)
+        return OwnImage(out, placed, position)
 
 
 def share_projections(attention: ProjectedAttention) -> None:

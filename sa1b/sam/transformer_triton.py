@@ -205,10 +205,10 @@ def image_to_tokens_forward(
     biases: tl.tensor, values: tl.tensor, gains: tl.tensor, shifts: tl.tensor, out: tl.tensor,
     out_placed: tl.tensor, before: tl.tensor, kept: tl.tensor, masks_of_image: tl.tensor, real: tl.tensor,
     eps: tl.constexpr, PRECISION: tl.constexpr, RANK: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+    N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, PLACED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write STEPS tiles of out, out + p, the sum before the norm and the weights, which are 0 for padding:
-    of SIZE tokens of a head, the first `real` ones are tokens.
+    """Write STEPS tiles of out, with PLACED of out + p, the sum before the norm and the weights, which are 0
+    for padding: of SIZE tokens of a head, the first `real` ones are tokens.
     """
     form = image.dtype.element_ty
     mask = (tl.program_id(0) // (N // (TILE * STEPS))).to(tl.int64)
@@ -246,8 +246,9 @@ def image_to_tokens_forward(
         x, _ = standard(x.to(form).to(tl.float32), eps, CHANNELS)
         x = x * tl.load(gains + channel).to(tl.float32) + tl.load(shifts + channel).to(tl.float32)
         tl.store(out + place, x.to(form))
-        x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
-        tl.store(out_placed + place, x.to(form))
+        if PLACED:
+            x += tl.load(position + token[:, None] * CHANNELS + channel).to(tl.float32)
+            tl.store(out_placed + place, x.to(form))
 
 
 @triton.jit
@@ -256,6 +257,7 @@ def image_to_tokens_backward(
     gradient: tl.tensor, gradient_placed: tl.tensor, of_x: tl.tensor, of_sum: tl.tensor, of_logits: tl.tensor,
     of_biases: tl.tensor, of_norm: tl.tensor, eps: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+    PLACED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of x, of the sum before the norm and of the logits for STEPS tiles, and their sums
     for the biases, and for gain and shift of the norm.
@@ -273,7 +275,9 @@ def image_to_tokens_backward(
         token = first + step * TILE + tl.arange(0, TILE)
         place = mask * (N * CHANNELS) + token[:, None] * CHANNELS + channel
         normal, factor = standard(tl.load(before + place).to(tl.float32), eps, CHANNELS)
-        slope = tl.load(gradient + place).to(tl.float32) + tl.load(gradient_placed + place).to(tl.float32)
+        slope = tl.load(gradient + place).to(tl.float32)
+        if PLACED:
+            slope += tl.load(gradient_placed + place).to(tl.float32)
         of_gain += tl.sum(slope * normal, 0)
         of_shift += tl.sum(slope, 0)
         slope = slope * tl.load(gains + channel).to(tl.float32)
@@ -301,7 +305,7 @@ def image_to_tokens_backward(
 
 
 class ImageToTokens(torch.autograd.Function):
-    """See the module. Returns out and out + p, [M, N, C] in the number format of `image`.
+    """See the module. Returns out and, if `both`, out + p, [M, N, C] in the number format of `image`.
 
     image [B, N, C], the masks of an image being neighbours and as many for each; `placed`, image + position,
     for the backward pass; x is image + features' basis with features [M, R, N] and basis [R, C], or None for
@@ -313,24 +317,26 @@ class ImageToTokens(torch.autograd.Function):
     def forward(
         ctx: Any, image: Tensor, placed: Tensor, features: Tensor | None, basis: Tensor | None,
         position: Tensor, keys: Tensor, biases: Tensor, values: Tensor, gains: Tensor, shifts: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        eps: float, both: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         (count, heads, real, channels), (images, tokens, _) = keys.shape, image.shape
         size = max(8, 16 // heads, triton.next_power_of_2(real))  # products need 16 rows
         keys, values = (F.pad(x, (0, 0, 0, size - real)).contiguous() for x in (keys, values))
         biases = F.pad(biases, (0, size - real)).contiguous()
         low = () if features is None or basis is None else (features.contiguous(), basis.contiguous())
         image, position = image.contiguous(), position.contiguous()
-        out, out_placed, before = (image.new_empty(count, tokens, channels) for _ in range(3))
+        out, before = (image.new_empty(count, tokens, channels) for _ in range(2))
+        out_placed = torch.empty_like(out) if both else None
         kept = image.new_empty(count, heads * size, tokens)
         if count:
             places = FORWARD_PLACES
             steps = places.steps_of(tokens)
+            second = out if out_placed is None else out_placed
             image_to_tokens_forward[(count * (tokens // (places.tile * steps)),)](
-                image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out,
-                out_placed, before, kept, count // images, real, eps, _precision(image),
-                len(low[1]) if low else 0, heads, size, tokens, channels, places.tile, steps,
-                num_warps=places.warps, num_stages=places.stages,
+                image, position, *(low or (image, image)), keys, biases, values, gains, shifts, out, second,
+                before, kept, count // images, real, eps, precision_of(image), len(low[1]) if low else 0,
+                heads, size, tokens, channels, places.tile, steps, both, num_warps=places.warps,
+                num_stages=places.stages,
             )  # fmt: skip
         ctx.save_for_backward(image, placed, keys, values, gains, before, kept, *low)
         ctx.real, ctx.eps = real, eps
@@ -338,7 +344,7 @@ class ImageToTokens(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, of_placed: Tensor | None) -> tuple[Tensor | None, ...]:
         image, placed, keys, values, gains, before, kept, *low = ctx.saved_tensors
         (count, heads, size, channels), (images, tokens, _) = keys.shape, image.shape
         of_x, of_sum, of_logits = torch.empty_like(before), torch.empty_like(before), torch.empty_like(kept)
@@ -348,10 +354,11 @@ class ImageToTokens(torch.autograd.Function):
         of_biases = torch.empty((count, programs, heads * size), device=image.device)
         of_norm = torch.empty((count * programs, 2, channels), device=image.device)
         if count:
+            second = gradient if of_placed is None else of_placed
             image_to_tokens_backward[(count * programs,)](
-                keys, values, gains, before, kept, *(x.contiguous() for x in gradients), of_x, of_sum,
-                of_logits, of_biases, of_norm, ctx.eps, _precision(image), heads, size, tokens, channels,
-                places.tile, steps, num_warps=places.warps, num_stages=places.stages,
+                keys, values, gains, before, kept, gradient.contiguous(), second.contiguous(), of_x, of_sum,
+                of_logits, of_biases, of_norm, ctx.eps, precision_of(image), heads, size, tokens, channels,
+                places.tile, steps, of_placed is not None, num_warps=places.warps, num_stages=places.stages,
             )  # fmt: skip
         grouped = of_logits.view(images, -1, tokens)  # the rows of all masks of an image
         of_keys = torch.bmm(grouped, placed).view(count, -1, channels)
@@ -369,10 +376,10 @@ class ImageToTokens(torch.autograd.Function):
         of_biases = of_biases.sum(1).view(split)[:, :, : ctx.real, 0].to(image.dtype)
         return (
             of_image, None, of_features, of_basis, None, of_keys, of_biases, of_values, of_gains, of_shifts,
-            None,
+            None, None,
         )  # fmt: skip
 
 
-def _precision(x: Tensor) -> str:
+def precision_of(x: Tensor) -> str:
     """Of products of float32 numbers; others are exact before their sums."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -4,18 +4,25 @@ pytest -m cuda_host        these tests also run with stub libraries in place of 
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.config import build
 from sa1b.engine.planner import check_memory
 from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.gradients import clear
 from sa1b.engine.step.optim import freeze
 from sa1b.engine.step.run import TrainStep
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
+from sa1b.sam.image_encoder import HEAD_MULTIPLE
 from sa1b.sam.iteration import Graphs
 from sa1b.stream.batch import Batch
 
@@ -59,6 +66,63 @@ def test_steps_after_the_second_neither_wait_nor_allocate(preset: str, precision
     recorded = [one for one in graphs._found.values() if one is not None]
     assert len(recorded) == (0 if precision == "fp16" else 2)
     assert allocated[-1] == allocated[-2]
+
+
+@pytest.mark.parametrize("mode", ["none", "ddp", "zero1", "fsdp"])
+def test_every_mode_trains_and_saves_twice(mode: str, tmp_path: Path) -> None:
+    config = PRESETS["tiny"]
+    recipe = replace(config.recipe, clicks=1, unprompted=0)
+    parallel = replace(config.parallel, mode=mode, precision="bf16", device="cuda", cudnn_attention=False)
+    config = replace(config, recipe=recipe, parallel=parallel)
+    rank_info = start(parallel)
+    try:
+        step = TrainStep(build(config, None), config, rank_info)
+        checkpoints = Checkpoints(tmp_path, replace(config.checkpoint, asynchronous=True))
+        for number in range(1, 5):
+            sums = step.forward_backward(batch_of(256, 4))
+            step.finish(sums["count"])
+            step.scaler.step(step.optimizer)
+            clear(step.module, step.optimizer)
+            if number % 2 == 0:
+                checkpoints.save(number, step.module, step.optimizer, {})
+        checkpoints.close()
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+            "step-00000002",
+            "step-00000004",
+        ]
+    finally:
+        stop()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_the_attention_of_every_preset_has_a_fused_kernel(cudnn: bool) -> None:
+    start(ParallelConfig(device="cuda", cudnn_attention=cudnn))
+    shapes = set()
+    for config in PRESETS.values():
+        model = config.model
+        if model.heads == 1:  # an encoder of timm
+            continue
+        side, length = model.image_size // 16, model.width // model.heads
+        shapes |= {(model.heads, n * n, length + 2 * n) for n in (side, model.window)}
+    assert (12, 4096, 192) in shapes
+    try:
+        for heads, tokens, length in sorted(shapes):
+            for gradient in (False, True):
+                q = torch.empty(
+                    2,
+                    heads,
+                    tokens,
+                    -(-length // HEAD_MULTIPLE) * HEAD_MULTIPLE,
+                    device="cuda",
+                    dtype=torch.bfloat16,
+                )
+                q.requires_grad_(gradient)
+                chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
+                fused = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
+                assert chosen == fused, (heads, tokens, length, gradient)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def test_a_step_beyond_the_free_memory_is_refused_before_it() -> None:

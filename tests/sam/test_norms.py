@@ -14,16 +14,23 @@ def test_the_interpreter_gives_the_numbers_of_torch():
 
 @with_triton
 def test_the_interpreter_gives_the_attention_of_torch():
-    assert python("-m", "tests.sam.attention_cases", TRITON_INTERPRET="1") == "16 kinds of attention\n"
+    printed = python("-m", "tests.sam.attention_cases", TRITON_INTERPRET="1")
+    assert printed == "16 kinds of attention\n12 kinds of reading\n"
+
+
+@with_triton
+def test_in_the_interpreter_a_step_with_all_kernels_has_the_losses_and_gradients_of_torch():
+    assert python("-m", "tests.sam.decoder_cases", TRITON_INTERPRET="1") == "167 sums and gradients\n"
 
 
 @pytest.mark.gpu
 def test_compiled_gives_the_attention_of_torch():
-    from tests.sam.attention_cases import check_all  # needs triton
+    from tests.sam.attention_cases import check_all, check_reads  # needs triton
 
     # Products of 256 channels in float32, which training does not use, take minutes to compile.
     assert check_all("cuda", (1, 32, 256), formats=(torch.float32, torch.float16)) == 8
     assert check_all("cuda", (8, 256, 4096), formats=(torch.bfloat16,)) == 8
+    assert check_reads("cuda", (4096, 256), formats=(torch.bfloat16, torch.float16)) == 6
 
 
 @pytest.mark.gpu

@@ -43,7 +43,8 @@ def own(image: SharedImage) -> OwnImage:
     """The same tokens, copied for each mask."""
     index = torch.arange(len(image.counts)).repeat_interleave(torch.tensor(image.counts))
     term = 0 if image.features is None else image.features.transpose(1, 2) @ image.basis
-    return OwnImage(image.tokens[index] + term, image.placed[index] + term)
+    position = (image.placed - image.tokens)[0].detach()
+    return OwnImage(image.tokens[index] + term, image.placed[index] + term, position)
 
 
 COUNTS = [(3,), (2, 2), (1, 1, 1), (3, 0, 1), (2, 1)]
@@ -93,7 +94,7 @@ def test_both_directions_and_their_gradients_are_those_of_the_definition(
     image = SharedImage(image.tokens, image.tokens + position, counts, image.features, image.basis)
     expected = own(image)
     if isinstance(attention, TokenToImage):
-        found = attention(queries, image) + 0 * values
+        found = attention(queries, image)[0] + 0 * values
         wanted = written_out(attention, queries, expected.placed, expected.tokens) + 0 * values
     else:
         found = attention(image, queries, values)

@@ -189,7 +189,7 @@ def test_the_memory_line_names_pinned_memory_and_the_device(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dense", [None, 32])
+@pytest.mark.parametrize("dense", [pytest.param(None, marks=pytest.mark.cuda_host), 32])
 def test_a_gpu_gets_the_same_batches(root: Path, dense: int | None) -> None:
     loader = sa1b.Loader(stream(root), threads=3, prefetch=2, device="cuda", dense=dense, quiet=True)
     for expected, batch in zip(take(stream(root), 14), loader, strict=False):

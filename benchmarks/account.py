@@ -1,0 +1,249 @@
+"""Account of a training step on a GPU: launches, blocks, bytes and operations, counted without a GPU.
+
+    python -m benchmarks.account                           ViT-B, 8 images of 64 masks, bfloat16
+    python -m benchmarks.account --without transformer     without the kernels of this module
+    python -m benchmarks.account --images 1 --top 40
+
+The real step runs on fake tensors, which have shapes and formats but no memory, with the operators and
+kernels of a CUDA device. An operator that is more than a view counts as one launch. It moves the bytes of its
+inputs and outputs once; those that an expanded tensor repeats count once. Operations are those of matrix
+products, convolutions and attention, without the ones inside the project's own kernels. Blocks are known for
+these kernels only.
+
+The shortest time of an operator is that of its bytes or of its operations, whichever is longer, at the rates
+of --bandwidth and --flops, by default those measured on an H100. CUDA graphs replay the launches of the
+iterations, so the host makes only the other ones.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from sa1b.engine.config import build
+from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.run import TrainStep
+from sa1b.recipes.presets import PRESETS
+from sa1b.sam import mask_decoder
+from sa1b.sam.interactive import Interactive
+
+KERNELS = ("transformer", "tokens_to_image", "upscale", "losses")  # modules sa1b.sam.<name>_triton
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
+_ATTENTION = "_scaled_dot_product"
+_VIEWS = {
+    *("view", "_unsafe_view", "_reshape_alias", "t", "transpose", "permute", "expand", "slice", "select"),
+    *("unsqueeze", "squeeze", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided"),
+    *("unfold", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "device"),
+}
+
+
+@dataclass(slots=True)
+class Sum:
+    """Of the calls of an operator: launches, blocks, bytes, operations, and seconds at least."""
+
+    launches: int = 0
+    blocks: int = 0
+    bytes: float = 0
+    flop: float = 0
+    seconds: float = 0
+
+    def __iadd__(self, other: "Sum") -> "Sum":
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+@dataclass(slots=True)
+class Account(TorchDispatchMode):
+    """Context that counts the operators and kernels in it.
+
+    Attributes:
+        bandwidth: bytes a second.
+        flops: operations a second.
+        inside: whether the iterations of interactive training are computed now.
+        sums: (iterations, operator) -> their sum; kernels of the project have their names.
+    """
+
+    bandwidth: float = 3.02e12
+    flops: float = 790e12
+    inside: bool = False
+    sums: dict[tuple[bool, str], Sum] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super(Account, self).__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if name not in _VIEWS:
+            flop = 0.0
+            if name.startswith(_ATTENTION):
+                first = 1 if "backward" in name else 0  # the gradient comes first
+                flop = sdpa_flop_count(*(x.shape for x in args[first : first + 3]))
+                flop *= 2.5 if first else 1  # five products in place of two
+            elif (count := flop_registry.get(func._overloadpacket)) is not None:
+                flop = count(*args, **(kwargs or {}), out_val=out)
+            self.add(name, (args, kwargs, out), flop=flop)
+        return out
+
+    def add(self, name: str, tensors: Any, *, flop: float = 0, blocks: int = 0) -> None:
+        """Count a launch that reads or writes these tensors."""
+        stored = {_key(x): _stored(x) for x in tree_leaves(tensors) if isinstance(x, Tensor)}
+        moved = sum(stored.values())
+        seconds = max(moved / self.bandwidth, flop / self.flops)
+        total = self.sums.setdefault((self.inside, name), Sum())
+        total += Sum(1, blocks, moved, flop, seconds)
+
+    def total(self, of: Callable[[bool, str], bool] = lambda inside, name: True) -> Sum:
+        """The sum of all operators of which `of` holds."""
+        total = Sum()
+        for (inside, name), one in self.sums.items():
+            if of(inside, name):
+                total += one
+        return total
+
+
+def _key(tensor: Tensor) -> tuple[int, int]:
+    return int(tensor.untyped_storage()._cdata), tensor.storage_offset()
+
+
+def _stored(tensor: Tensor) -> int:
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@contextmanager
+def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KERNELS) -> Iterator[None]:
+    """Context in which the decoder has its form for a CUDA device.
+
+    In place of a kernel's start, `launch(kernel, *arguments, grid=grid, **options)` is called; None: kernels
+    start.
+    """
+    from triton.runtime.jit import JITFunction
+
+    def kernels_of(name: str, x: Tensor) -> ModuleType | None:
+        return import_module(f"sa1b.sam.{name}_triton") if name in kernels else None
+
+    def run(kernel: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
+        assert launch is not None
+        launch(kernel, *arguments, **options)
+
+    with ExitStack() as stack:
+        for module in ("transformer", "targets", "mask_decoder"):
+            stack.enter_context(mock.patch(f"sa1b.sam.{module}.kernels_of", kernels_of))
+        stack.enter_context(mock.patch.object(mask_decoder, "downscaled", mask_decoder.product_of_patches))
+        if launch is not None:
+            stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        yield
+
+
+def of_step(preset: str, images: int, masks: int, account: Account, kernels: Sequence[str] = KERNELS) -> int:
+    """Count a step of one micro-batch in bfloat16; returns its number of iterations."""
+    config = PRESETS[preset]
+    model = replace(config.model, cuda_graphs=False)
+    parallel = replace(config.parallel, precision="bf16")
+    data = replace(config.data, global_batch=images, masks=masks)
+    config = replace(config, model=model, parallel=parallel, data=data)
+    with torch.device("meta"):
+        module = build(config, None)
+    plain = Interactive._iterate
+
+    def iterate(*args: Any) -> dict[str, Tensor]:
+        account.inside = True
+        try:
+            return plain(*args)
+        finally:
+            account.inside = False
+
+    def launch(kernel: Any, *args: Any, grid: Sequence[int], **options: Any) -> None:
+        account.add(kernel.__name__, args, blocks=math.prod(grid))
+
+    with as_on_a_gpu(launch, kernels), mock.patch.object(Interactive, "_iterate", iterate), FakeTensorMode():
+        module._apply(lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu"))
+        step = TrainStep(module, config, RankInfo(0, 1, 0, torch.device("cpu")))
+        batch = blank_batch(images, masks, config.image_size, config.image_size // 4)
+        with account:
+            sums = step.forward_backward(batch)
+            step.finish(sums["count"])
+            step.scaler.step(step.optimizer)
+    return 1 + config.recipe.clicks + config.recipe.unprompted
+
+
+def document(account: Account, step: str, images: int, masks: int) -> dict[str, Any]:
+    """The account as JSON values; `masks`: of all images and iterations."""
+
+    def element_wise(inside: bool, name: str) -> bool:
+        return inside and name not in PRODUCTS and not name.startswith(_ATTENTION) and name not in own
+
+    own = {name for (_, name), one in account.sums.items() if one.blocks}
+    every, inner = account.total(), account.total(lambda inside, _: inside)
+    return {
+        "step": step,
+        "launches": every.launches,
+        "launches of the host with CUDA graphs": every.launches - inner.launches,
+        "blocks of kernels": every.blocks,
+        "GB": every.bytes / 1e9,
+        "TFLOP": every.flop / 1e12,
+        "ms at least": 1e3 * every.seconds,
+        "ms at least, iterations": 1e3 * inner.seconds,
+        "images/s at most": images / every.seconds,
+        "MB of a mask and iteration": inner.bytes / 1e6 / masks,
+        "MB of a mask and iteration, neither products nor kernels": account.total(element_wise).bytes
+        / 1e6
+        / masks,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.account",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=("tiny", "vit_t", "vit_b", "vit_l", "vit_h"), default="vit_b")
+    parser.add_argument("--images", type=int, default=8, help="of the micro-batch (%(default)s)")
+    parser.add_argument("--masks", type=int, default=64, help="of an image (%(default)s)")
+    parser.add_argument("--without", nargs="*", choices=KERNELS, default=[], help="kernels that are not used")
+    parser.add_argument("--bandwidth", type=float, default=3.02e12, help="bytes a second (%(default)g)")
+    parser.add_argument("--flops", type=float, default=790e12, help="operations a second (%(default)g)")
+    parser.add_argument("--top", type=int, default=25, help="operators that are listed (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="the totals as JSON")
+    given = parser.parse_args(arguments)
+    account = Account(given.bandwidth, given.flops)
+    kernels = [name for name in KERNELS if name not in given.without]
+    iterations = of_step(given.preset, given.images, given.masks, account, kernels)
+    step = f"{given.preset}, {given.images} images of {given.masks} masks, {iterations} iterations, bfloat16"
+    totals = document(account, step, given.images, given.images * given.masks * iterations)
+    if given.json:
+        print(json.dumps(totals))
+        return 0
+    for name, value in totals.items():
+        print(f"{name:58} {value if isinstance(value, str) else format(value, ',.1f').removesuffix('.0')}")
+    print(f"\n{'operator':44} {'launches':>8} {'blocks':>9} {'GB':>7} {'TFLOP':>6} {'ms':>6}")
+    rows = sorted(account.sums.items(), key=lambda row: -row[1].seconds)
+    for (inside, name), one in rows[: given.top]:
+        place = "iterations" if inside else "rest"
+        print(
+            f"{name[:32]:32} {place:11} {one.launches:8,} {one.blocks:9,} {one.bytes / 1e9:7.1f}"
+            f" {one.flop / 1e12:6.2f} {1e3 * one.seconds:6.1f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
