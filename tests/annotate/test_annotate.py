@@ -208,6 +208,7 @@ def test_parts_together_write_what_one_process_writes(
 ) -> None:
     (photos / "copy.jpg").write_bytes(photo(3))
     whole = work(photos, out="a/labels")
+    assert work(photos, out="my labels").table().endswith(f"reshard '{tmp_path / 'my labels'}' --out shards")
     parts = [work(photos, out="b/labels", part=ImageShare(index, 3)) for index in range(3)]
     assert sum(part.images for part in parts) == whole.images == 7
     assert "Complete: this part of" in parts[1].table()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,9 @@ def test_results_in_coco_format_are_added_by_image_id(root: Path, tmp_path: Path
 def test_folders_may_have_any_name_and_one_name(root: Path, tmp_path: Path) -> None:
     for number, folder in ((4, ""), (2, "Day 1/labels"), (3, "Tag 2 \u00e9/labels")):
         folder_of(tmp_path / "My labels" / folder, tiny.document(number, 7))
+    copy = shutil.copytree(root, tmp_path / "my shards")
+    done = layer("add", copy, tmp_path / "My labels", "--name", "round2")
+    assert done.stdout.endswith(f"--data.root '{copy}' --data.layers round2\n")
     found = summary("add", root, tmp_path / "My labels", "--name", "round2")
     assert (found["images"], found["not_taken"]) == (3, 0)
 
