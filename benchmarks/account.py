@@ -224,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", type=int, default=25, help="operators that are listed (%(default)s)")
     parser.add_argument("--json", action="store_true", help="the totals as JSON")
     given = parser.parse_args(arguments)
+    for name in ("images", "masks", "bandwidth", "flops"):
+        if not getattr(given, name) > 0:
+            parser.error(f"--{name} {getattr(given, name)}: must be positive")
     account = Account(given.bandwidth, given.flops)
     kernels = [name for name in KERNELS if name not in given.without]
     iterations = of_step(given.preset, given.images, given.masks, account, kernels)

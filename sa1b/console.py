@@ -352,10 +352,12 @@ def _print_json(message: str, code: int) -> None:
         print(json.dumps({"error": message, "exit_code": code}), flush=True)
 
 
-def command(verb: str) -> str:
-    """The command of a verb in this installation: "sa1b verify" or "python -m sa1b verify"."""
+def command(verb: str, *words: object) -> str:
+    """The command of a verb in this installation: "sa1b verify" or "python -m sa1b verify". The words are
+    quoted for a shell.
+    """
     # The short form is used if the script `sa1b` on the PATH belongs to this interpreter.
-    return f"{_program(os.environ.get('PATH'))} {verb}"
+    return " ".join([_program(os.environ.get("PATH")), verb, *(shlex.quote(str(word)) for word in words)])
 
 
 @cache

@@ -113,3 +113,8 @@ def test_advice_names_the_script_only_where_the_path_finds_the_one_of_this_insta
 )
 def test_small_numbers_are_not_rounded_to_nothing(number: float, shown: str) -> None:
     assert console.rounded(number) == shown
+
+
+def test_paths_in_advice_are_quoted() -> None:
+    advice = console.command("reshard", "--out", Path("my data"), "--finish")
+    assert advice == f"{console.command('reshard')} --out 'my data' --finish"

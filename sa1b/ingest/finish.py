@@ -81,7 +81,7 @@ class Finished:
         advice = "To try again, run the same command; to remove a source, use --drop NAME." if parts else ""
         if self.lost:
             parts.append(f"{len(self.lost):,} with a lost or damaged task file ({first_names(self.lost)})")
-            advice = f"{advice} `{command('verify')} {root}` names the repair.".lstrip()
+            advice = f"{advice} `{command('verify', root)}` names the repair.".lstrip()
         return (
             f"Partial: {dataset} holds {counted(len(self.tasks), 'source')} and can be read; "
             f"{', '.join(parts)}. {advice}"

@@ -158,7 +158,7 @@ def ingest_wanted(
             raise SourceError(
                 f"{source.label}: {root} has image {int(lost[0])} of a source named {source.name!r}, and "
                 "this source lacks it: its content differs; use another --out, or remove the finished source "
-                f"with `{command('reshard')} --out {root} --drop {source.name}`"
+                f"with `{command('reshard', '--out', root, '--drop', source.name)}`"
             )
 
     def check_all(task: Task) -> None:

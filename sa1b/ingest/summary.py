@@ -189,7 +189,7 @@ class ReshardSummary:
                 return f"{done} Other tasks have sources left; the last one writes {dataset}."
             return (
                 f"{done} When all tasks have ended, write "
-                f"{dataset} with: `{command('reshard')} --out {root} --finish`"
+                f"{dataset} with: `{command('reshard', '--out', root, '--finish')}`"
             )
         if self.finished is None:
             return f"This run did not change {dataset}."

@@ -206,7 +206,7 @@ class PendingChange:
             where = f"record of image {self.image_id} at offset {self.range.start:,}"
             raise ShardError(
                 f"{self.reader.url(self.range.name)}: {where}: {error}; "
-                f"`{command('layer')} verify {self.reader.root} {self.layer}` lists all damage"
+                f"`{command('layer', 'verify', self.reader.root, self.layer)}` lists all damage"
             ) from None
 
     def cancel(self) -> None:
@@ -248,8 +248,8 @@ def read_info(reader: Reader, name: str) -> LayerInfo:
             raise FieldError("its digest is not that of its files")
     except (FileNotFoundError, MissingError):
         raise ManifestError(
-            f"{path}: no such layer, or it is unfinished; `{command('layer')} list {reader.root}` prints the "
-            "layers"
+            f"{path}: no such layer, or it is unfinished; `{command('layer', 'list', reader.root)}` prints "
+            "the layers"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(f"{path}: damaged ({str(error)[:200]}); {_again(name)}") from None

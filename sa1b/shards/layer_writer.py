@@ -186,8 +186,8 @@ def drop(store: Store, name: str) -> None:
     is_annotated = name in annotated(store)
     if name not in layer_names(store) and not is_annotated:
         raise UsageError(
-            f"{name}: {store.root} has no layer of this name; `{command('layer')} list {store.root}` prints "
-            "the layers"
+            f"{name}: {store.root} has no layer of this name; `{command('layer', 'list', store.root)}` "
+            "prints the layers"
         )
     for other, is_complete in layer_names(store).items():
         with contextlib.suppress(ManifestError):  # a damaged layer is none to read

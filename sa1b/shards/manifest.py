@@ -160,7 +160,7 @@ def read_dataset(root: Root) -> dict[str, Any]:
             raise no_dataset(root) from None
         raise ManifestError(
             f"{path}: not there, and {counted(finished, 'source')} done; run "
-            f"`{command('reshard')} --out {root} --finish`"
+            f"`{command('reshard', '--out', root, '--finish')}`"
         ) from None
     return parse_dataset(data, path)
 

@@ -267,7 +267,7 @@ def _missing(reader: Reader, error: MissingError) -> MissingError:
     """The error for a shard that is missing in its dataset directory."""
     way_out = "copy it again from the dataset directory, or check the URL"
     if reader.is_local:
-        way_out = f"`{command('verify')} {reader.root}` says how to restore it"
+        way_out = f"`{command('verify', reader.root)}` says how to restore it"
     return MissingError(
         f"{error.url}: the shard is missing; {way_out}", url=error.url, start=error.start, length=error.length
     )
@@ -279,7 +279,7 @@ def check_size(reader: Reader, shard: str, document: Mapping[str, Any]) -> None:
     if (size := reader.size(shard)) != listed:
         raise StorageError(
             f"{reader.url(shard)}: {size:,} bytes, {listed:,} listed in dataset.json; copy it again, "
-            f"`{command('verify')} {reader.root}` lists such shards",
+            f"`{command('verify', reader.root)}` lists such shards",
             url=reader.url(shard),
         )
 

@@ -90,10 +90,10 @@ def check_kept(
             lost.append(left)
     left = np.unique(np.concatenate(lost))
     if len(left) and len(left := np.setdiff1d(left, _images_of_others(store, source))):
-        drop = f"`{command('reshard')} --out {store} --drop {source}`"
+        drop = f"`{command('reshard', '--out', store, '--drop', source)}`"
         way = "The source is damaged: download it again" if damaged else "Pass the source as before"
         if not listed:
-            way += f"; `{command('index')} {store}` adds the stored shards to the dataset"
+            way += f"; `{command('index', store)}` adds the stored shards to the dataset"
         raise SourceError(
             f"{store}: has {counted(len(left), 'image')} of {source} that the source lacks now "
             f"({first_names(left.tolist())}), and nothing was replaced. {way}; to go on without these "
@@ -113,7 +113,7 @@ def check_drop(store: Store, source: str) -> None:
         raise UsageError(
             f"--drop {source}: {first_names(sorted(images))} of {store}: no task file lists them, and they "
             f"hold {counted(len(left), 'image')} that the dataset lacks ({first_names(left.tolist())}); "
-            f"first add them with `{command('index')} {store}`, or move these files away"
+            f"first add them with `{command('index', store)}`, or move these files away"
         )
 
 

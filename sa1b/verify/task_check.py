@@ -218,7 +218,7 @@ def leftover_notes(
     if waiting := sorted(unlisted - failed.keys()):
         notes.append(
             f"finished sources that {DATASET} does not list yet: {first_names(waiting)}; "
-            f"`{command('reshard')} --out {store.root} --finish` adds them"
+            f"`{command('reshard', '--out', store.root, '--finish')}` adds them"
         )
     beside = _beside_tasks(store, {*tasks.tasks, *tasks.active, *others})
     without = [name.removesuffix(".failed") for name in beside if name.endswith(".failed")]
@@ -228,7 +228,7 @@ def leftover_notes(
     if other:
         notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {first_names(other)}")
     if damaged and store.exists(INDEX_RECORD):
-        notes.append(f"`{command('index')}` was not finished; `{command('index')} {store.root}` resumes it")
+        notes.append(f"`{command('index')}` was not finished; `{command('index', store.root)}` resumes it")
     staging = store.names(PARTIAL)
     if staging:
         notes.append(

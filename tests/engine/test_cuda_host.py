@@ -3,6 +3,7 @@
 pytest -m cuda_host        these tests also run with stub libraries in place of a GPU
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,14 @@ from sa1b.sam.iteration import Graphs
 from sa1b.stream.batch import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda_host]
+
+
+@pytest.fixture(autouse=True)
+def attention() -> Iterator[None]:
+    """The setting of cuDNN's attention is that of before."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def batch_of(image_size: int, masks: int) -> Batch:
@@ -92,11 +101,11 @@ def test_every_mode_trains_and_saves_twice(mode: str, tmp_path: Path) -> None:
         ]
     finally:
         stop()
-        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.parametrize("cudnn", [True, False])
 def test_the_attention_of_every_preset_has_a_fused_kernel(cudnn: bool) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
     start(ParallelConfig(device="cuda", cudnn_attention=cudnn))
     shapes = set()
     for config in PRESETS.values():
@@ -104,25 +113,16 @@ def test_the_attention_of_every_preset_has_a_fused_kernel(cudnn: bool) -> None:
         if model.heads == 1:  # an encoder of timm
             continue
         side, length = model.image_size // 16, model.width // model.heads
-        shapes |= {(model.heads, n * n, length + 2 * n) for n in (side, model.window)}
+        lengths = [(n, length + 2 * n) for n in (side, model.window)]
+        shapes |= {(model.heads, n * n, size + -size % HEAD_MULTIPLE) for n, size in lengths}
     assert (12, 4096, 192) in shapes
-    try:
-        for heads, tokens, length in sorted(shapes):
-            for gradient in (False, True):
-                q = torch.empty(
-                    2,
-                    heads,
-                    tokens,
-                    -(-length // HEAD_MULTIPLE) * HEAD_MULTIPLE,
-                    device="cuda",
-                    dtype=torch.bfloat16,
-                )
-                q.requires_grad_(gradient)
-                chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
-                fused = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
-                assert chosen == fused, (heads, tokens, length, gradient)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
+    for heads, tokens, length in sorted(shapes):
+        for gradient in (False, True):
+            q = torch.empty((2, heads, tokens, length), device="cuda", dtype=torch.bfloat16)
+            q.requires_grad_(gradient)
+            chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
+            fused = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
+            assert chosen == fused, (heads, tokens, length, gradient)
 
 
 def test_a_step_beyond_the_free_memory_is_refused_before_it() -> None:

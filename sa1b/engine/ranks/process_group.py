@@ -128,7 +128,8 @@ def start(config: ParallelConfig) -> RankInfo:
     if config.offload == "pinned" and device.type != "cuda":
         raise UsageError("--parallel.offload pinned: needs a GPU; pass --parallel.offload cpu or none")
     set_float32(config.precision, device)
-    torch.backends.cuda.enable_cudnn_sdp(config.cudnn_attention)
+    if not config.cudnn_attention:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():

@@ -360,7 +360,7 @@ class Run:
 
 def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
     """The command that shows the step of `position`, in a run with `step` steps at position `at`."""
-    return f"{command('replay')} {out} --step {step + (at - position) // batch + 1} --out PAGE"
+    return f"{command('replay', out, '--step', step + (at - position) // batch + 1)} --out PAGE"
 
 
 def fitted(config: Config, world_size: int) -> Config:

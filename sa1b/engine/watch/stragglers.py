@@ -242,4 +242,4 @@ class Window:
             self._metrics.say(message)
 
     def _replay(self, step: int) -> str:
-        return f"{command('replay')} {self._run} --step {step} --out PAGE"
+        return f"{command('replay', self._run, '--step', step)} --out PAGE"

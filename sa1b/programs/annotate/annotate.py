@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import Any, Literal
 
 import msgspec
@@ -160,9 +159,9 @@ class AnnotationSummary:
             return "\n".join([*lines, *self._of_layer()])
         part = "this part of " if self.processes > 1 else ""
         lines.append(f"Complete: {part}{self.out} ({rate:,.2f} images/s, {self.seconds:,.1f} s)")
-        way = f"{command('reshard')} {quote(self.out)} --out shards"
+        way = f"{command('reshard', self.out)} --out shards"
         if self.root:
-            way = f"{command('layer')} add {quote(self.root)} {quote(self.out)} --name annotated"
+            way = f"{command('layer', 'add', self.root, self.out)} --name annotated"
         return "\n".join([*lines, f"Next: {'after all parts, ' if part else ''}{way}"])
 
     def _of_layer(self) -> list[str]:
@@ -174,7 +173,7 @@ class AnnotationSummary:
         changes = f"{info.added:,} masks added, {info.replaced:,} replaced, {info.hidden:,} hidden"
         return [
             f"Complete: layer {info.name} ({info.digest[:12]}): {changes} in {counted(info.images, 'image')}",
-            f"Next: {command('train')} --data.root {quote(root)} --data.layers {info.name}",
+            f"Next: {command('train', '--data.root', root, '--data.layers', info.name)}",
         ]
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from shlex import quote
 from typing import Any, Literal
 
 from sa1b.console import command, counted
@@ -287,7 +286,7 @@ class AddSummary:
         lines += [f"left out {reason}: {n:,} ({self.messages[reason]})" for reason, n in self.refused.items()]
         if self.not_taken:
             lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor an annotation file")
-        lines.append(f"next: {command('train')} --data.root {quote(self.root)} --data.layers {info.name}")
+        lines.append(f"next: {command('train', '--data.root', self.root, '--data.layers', info.name)}")
         return "\n".join(lines)
 
 

@@ -155,7 +155,7 @@ class LayerList:
         lines += [f"damaged {message}" for message in self.damaged.values()]
         lines += [
             f"annotating {name}: {counted(record['images'], 'image')} so far; `{record['command']}` resumes "
-            f"it, `{command('layer')} drop {self.root} {name}` removes them"
+            f"it, `{command('layer', 'drop', self.root, name)}` removes them"
             for name, record in self.annotated.items()
         ]
         return "\n".join(lines) or f"{self.root}: no layers"
@@ -171,7 +171,7 @@ def list_layers(root: str) -> LayerList:
     store = open_store(Dataset(root).root)
     listing = LayerList(root)
     for name, record in annotated(store).items():
-        again = record.get("command", f"{command('annotate')} --shards {root} --name {name}")
+        again = record.get("command", f"{command('annotate', '--shards', root, '--name', name)}")
         listing.annotated[name] = {"images": record["images"], "command": again}
     for name, is_complete in layer_names(store).items():
         try:

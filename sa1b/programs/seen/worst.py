@@ -76,12 +76,13 @@ class WorstSteps:
             lines.append(
                 f"{view['path']}: view of {view['root']} without {left_out}: {view['images']:,} images"
             )
-            new = f"a new run: {command('train')} --data.root {view['root']} --data.view {view['opens']} ..."
+            flags = "--data.root", view["root"], "--data.view", view["opens"]
+            new = f"a new run: {command('train', *flags)} ..."
             if view["source"] is not None:
                 new = f"in the file of --data.mix: {view['source']}: {{view: {view['opens']}}}"
             lines.append(f"  {new}")
         return "\n".join(
-            [*lines, f"Next: {command('replay')} {self.run} --step {self.steps[0].step} --out PAGE"]
+            [*lines, f"Next: {command('replay', self.run, '--step', self.steps[0].step)} --out PAGE"]
         )
 
 

@@ -241,7 +241,7 @@ class _Copy:
                 self._object(file, size, expected)
             except _Damaged as error:
                 if file == index:
-                    repair = f"run `{command('index')} {self.source.url(tar)}`"
+                    repair = f"run `{command('index', self.source.url(tar))}`"
                 else:
                     repair = (
                         f"restore it from a copy, or run `{command('reshard')}` again with the source, "

@@ -101,12 +101,12 @@ def _task(source: Store, name: str, digest: str) -> Task:
         task = parse_task(source.read(task_name(name)), name, path)
     except FileNotFoundError:
         raise ManifestError(
-            f"{path}: not there, but {DATASET} lists the source; `{command('index')} {source.root}` "
+            f"{path}: not there, but {DATASET} lists the source; `{command('index', source.root)}` "
             "rebuilds it"
         ) from None
     if task_digest(task) != digest:
         raise ManifestError(
-            f"{path}: not the one that {DATASET} lists; `{command('verify')} {source.root}` names the repair"
+            f"{path}: not the one that {DATASET} lists; `{command('verify', source.root)}` names the repair"
         )
     return task
 
@@ -150,7 +150,9 @@ def _present(source: Store, target: Store, tasks: Mapping[str, Task]) -> dict[st
         )
     for name, task in tasks_of_target.items():
         known = {shard.name: shard for shard in tasks[name].shards}
-        drop = f"{advice}, or remove it there with `{command('reshard')} --out {target.root} --drop {name}`"
+        drop = (
+            f"{advice}, or remove it there with `{command('reshard', '--out', target.root, '--drop', name)}`"
+        )
         if (differs := tasks[name].options.difference(task.options)) is not None:
             raise UsageError(
                 f"{target.root}: has {name} with {differs[1]}, {source.root} has it with {differs[0]}; {drop}"
