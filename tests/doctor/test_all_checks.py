@@ -101,7 +101,7 @@ def test_a_file_system_that_does_not_answer_is_named_and_stops_no_other_check(tm
         (("--only", "disk"), "--only disk: no such check; they are: versions, "),
         (("--skip", ""), "--skip : no such check"),
         (("--only", "ring", "--skip", "ring"), "--only ring: no check is left; omit one of them from --skip"),
-        (("",), "ROOT '': must be a dataset directory"),
+        (("",), "argument 1: is empty; give it a value"),
         (("a", "b"), "b: one argument too many"),
         (("--rnig",), "--rnig: no such flag"),
     ],

@@ -113,8 +113,6 @@ def check(
     **_: object,
 ) -> None:
     """UsageError names the flag of a wrong argument of `main`."""
-    if root == "":
-        raise UsageError(f"ROOT {root!r}: must be a dataset directory; omit it to skip the checks of storage")
     with loading():
         from sa1b.programs.doctor.all_checks import names
     for flag, given in (("--only", only), ("--skip", skip)):
