@@ -218,7 +218,7 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
         if grown:
             remedy = (
                 f"if sources were added to {root} since, make a view of the images that it was trained on "
-                f"(`{command('view')} {root} --ids FILE --name NAME`) and pass it as view: a view keeps its "
+                f"(`{command('view', root)} --ids FILE --name NAME`) and pass it as view: a view keeps its "
                 "images and its sequence when a directory grows"
             )
     elif name == "masks_where":

@@ -316,7 +316,7 @@ def _look_up(table: SampleTable, ids: npt.NDArray[np.uint64], path: str, root: s
         raise ManifestError(
             f"{path}: {len(missing):,} of its {len(ids):,} images are not in {root} "
             f"({first_names(missing)}); add their sources again with `{command('reshard')}`, or make "
-            f"a view of the other images: `{command('view')} {root} --ids {shlex.quote(path)} --missing skip`"
+            f"a view of the other images: `{command('view', root)} --ids {shlex.quote(path)} --missing skip`"
         )
     return rows
 
