@@ -15,11 +15,13 @@ the part of each step that this process reads. The number of workers only select
 batch i of a rank comes from worker i mod n, the order in which a DataLoader collects batches.
 """
 
+import contextlib
+import os
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,9 +227,7 @@ class Stream(BatchStream):
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
-        # Loads a compiled loop, and numba's compiler with it: the workers that a DataLoader forks then share
-        # this memory, 70 MB for each of them.
-        random_words(seed, np.zeros(1, np.int64))
+        _share_compiled_code()
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[Any, ...]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
@@ -310,6 +310,22 @@ class Stream(BatchStream):
         grown = self.view.digest == self.dataset.table.ids_digest
         name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
         check_state(current, state, name, self.root, grown=grown)
+
+
+@cache
+def _share_compiled_code() -> None:
+    """Load a compiled loop before this process forks, and numba's compiler with it.
+
+    The workers of a DataLoader then share this memory, 70 MB for each of them. A process that never forks,
+    or whose workers are spawned, does not load it here.
+    """
+    os.register_at_fork(before=_load_compiled_code)
+
+
+@cache  # every later fork, of any library, only looks this up
+def _load_compiled_code() -> None:
+    with contextlib.suppress(Exception):  # which would be printed in any fork; a worker reports its own
+        random_words(0, np.zeros(1, np.int64))
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import pickle
+import sys
 import warnings
 from itertools import islice
 from pathlib import Path
@@ -12,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b import hashing
 from sa1b.kernel import kernel, plain
 from sa1b.shards.manifest import table_name
 from sa1b.storage.errors import MissingError
+from sa1b.stream import dataset
 from sa1b.stream.order import Order
 from tests.stream.recorded import RECIPE, digest, make_root, sequence
 
@@ -123,15 +126,41 @@ def test_what_a_worker_gets_does_not_grow_with_the_dataset(root: Path, tmp_path:
         assert isinstance(column.base, mmap.mmap) or isinstance(column.base.obj, mmap.mmap)
 
 
-def test_compiled_code_is_loaded_before_worker_processes_are_forked(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that they share its memory and do not load it themselves."""
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A compiled loop of a stream that is not loaded yet."""
     loop: Any = kernel(plain(hashing._mix_one))
     monkeypatch.setattr(hashing, "_mix_one", loop)
-    assert not loop.signatures
-    stream_of(root)
+    dataset._load_compiled_code.cache_clear()
+    return loop
+
+
+def test_compiled_code_is_loaded_before_worker_processes_are_forked(root: Path, loop: Any) -> None:
+    """So that they share its memory and do not load it themselves."""
+    stream = stream_of(root)
+    assert not loop.signatures  # a process that never forks does not load it for workers
+    next(iter(DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="fork")))
     assert loop.signatures
+
+
+def test_a_fork_succeeds_where_compiled_code_cannot_be_loaded(
+    root: Path, loop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, printed = [], []
+
+    def fails(*arguments: object) -> None:
+        calls.append(arguments)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(hashing, "_mix_one", fails)
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    stream_of(root)
+    for _ in range(2):
+        if not (child := os.fork()):
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(calls) == 1  # later forks do not try again
+    assert not printed
 
 
 # Other bytes of the same images
