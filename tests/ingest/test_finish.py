@@ -39,13 +39,18 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def root(tars: Path, tmp_path: Path) -> Path:
-    """A finished directory of two sources."""
-    made = tmp_path / "root"
+@pytest.fixture(scope="module")
+def made(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("made") / "root"
     paths = [tars / "sa_000000.tar", tars / "sa_000001.tar"]
     assert reshard(paths, made, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 0
     return made
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """A finished directory of two sources."""
+    return shutil.copytree(made, tmp_path / "root")
 
 
 def ids(root: Path) -> list[int]:

@@ -133,6 +133,18 @@ def endless(kind: str, root: Path) -> None:
     # Seconds after which an idle worker sees that its process has ended.
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.1
     before = held()
+    process, printed = os.getpid(), sys.unraisablehook
+
+    def unraisable(lost: Any) -> None:
+        # Python drops an interrupt that meets a destructor, where a user presses Ctrl-C again. Raised in this
+        # function it would be dropped too.
+        if lost.exc_type is KeyboardInterrupt and os.getpid() == process:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            printed(lost)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    sys.unraisablehook = unraisable
 
     def read() -> None:
         stream = stream_of(root)

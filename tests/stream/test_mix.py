@@ -100,16 +100,21 @@ def test_it_resumes_at_any_rank_count_micro_batch_and_shares(roots: dict[str, Pa
     assert sorted(found) == whole[16:48]
 
 
-def test_workers_a_loader_and_a_stateful_loader_give_the_same_batches(roots: dict[str, Path]) -> None:
+def assert_same(found: list[sa1b.Batch], expected: list[sa1b.Batch]) -> None:
+    for got, batch in zip(found, expected, strict=True):
+        assert_equal(got, batch)
+        assert got.source == batch.source
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_give_the_same_batches(roots: dict[str, Path], method: str, workers: int) -> None:
+    loader = DataLoader(mixed(roots), batch_size=None, num_workers=workers, multiprocessing_context=method)
+    assert_same(take(loader, 5), take(mixed(roots), 5))
+
+
+def test_a_loader_and_a_stateful_loader_give_the_same_batches(roots: dict[str, Path]) -> None:
     expected = take(mixed(roots), 5)
-    for one in (
-        take(DataLoader(mixed(roots), batch_size=None, num_workers=2), 5),
-        take(DataLoader(mixed(roots), batch_size=None, num_workers=1, multiprocessing_context="spawn"), 5),
-        take(sa1b.Loader(mixed(roots), threads=2, quiet=True), 5),
-    ):
-        for got, batch in zip(one, expected, strict=True):
-            assert_equal(got, batch)
-            assert got.source == batch.source
+    assert_same(take(sa1b.Loader(mixed(roots), threads=2, quiet=True), 5), expected)
     loader = StatefulDataLoader(mixed(roots), batch_size=None, num_workers=2)
     take(loader, 2)
     resumed = StatefulDataLoader(mixed(roots), batch_size=None, num_workers=2)
