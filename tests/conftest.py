@@ -29,7 +29,7 @@ import torch
 from hypothesis import settings
 
 from sa1b import workers
-from tests import forked_workers, skipped
+from tests import forked_workers, processes, skipped
 
 # The same examples wherever CI is set. No example has a deadline: a busy machine is slow, and the first call
 # of a kernel compiles it.
@@ -108,6 +108,16 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Modules are destroyed as usual at the end, or triton's library prints what it calls leaks."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _variables_read_at_start() -> Iterator[None]:
+    """A variable that a test leaves would keep the commands of later tests from being forked: see processes.py."""
+    before = processes.read_at_start(os.environ)
+    yield
+    assert processes.read_at_start(os.environ) == before, (
+        "the test leaves a variable; set it with monkeypatch"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from sa1b.masks import raster_triton
 from sa1b.recipes.presets import PRESETS
 
 # The default changes with Triton 3.10, which warns of it.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+_FUSION = {"TRITON_DEFAULT_FP_FUSION": "1"}
 RECORDED = Path(__file__).with_suffix(".json")
 # Compute capability -> bytes of shared memory that a block can have: A100, RTX 4090, H100, B200.
 GPUS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
@@ -75,7 +75,7 @@ def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources
         found[" ".join(map(str, words))] = _resources(compiled)
 
     driver.set_active(_NoDevice(capability))
-    with as_on_a_gpu(launch):
+    with mock.patch.dict(os.environ, _FUSION), as_on_a_gpu(launch):
         for precision in precisions:
             _train(precision)
         _rasterize()

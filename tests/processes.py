@@ -266,7 +266,7 @@ def _is_forkable(command: list[str], environment: dict[str, str]) -> bool:
     if _sees_gpu(environment):
         return False
     is_program = command[1] in ("-c", "-m") if command[1].startswith("-") else True
-    return is_program and _read_at_start(environment) == _server().read_at_start
+    return is_program and read_at_start(environment) == _server().read_at_start
 
 
 def _sees_gpu(environment: Mapping[str, str]) -> bool:
@@ -274,10 +274,14 @@ def _sees_gpu(environment: Mapping[str, str]) -> bool:
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and Path("/dev/nvidiactl").exists()
 
 
-def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    # torch sets this one itself, at the first use of its compiler, and reads it at each use.
-    late = "TORCHINDUCTOR_CACHE_DIR"
-    return {name: value for name, value in environment.items() if name.startswith(AT_START) and name != late}
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `AT_START`; a command is forked if they are those of the server."""
+    # torch sets the first one itself, at the first use of its compiler, and reads it at each use; OpenCV sets the
+    # second one when it is imported.
+    late = "TORCHINDUCTOR_CACHE_DIR", "LD_LIBRARY_PATH"
+    return {
+        name: value for name, value in environment.items() if name.startswith(AT_START) and name not in late
+    }
 
 
 @cache
@@ -480,7 +484,7 @@ if __name__ == "__main__":
         sys.exit()
     requests.listen(64)  # clients wait while this process imports
     # Before the imports, which may set variables.
-    about = json.dumps({"pid": os.getpid(), "read_at_start": _read_at_start(os.environ)}).encode()
+    about = json.dumps({"pid": os.getpid(), "read_at_start": read_at_start(os.environ)}).encode()
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
