@@ -1,7 +1,7 @@
 """Account of a training step on a GPU: launches, blocks, bytes and operations, counted without a GPU.
 
     python -m benchmarks.account                           ViT-B, 8 images of 64 masks, bfloat16
-    python -m benchmarks.account --without transformer     without the kernels of this module
+    python -m benchmarks.account --without norm            without the kernels of this module
     python -m benchmarks.account --images 1 --top 40
 
 The real step runs on fake tensors, which have shapes and formats but no memory, with the operators and
@@ -42,7 +42,7 @@ from sa1b.recipes.presets import PRESETS
 from sa1b.sam import mask_decoder
 from sa1b.sam.interactive import Interactive
 
-KERNELS = ("transformer", "tokens_to_image", "upscale", "losses")  # modules sa1b.sam.<name>_triton
+KERNELS = ("norm", "image_to_tokens", "tokens_to_image", "upscale", "losses")  # modules sa1b.sam.<name>_triton
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 _ATTENTION = "_scaled_dot_product"
 _VIEWS = {

@@ -162,10 +162,10 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
             )
             with record.attempt(label), ExitStack() as stack:
                 if places:
-                    from sa1b.sam.transformer_triton import Places  # needs triton
+                    from sa1b.sam.image_to_tokens_triton import Places  # needs triton
 
                     for direction in ("FORWARD", "BACKWARD"):
-                        constant = f"sa1b.sam.transformer_triton.{direction}_PLACES"
+                        constant = f"sa1b.sam.image_to_tokens_triton.{direction}_PLACES"
                         stack.enter_context(patch(constant, Places(*places)))
                 found = backward(own)
                 expected = expected or found

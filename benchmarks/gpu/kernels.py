@@ -142,7 +142,7 @@ def norms(setting: Setting, record: Record) -> None:
 
 def _tiles(record: Record, rows: int, channels: int) -> None:
     """The gradients of a norm with other numbers of a tile, warps and programs; the best ones."""
-    from sa1b.sam.transformer_triton import BACKWARD, Tiles, gradients  # needs triton
+    from sa1b.sam.norm_triton import BACKWARD, Tiles, gradients  # needs triton
 
     x, gradient = torch.randn(2, rows, channels, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.randn(2, channels, device="cuda")

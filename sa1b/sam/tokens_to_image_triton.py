@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from sa1b.sam.transformer_triton import MOST_CHANNELS, precision_of
+from sa1b.sam.norm_triton import MOST_CHANNELS, precision_of
 
 MOST_ROWS = 32  # with 64 rows, the registers of a program hold 72 to 640 bytes too little (sm_90)
 PROGRAMS = 8 * 132  # several rounds on an H100; with fewer masks, several programs share a mask

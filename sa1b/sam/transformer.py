@@ -351,7 +351,7 @@ class ImageToToken(ProjectedAttention):
     ) -> OwnImage | None:
         """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
         x = image.tokens
-        kernels = kernels_of("transformer", x)
+        kernels = kernels_of("image_to_tokens", x)
         if kernels is None or x.dtype not in HALF or not kernels.fits(x.shape[-2], *rows.shape[1:]):
             return None
         features, basis = None, None
@@ -377,7 +377,7 @@ def share_projections(attention: ProjectedAttention) -> None:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: bool = False) -> Tensor:
     """x [..., C] -> the same shape and number format, also under autocast, which would give float32."""
     # In a compiled graph torch generates such a kernel.
-    if (kernels := kernels_of("transformer", x)) is not None:
+    if (kernels := kernels_of("norm", x)) is not None:
         channels = x.shape[-1]
         if channels <= kernels.MOST_CHANNELS and channels & (channels - 1) == 0:
             out: Tensor = kernels.FewChannelNorm.apply(x.contiguous(), weight, bias, eps, gelu)

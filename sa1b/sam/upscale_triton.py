@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("the upscaling on a CUDA device needs triton: pip install 'sa1b[kernels]'") from error
 
-from sa1b.sam.transformer_triton import gelu, normalised
+from sa1b.sam.norm_triton import gelu, normalised
 
 FORMATS = (torch.bfloat16, torch.float16)
 CHANNELS = (16, 32, 64)  # of the input

@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam import tokens_to_image_triton, transformer_triton
+from sa1b.sam import tokens_to_image_triton, image_to_tokens_triton
 from sa1b.sam.tokens_to_image_triton import ReadImage
-from sa1b.sam.transformer_triton import ImageToTokens, Places
+from sa1b.sam.image_to_tokens_triton import ImageToTokens, Places
 
 EPS = 1e-5
 # Relative to the largest number, of the results and of each gradient.
@@ -136,7 +136,7 @@ if __name__ == "__main__":
     formats = torch.float32, torch.float16
     print(f"{check_all('cpu', (2, 16, 64), (8, 32, 128), formats=formats)} kinds of attention")
     several = {"FORWARD_PLACES": Places(16, 2, 4, 1), "BACKWARD_PLACES": Places(32, 4, 4, 2)}
-    with mock.patch.multiple(transformer_triton, **several):  # several tiles in a program
+    with mock.patch.multiple(image_to_tokens_triton, **several):  # several tiles in a program
         check_all("cpu", (2, 16, 64), formats=(torch.float32,))
     print(f"{check_reads('cpu', (64, 16), (256, 32), formats=formats)} kinds of reading")
     with mock.patch.object(tokens_to_image_triton, "PROGRAMS", 1):  # a mask has one program

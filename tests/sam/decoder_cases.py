@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.account import KERNELS, as_on_a_gpu
-from sa1b.sam import tokens_to_image_triton, transformer, transformer_triton
+from sa1b.sam import tokens_to_image_triton, transformer, image_to_tokens_triton
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -41,7 +41,7 @@ def check() -> int:
     """The step with kernels gives the sums and gradients of the step without; returns their number."""
     with (
         mock.patch.object(
-            transformer_triton.ImageToTokens, "apply", wraps=transformer_triton.ImageToTokens.apply
+            image_to_tokens_triton.ImageToTokens, "apply", wraps=transformer_triton.ImageToTokens.apply
         ) as one,
         mock.patch.object(
             tokens_to_image_triton.ReadImage, "apply", wraps=tokens_to_image_triton.ReadImage.apply

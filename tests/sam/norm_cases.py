@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam import transformer_triton
-from sa1b.sam.transformer_triton import BACKWARD, FORWARD, FewChannelNorm
+from sa1b.sam import norm_triton
+from sa1b.sam.norm_triton import BACKWARD, FORWARD, FewChannelNorm
 
 EPS = 1e-6
 # Relative to the largest number, of the result and of each gradient.
@@ -45,6 +45,6 @@ def check_all(device: str, *, largest: int) -> int:
 
 if __name__ == "__main__":
     # With three tiles, a program of the backward pass has two of them.
-    transformer_triton.BACKWARD = BACKWARD._replace(programs=2)
+    norm_triton.BACKWARD = BACKWARD._replace(programs=2)
     check("cpu", 16, 3 * BACKWARD.numbers // 16, torch.float32, gelu=False)
     print(f"{check_all('cpu', largest=2)} kinds of norm")
