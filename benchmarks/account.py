@@ -6,9 +6,9 @@
 
 The real step runs on fake tensors, which have shapes and formats but no memory, with the operators and
 kernels of a CUDA device. An operator that is more than a view counts as one launch. It moves the bytes of its
-inputs and outputs once; those that an expanded tensor repeats count once. Operations are those of matrix
-products, convolutions and attention, without the ones inside the project's own kernels. Blocks are known for
-these kernels only.
+inputs and outputs once; those that an expanded tensor repeats count once, and so do those that several blocks
+of a kernel read from the cache. Operations are those of matrix products, convolutions and attention, also
+inside the project's own kernels. Blocks are known for these kernels only.
 
 The shortest time of an operator is that of its bytes or of its operations, whichever is longer, at the rates
 of --bandwidth and --flops, by default those measured on an H100. CUDA graphs replay the launches of the
@@ -32,17 +32,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from sa1b.engine.config import build
 from sa1b.engine.planner.fake_step import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.recipes.presets import PRESETS
-from sa1b.sam import mask_decoder
+from sa1b.sam import image_encoder
 from sa1b.sam.interactive import Interactive
 
-KERNELS = ("norm", "image_to_tokens", "tokens_to_image", "upscale", "losses")  # modules sa1b.sam.<name>_triton
+# Modules sa1b.sam.<name>_triton.
+KERNELS = ("norm", "downscale", "image_to_tokens", "tokens_to_image", "upscale", "losses")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 _ATTENTION = "_scaled_dot_product"
 _VIEWS = {
@@ -50,6 +51,19 @@ _VIEWS = {
     *("unsqueeze", "squeeze", "detach", "alias", "split", "split_with_sizes", "unbind", "as_strided"),
     *("unfold", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "device"),
 }
+# Kernel -> one of its arguments, and its matrix products of this tensor with N or 4 C rows or columns.
+_PRODUCTS_OF = {
+    "image_to_tokens_forward": ("keys", 2),
+    "image_to_tokens_backward": ("keys", 4),
+    "image_to_tokens_rows": ("keys", 5),
+    "read_forward": ("rows", 2),
+    "read_of_rows": ("rows", 3),
+    "read_of_own": ("rows", 4),
+    "read_of_shared": ("rows", 4),
+    "upscale_forward": ("image", 1.625),
+    "upscale_backward": ("image", 2.875),
+}
+_FILLED = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}  # read no input
 
 
 @dataclass(slots=True)
@@ -93,12 +107,14 @@ class Account(TorchDispatchMode):
         if name not in _VIEWS:
             flop = 0.0
             if name.startswith(_ATTENTION):
-                first = 1 if "backward" in name else 0  # the gradient comes first
-                flop = sdpa_flop_count(*(x.shape for x in args[first : first + 3]))
-                flop *= 2.5 if first else 1  # five products in place of two
+                shapes = [x.shape for x in args[:4] if isinstance(x, Tensor)]
+                if "backward" in name:  # the gradient comes first
+                    flop = sdpa_backward_flop_count(*shapes)
+                else:
+                    flop = sdpa_flop_count(*shapes[:3])
             elif (count := flop_registry.get(func._overloadpacket)) is not None:
                 flop = count(*args, **(kwargs or {}), out_val=out)
-            self.add(name, (args, kwargs, out), flop=flop)
+            self.add(name, out if name in _FILLED else (args, kwargs, out), flop=flop)
         return out
 
     def add(self, name: str, tensors: Any, *, flop: float = 0, blocks: int = 0) -> None:
@@ -143,9 +159,8 @@ def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KER
         launch(kernel, *arguments, **options)
 
     with ExitStack() as stack:
-        for module in ("transformer", "targets", "mask_decoder"):
+        for module in ("transformer", "image_tokens", "targets", "mask_decoder"):
             stack.enter_context(mock.patch(f"sa1b.sam.{module}.kernels_of", kernels_of))
-        stack.enter_context(mock.patch.object(mask_decoder, "downscaled", mask_decoder.product_of_patches))
         if launch is not None:
             stack.enter_context(mock.patch.object(JITFunction, "run", run))
         yield
@@ -170,9 +185,17 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
             account.inside = False
 
     def launch(kernel: Any, *args: Any, grid: Sequence[int], **options: Any) -> None:
-        account.add(kernel.__name__, args, blocks=math.prod(grid))
+        given = dict(zip(kernel.arg_names, args, strict=True))
+        factor, products = _PRODUCTS_OF.get(kernel.__name__, ("", 0))
+        flop = 2 * products * given[factor].numel() * (given.get("N") or 4 * given["C"]) if products else 0
+        account.add(kernel.__name__, args, flop=flop, blocks=math.prod(grid))
 
-    with as_on_a_gpu(launch, kernels), mock.patch.object(Interactive, "_iterate", iterate), FakeTensorMode():
+    with (
+        as_on_a_gpu(launch, kernels),
+        mock.patch.object(Interactive, "_iterate", iterate),
+        mock.patch.object(image_encoder, "attended", _attended),
+        FakeTensorMode(),
+    ):
         module._apply(lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu"))
         step = TrainStep(module, config, RankInfo(0, 1, 0, torch.device("cpu")))
         batch = blank_batch(images, masks, config.image_size, config.image_size // 4)
@@ -181,6 +204,12 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
             step.finish(sums["count"])
             step.scaler.step(step.optimizer)
     return 1 + config.recipe.clicks + config.recipe.unprompted
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`sa1b.sam.image_encoder.attended` by cuDNN, as on an H100."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=1.0)[0]
+    return out
 
 
 def document(account: Account, step: str, images: int, masks: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.masks import raster_triton
 from sa1b.recipes.presets import PRESETS
+from sa1b.sam import image_to_tokens_triton, tokens_to_image_triton
 
 # The default changes with Triton 3.10, which warns of it.
 _FUSION = {"TRITON_DEFAULT_FP_FUSION": "1"}
@@ -75,7 +77,11 @@ def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources
         found[" ".join(map(str, words))] = _resources(compiled)
 
     driver.set_active(_NoDevice(capability))
-    with mock.patch.dict(os.environ, _FUSION), as_on_a_gpu(launch):
+    modules = tokens_to_image_triton, image_to_tokens_triton
+    with mock.patch.dict(os.environ, _FUSION), as_on_a_gpu(launch), ExitStack() as stack:
+        for module in modules:
+            patch = mock.patch.object(module, "shared_memory", return_value=GPUS[capability])
+            stack.enter_context(patch)
         for precision in precisions:
             _train(precision)
         _rasterize()
@@ -85,7 +91,7 @@ def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources
 def _train(precision: str) -> None:
     config = PRESETS["vit_b"]
     model = replace(config.model, width=64, depth=1, heads=1, global_blocks=(), cuda_graphs=False)
-    recipe = replace(config.recipe, clicks=3, unprompted=0)  # 7 to 10 tokens: two sizes of a head
+    recipe = replace(config.recipe, clicks=3, unprompted=0)  # 7 to 10 tokens: two numbers of rows
     parallel = replace(config.parallel, precision=precision)
     config = replace(config, model=model, recipe=recipe, parallel=parallel)
     step = TrainStep(build(config, None), config, RankInfo(0, 1, 0, torch.device("cpu")))

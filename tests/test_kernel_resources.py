@@ -18,7 +18,7 @@ def check(capability: int, precisions: tuple[str, ...]) -> None:
     found = kernel_resources.of_gpu(capability, precisions)
     assert {name.split()[0] for name in found} >= {
         *("norm_forward", "norm_backward", "upscale_forward", "upscale_backward", "measure_masks", "fill"),
-        *("compare", "finish", "gradient"),
+        *("compare", "finish", "gradient", "downscale_forward", "downscale_backward", "read_of_own"),
     }
     limit = kernel_resources.GPUS[capability]
     for name, (registers, _, shared, threads) in found.items():

@@ -1,45 +1,49 @@
 """Attention over a complete image with relative positions, in several forms with the same result.
 
 `folded` is the form of the model (`sa1b.sam.image_encoder`): heads are three times as long, for one fused
-kernel of any kind. `short values` has the same queries and keys, and values that are not padded, which not
-every kernel supports. `flex` is FlexAttention, which adds the positions to the logits inside of the kernel:
-heads keep their length, and the gradients of the positions are scattered sums. On a CPU it has no backward
-pass.
+kernel, with values of their own length by cuDNN. `padded values` is this form by flash attention. `flex` is
+FlexAttention, which adds the positions to the logits inside of the kernel: heads keep their length, and the
+gradients of the positions are scattered sums. On a CPU it has no backward pass.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.gpu import timing
-from benchmarks.gpu.part import Record, Setting, Skipped
+from benchmarks.gpu.part import Record, Setting
 from sa1b.engine.settings import autocast
 from sa1b.sam.image_encoder import RelativeAttention
-from sa1b.sam.transformer import OwnImage, SharedImage, TwoWayLayer, layer_norm
+from sa1b.sam.image_tokens import OwnImage, SharedImage
+from sa1b.sam.transformer import TwoWayLayer, layer_norm
 
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
-# Image tokens of a tile, tiles of a program, warps and stages of the kernels of `image_to_tokens`.
-PLACES = (
-    *((64, 1, 8, 3), (32, 1, 8, 3), (32, 1, 4, 3), (64, 1, 16, 3), (64, 8, 8, 1), (64, 8, 16, 1)),
-    *((32, 16, 8, 1), (32, 16, 8, 2), (32, 4, 8, 2), (32, 64, 8, 2), (16, 16, 8, 1), (16, 16, 8, 2)),
+# Modules and constants of the kernels of `image_to_tokens`, and values that may be faster.
+PLACES: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = (
+    ("image_to_tokens", "FORWARD_PLACES", ((32, 1, 8, 1), (64, 1, 8, 3), (64, 8, 8, 1))),
+    ("image_to_tokens", "BACKWARD_PLACES", ((32, 1, 8, 1), (32, 64, 8, 1))),
+    ("image_to_tokens", "ROWS_PLACES", ((32, 128, 8, 1), (64, 64, 8, 1))),
+    ("tokens_to_image", "FORWARD_PLACES", ((32, 8, 2), (64, 8, 1))),
+    ("tokens_to_image", "ROWS_PLACES", ((32, 8, 1), (64, 8, 1))),
+    ("tokens_to_image", "OWN_PLACES", ((32, 8, 1), (64, 8, 1))),
+    ("tokens_to_image", "SHARED_PLACES", ((32, 8, 1), (32, 8, 2))),
 )
 Form = Callable[[RelativeAttention, Tensor], Tensor]
 
 
-def short_values(attention: RelativeAttention, x: Tensor) -> Tensor:
-    """The folded form with values of their own length."""
-    q, k, v = attention.projected(x)
-    q, k = attention.folded(q, k)
-    out = F.scaled_dot_product_attention(q, k, v.flatten(2, 3), scale=1.0)
-    projected: Tensor = attention.proj(out.transpose(1, 2).reshape(x.shape))
-    return projected
+def padded_values(attention: RelativeAttention, x: Tensor) -> Tensor:
+    """The folded form without cuDNN."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        out: Tensor = attention(x)
+        return out
 
 
 def flex(attention: RelativeAttention, x: Tensor, attend: Callable[..., Any] = flex_attention) -> Tensor:
@@ -61,7 +65,7 @@ def forms(device: str) -> dict[str, Form]:
     attend = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
     return {
         "folded": lambda attention, x: attention(x),
-        "short values": short_values,
+        "padded values": padded_values,
         "flex": partial(flex, attend=attend),
     }
 
@@ -103,7 +107,7 @@ def work(setting: Setting, record: Record) -> None:
 
 
 def image_to_tokens(setting: Setting, record: Record) -> None:
-    """The last part of a layer of the mask decoder: by torch, and in one kernel with several tiles."""
+    """A decoder layer's attention in both directions: by torch, and by the kernels with several tiles."""
     count, images, heads, tokens, width, side = setting.pick((464, 8, 8, 12, 256, 64), (4, 2, 2, 5, 32, 8))
     dtype, places = torch.bfloat16 if setting.on_gpu else torch.float32, side * side
     torch.manual_seed(0)
@@ -117,67 +121,57 @@ def image_to_tokens(setting: Setting, record: Record) -> None:
     x, features, basis = (
         made(*shape).requires_grad_() for shape in ((images, places, width), (count, 16, places), (16, width))
     )
-    counts = (count // images,) * images
     own = made(count, places, width).requires_grad_()
+    queries = made(count, heads * tokens, width).mul(0.05).requires_grad_()
     rows = [
         made(count, heads, tokens, size).mul(scale).requires_grad_()
         for size, scale in ((width, 0.05), (1, 1), (width, 1))
     ]
-    gradients = [made(count, places, width) for _ in range(2)]
+    gradients = [made(count, heads * tokens, width), made(count, places, width)]
 
-    def plain(image: SharedImage | OwnImage) -> tuple[Tensor, Tensor]:
-        changed = attention.spread(image, *rows)
-        changed = layer_norm(changed, norm.weight, norm.bias, norm.eps)
-        return changed, changed + position
+    def forward(kind: str, form: str) -> tuple[Tensor, Tensor]:
+        image: SharedImage | OwnImage = OwnImage(own, None if form == "kernels" else own + position, position)
+        if kind == "shared":
+            image = SharedImage(x, x + position, (count // images,) * images, features, basis)
+        read, image = image.read(queries)
+        if (found := attention.fused(image, *rows, norm, position)) is not None:
+            return read, found.tokens
+        return read, layer_norm(attention.spread(image, *rows), norm.weight, norm.bias, norm.eps)
 
-    def fused(image: SharedImage | OwnImage) -> tuple[Tensor, Tensor]:
-        found = attention.fused(image, *rows, norm, position, last=False)
-        if found is None or found.placed is None:
-            raise Skipped("the kernel runs on a GPU only")
-        return found.tokens, found.placed
+    def backward(kind: str, form: str) -> list[Tensor]:
+        found = forward(kind, form)
+        given = [*([x, features, basis] if kind == "shared" else [own]), queries, *rows, *norm.parameters()]
+        return [*found, *torch.autograd.grad(found, given, gradients)]
 
+    changes = [(module, name, one) for module, name, values in PLACES for one in values]
     for kind in ("shared", "own"):
         expected: list[Tensor] = []
-        for name, form, places in (
-            ("torch", plain, None),
-            *(("kernel", fused, places) for places in PLACES),
-        ):
-            if name == "kernel" and not setting.on_gpu:
+        for form, change in (("torch", None), ("kernels", None), *(("kernels", one) for one in changes)):
+            if form == "kernels" and not setting.on_gpu:
                 continue
-
-            def forward(_: Tensor, form: Any = form, kind: str = kind) -> tuple[Tensor, Tensor]:
-                image = SharedImage(x, x + position, counts, features, basis)
-                return form(image if kind == "shared" else OwnImage(own, own + position, position))
-
-            def backward(_: Tensor, forward: Any = forward, kind: str = kind) -> list[Tensor]:
-                given = [x, features, basis] if kind == "shared" else [own]
-                found = forward(_)
-                return [
-                    *found,
-                    *torch.autograd.grad(found, [*given, *rows, norm.weight, norm.bias], gradients),
-                ]
-
-            label = f"{kind} image, {name}" + (
-                " {}x{}, {} warps, {} stages".format(*places) if places else ""
-            )
+            label = f"{kind} image, {form}" + (" {}.{} {}".format(*change) if change else "")
             with record.attempt(label), ExitStack() as stack:
-                if places:
-                    from sa1b.sam.image_to_tokens_triton import Places  # needs triton
-
-                    for direction in ("FORWARD", "BACKWARD"):
-                        constant = f"sa1b.sam.image_to_tokens_triton.{direction}_PLACES"
-                        stack.enter_context(patch(constant, Places(*places)))
-                found = backward(own)
+                if form == "torch":
+                    for module in ("transformer", "image_tokens"):
+                        stack.enter_context(patch(f"sa1b.sam.{module}.kernels_of", return_value=None))
+                if change:
+                    kernels = import_module(f"sa1b.sam.{change[0]}_triton")  # needs triton
+                    value = kernels.Places(*change[2])
+                    if isinstance(constant := getattr(kernels, change[1]), dict):
+                        value = constant | {128: value}
+                    stack.enter_context(patch.object(kernels, change[1], value))
+                found = backward(kind, form)
                 expected = expected or found
                 worst = max(_difference(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
                 record.figure(f"{label}: largest relative difference", worst)
                 del found
                 for part, call in (("forward", forward), ("forward and backward", backward)):
-                    record.figure(f"{label}: {part}", timing.each(call, [own], setting.pick(3, 1)), "ms")
+                    took = timing.each(lambda _, c=call, k=kind, f=form: c(k, f), [own], setting.pick(3, 1))
+                    record.figure(f"{label}: {part}", took, "ms")
 
-    for rows in (16, 32):
-        queries = made(count, rows, width).mul(0.05).requires_grad_()
-        _reading(setting, record, queries, own, position, (made(count, rows, width), gradients[0]))
+    for count_of_rows in (16, 32):
+        queries = made(count, count_of_rows, width).mul(0.05).requires_grad_()
+        _reading(setting, record, queries, own, position, (made(count, count_of_rows, width), gradients[1]))
 
 
 def _reading(

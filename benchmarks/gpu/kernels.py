@@ -4,6 +4,7 @@ Attention: which back end torch chooses, and for each one its time and the error
 against float64, on fewer heads. All others: time of torch and of the kernels of this package, and errors.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
 from sa1b.sam import mask_decoder
-from sa1b.sam.mask_decoder import MaskDecoder, quarter_logits
+from sa1b.sam.mask_decoder import MaskDecoder, PromptEncoder
 from sa1b.sam.targets import compared, compared_by_operators
 from sa1b.sam.transformer import layer_norm
 
@@ -104,6 +105,7 @@ def norms(setting: Setting, record: Record) -> None:
     """Layer norms of many rows of few channels, and the upscaling of masks, forward and backward."""
     for masks in setting.pick(MASKS, (2,)):
         _upscaling(setting, record, masks)
+        _downscaling(setting, record, masks)
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     for full, channels in NORMS:
         rows = setting.pick(full, 64)
@@ -198,32 +200,55 @@ def losses(setting: Setting, record: Record) -> None:
 def _upscaling(setting: Setting, record: Record, masks: int) -> None:
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     channels, tokens = setting.pick((256, 4096), (64, 16))
-    _, norm, _, second, _ = MaskDecoder(channels).to(setting.device).output_upscaling
-    shapes = ((masks, tokens, 4, channels // 4), (masks, 1, channels // 8), (masks, 1, 16 * tokens))
+    decoder = MaskDecoder(channels).to(setting.device)
+    side = 4 * math.isqrt(tokens)
+    shapes = ((masks, tokens, channels), (masks, 1, channels // 8), (masks, 1, side, side))
     x, weights, gradient = (torch.randn(shape, device=setting.device).to(dtype) for shape in shapes)
 
-    def graph(x: Tensor, weights: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs = (x.requires_grad_(), weights.requires_grad_(), *norm.parameters(), *second.parameters())
-        return quarter_logits(x, norm, second, weights), inputs
+    def graph(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        inputs = (x.requires_grad_(), *decoder.output_upscaling.parameters())
+        return decoder.upscale(x, weights[: len(x)].to(x.dtype)), inputs
+
+    _fused(record, f"upscaling of {masks} masks", graph, x, gradient)
+
+
+def _downscaling(setting: Setting, record: Record, masks: int) -> None:
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
+    side = setting.pick(64, 4)
+    encoder = PromptEncoder(256, 16 * side, side).to(setting.device)
+    low_res = torch.randn(masks, 1, 4 * side, 4 * side, device=setting.device).to(dtype)
+    gradient = torch.randn(masks, 16, side * side, device=setting.device).to(dtype)
+
+    def graph(low_res: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return encoder.mask_features(low_res), tuple(encoder.mask_downscaling[:5].parameters())
+
+    _fused(record, f"features of {masks} masks", graph, low_res, gradient)
+
+
+Graph = Callable[[Tensor], tuple[Tensor, tuple[Tensor, ...]]]
+
+
+def _fused(record: Record, subject: str, graph: Graph, x: Tensor, gradient: Tensor) -> None:
+    """Errors and times of kernels and of separate operators; `graph`: result, and inputs with a gradient."""
 
     def results(dtype: torch.dtype) -> list[Tensor]:
-        logits, inputs = graph(*(one.detach()[:2].to(dtype) for one in (x, weights)))
-        return [logits.detach(), *torch.autograd.grad(logits, inputs, gradient[:2].to(dtype))]
+        found, inputs = graph(x.detach()[:2].to(dtype))
+        return [found.detach(), *torch.autograd.grad(found, inputs, gradient[:2].to(found))]
 
     exact = results(torch.float32)
     for label in ("fused", "separate operators"):
         separate = patch.object(mask_decoder, "kernels_of", lambda *_: None)
-        name = f"upscaling of {masks} masks, {label}"
+        name = f"{subject}, {label}"
         with record.attempt(name), nullcontext() if label == "fused" else separate:
-            pairs = zip(results(dtype), exact, strict=True)
+            pairs = zip(results(x.dtype), exact, strict=True)
             errors = [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
-            record.figure(f"{name}: error of logits", errors[0])
+            record.figure(f"{name}: error", errors[0])
             record.figure(f"{name}: largest error of a gradient", max(errors[1:]))
-            record.figure(f"{name}: forward", timing.each(lambda x: graph(x, weights), [x], 3), "ms")
-            logits, inputs = graph(x, weights)
+            record.figure(f"{name}: forward", timing.each(graph, [x], 3), "ms")
+            found, inputs = graph(x)
             took = timing.each(
-                lambda g, logits=logits, inputs=inputs: torch.autograd.grad(
-                    logits, inputs, g, retain_graph=True
+                lambda g, found=found, inputs=inputs: torch.autograd.grad(
+                    found, inputs, g.to(found), retain_graph=True
                 ),
                 [gradient],
                 3,

@@ -32,7 +32,7 @@ PARTS = (
     _measures("kernels", "kernels:attention", 40, "attention by back end: errors and times"),
     _measures("norms", "kernels:norms", 40, "layer norms of few channels and their constants; upscaling"),
     _measures("losses", "kernels:losses", 20, "losses in one pass and by operators of torch"),
-    _measures("image-tokens", "attention:image_to_tokens", 70, "attention of image tokens to tokens"),
+    _measures("image-tokens", "attention:image_to_tokens", 110, "attention of tokens and image tokens"),
     _measures("recipe", "training:recipe", 110, "the full recipe of ViT-B: rate, memory, waits", "material"),
     _measures("checkpoint", "training:checkpoint", 120, "stalls of saves; resuming", "material"),
     _measures("steps", "steps:work", 120, "host and device time of a step, by micro-batch", "material"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from sa1b.arguments import BadValue
@@ -262,8 +263,7 @@ class RelativeAttention(nn.Module):
     #     k' = [k,           1 where s = 0, 1, ...,         1 where t = 0, 1, ...        ]
     #
     # and q'.k' is the logit above. The length of a head grows from d to d + rows + columns: 92 in a window of
-    # 14 with d = 64, padded to 96, and 192 in a global block at 1024 pixels. The kernels need queries, keys
-    # and values of equal length, so the values are padded with zeros and the output is cut back to d.
+    # 14 with d = 64, padded to 96, and 192 in a global block at 1024 pixels. See `attended` for the values.
 
     def __init__(self, width: int, heads: int, side: int) -> None:
         super().__init__()
@@ -287,11 +287,8 @@ class RelativeAttention(nn.Module):
                 "positions; build the model with the image_size of the images"
             )
         q, k, v = self.projected(x)
-        length = q.shape[-1]
-        q, k = self.folded(q, k)
-        v = F.pad(v.flatten(2, 3), (0, q.shape[-1] - length))
-        out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
-        out = out[..., :length].transpose(1, 2).reshape(batch, rows, columns, width)
+        out = attended(*self.folded(q, k), v.flatten(2, 3))
+        out = out.transpose(1, 2).reshape(batch, rows, columns, width)
         projected: Tensor = self.proj(out)
         return projected
 
@@ -314,12 +311,25 @@ class RelativeAttention(nn.Module):
         columns_of_k = one_hot[None, :, :].expand(*k.shape[:-1], -1)
 
         # Under autocast, the products of q may have another dtype than q.
-        q = torch.cat([q * q.shape[-1] ** -0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype)], dim=-1)
-        k = torch.cat([k, rows_of_k, columns_of_k], dim=-1)
-        padding = -q.shape[-1] % HEAD_MULTIPLE
-        if padding:
-            q, k = F.pad(q, (0, padding)), F.pad(k, (0, padding))
+        zeros = q.new_zeros(1).expand(*q.shape[:-1], -(q.shape[-1] + 2 * self.side) % HEAD_MULTIPLE)
+        parts = (q * q.shape[-1] ** -0.5, rows_of_q.to(q.dtype), columns_of_q.to(q.dtype), zeros)
+        q, k = torch.cat(parts, dim=-1), torch.cat([k, rows_of_k, columns_of_k, zeros], dim=-1)
         return q.flatten(2, 3), k.flatten(2, 3)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention of queries and keys [B, heads, N, e] to shorter values [B, heads, N, d], not scaled."""
+    # Other kernels than cuDNN's need equal lengths. On an H100, cuDNN takes 13.3 ms with values of 64 numbers
+    # and 19.5 with padded ones, flash attention 16.0: forward and backward, 8 images of 12 heads, 4,096
+    # tokens, queries of 192 numbers.
+    if q.is_cuda and not torch.compiler.is_compiling():
+        given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
+        if torch.backends.cuda.can_use_cudnn_attention(given):
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    length = v.shape[-1]
+    out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, q.shape[-1] - length)), scale=1.0)
+    return out[..., :length]
 
 
 def distances(table: Tensor) -> Tensor:

@@ -13,22 +13,15 @@ Labels of points, which are prompts of any kind:
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sa1b.sam.image_encoder import EPSILON, ChannelNorm
-from sa1b.sam.transformer import (
-    SharedImage,
-    TwoWayTransformer,
-    kernels_of,
-    layer_norm,
-    product_with_transposed,
-)
+from sa1b.sam.image_tokens import SharedImage, kernels_of, product_with_transposed
+from sa1b.sam.transformer import TwoWayTransformer, layer_norm
 
 LABELS = 4  # background, foreground, two corners
 MASK_CHANNELS = 16  # hidden channels of the mask embedding, for any width
@@ -84,27 +77,36 @@ class PromptEncoder(nn.Module):
 
     def embed_masks(self, low_res: Tensor | None, has_low_res: Tensor | None) -> DenseEmbedding:
         nothing = self.no_mask_embed.weight[0].float()
-        *layers, last = self.mask_downscaling
+        *_, last = self.mask_downscaling
         if low_res is None:
             unused = torch.stack(
                 [parameter.float().sum() for parameter in self.mask_downscaling.parameters()]
             )
-            return DenseEmbedding(nothing + 0 * unused.sum(), None, nothing[None, :0])
+            return DenseEmbedding(nothing + 0 * unused.sum(), None, nothing[None][:0])
         has = None if has_low_res is None else has_low_res[:, None, None]
         if has is not None:
             # Replace missing masks by zeros: a NaN would reach the gradient in spite of a weight of zero.
             low_res = torch.where(has[..., None], low_res, 0)
         weight, bias = last.get_parameter("weight"), last.get_parameter("bias").float()
-        x = low_res.permute(0, 2, 3, 1)
-        for convolution, norm in (layers[:2], layers[3:5]):
-            gain, offset = norm.get_parameter("weight"), norm.get_parameter("bias")
-            x = layer_norm(downscaled(x, convolution), gain, offset, EPSILON, gelu=True)
-        features, basis = x.flatten(1, 2).transpose(1, 2).float(), weight.flatten(1).T.float()
+        features, basis = self.mask_features(low_res), weight.flatten(1).T.float()
         if has is None:
             return DenseEmbedding(bias + 0 * nothing, features, basis)
         present = has.to(features.dtype).expand(-1, -1, features.shape[2])
         features = torch.cat([features * present, present, 1 - present], dim=1)
         return DenseEmbedding(0 * nothing, features, torch.cat([basis, bias[None], nothing[None]]))
+
+    def mask_features(self, low_res: Tensor) -> Tensor:
+        """Logits [M, 1, 4 side, 4 side] -> float [M, 16, side * side]."""
+        layers = list(self.mask_downscaling)[:5]
+        kernels = kernels_of("downscale", low_res)
+        if kernels is not None and kernels.fits(low_res, MASK_CHANNELS):
+            parameters = [x for layer in layers for x in layer.parameters()]
+            features: Tensor = kernels.Downscaling.apply(low_res, EPSILON, *parameters)
+            return features
+        x = low_res
+        for convolution, norm in (layers[:2], layers[3:5]):
+            x = norm(convolution(x.to(convolution.get_parameter("weight").dtype)), gelu=True)
+        return x.permute(0, 2, 3, 1).flatten(1, 2).transpose(1, 2).float()
 
     def image_position(self) -> Tensor:
         """The position of each token of the image, encoded like points: float32 [1, channels, side, side]."""
@@ -113,49 +115,6 @@ class PromptEncoder(nn.Module):
         with torch.autocast(centres.device.type, enabled=False):
             position: Tensor = self.pe_layer(torch.stack([columns, rows], dim=-1))
         return position.permute(2, 0, 1)[None]
-
-
-def downscaled(x: Tensor, convolution: nn.Module) -> Tensor:
-    """A convolution with a kernel of 2 x 2 and stride 2: [M, H, W, C] -> [M, H / 2, W / 2, D]."""
-    if x.is_cuda:
-        return product_of_patches(x, convolution)
-    # A CPU takes longer to gather the patches than for the convolution.
-    out: Tensor = convolution(x.permute(0, 3, 1, 2).to(convolution.get_parameter("weight").dtype))
-    return out.permute(0, 2, 3, 1)
-
-
-def product_of_patches(x: Tensor, convolution: nn.Module) -> Tensor:
-    """See `downscaled`; a matrix product, since the patches of 2 x 2 pixels do not overlap."""
-    masks, height, width, channels = x.shape
-    weight = convolution.get_parameter("weight").permute(0, 2, 3, 1).flatten(1)  # (D, 4 C)
-    squares = x.reshape(masks, height // 2, 2, width // 2, 2 * channels).transpose(2, 3)
-    patches = squares.to(weight.dtype, memory_format=torch.contiguous_format)
-    patches = patches.reshape(masks, height * width // 4, 4 * channels)
-    out = _of_patches(patches, weight, convolution.get_parameter("bias"))
-    return out.view(masks, height // 2, width // 2, len(weight))
-
-
-class _OfPatches(torch.autograd.Function):
-    """F.linear of [M, N, I] whose gradient of the weight is computed for each mask, then added."""
-
-    # As one product it has 16 x 16 results or fewer, each a sum over millions of rows: few processors work.
-
-    @staticmethod
-    def forward(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(patches, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        patches, weight = ctx.saved_tensors
-        of_patches = gradient @ weight if ctx.needs_input_grad[0] else None
-        return of_patches, (gradient.transpose(1, 2) @ patches).sum(0), gradient.sum((0, 1))
-
-
-_of_patches: Callable[[Tensor, Tensor, Tensor], Tensor] = _OfPatches.apply
 
 
 class PositionEncoding(nn.Module):
@@ -193,7 +152,7 @@ class MaskDecoder(nn.Module):
     #     forward and backward     7.9 GFLOP, 594 MB in float32, 316 MB under bfloat16    (15, 1052, 899)
     #
     # For an image with 64 masks and 11 iterations: 5.6 TFLOP and 418 or 222 GB (10.5 TFLOP, 741 or 633 GB).
-    # `upscale_triton` saves 21 MB of the 120 and 61 MB of the 316 on a GPU.
+    # With the kernels for a GPU, `python -m benchmarks.account` counts 81 MB in place of the 316.
     # `benchmarks/test_decoder.py` measures the time.
 
     def __init__(self, channels: int) -> None:
@@ -243,27 +202,25 @@ class MaskDecoder(nn.Module):
         # Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
         # Only the logits have to be reordered to pixels.
         first, norm, _, second, _ = self.output_upscaling
-        weight, bias = as_matrix(first)
-        x = F.linear(image, weight.to(image.dtype), bias.repeat(4).to(image.dtype))
-        logits = quarter_logits(x.view(*image.shape[:2], 4, len(bias)), norm, second, weights)
+        one, other = as_matrix(first), as_matrix(second)
+        gain, shift = (norm.get_parameter(name) for name in ("weight", "bias"))
+        kernels = kernels_of("upscale", image)
+        if kernels is not None and kernels.fits(image, len(gain)):
+            inputs = (image, *one, gain, shift, *other, weights.to(image.dtype))
+            logits: Tensor = kernels.Upscaling.apply(*inputs, EPSILON)
+        else:
+            x = expanded(image, *one).view(*image.shape[:2], 4, len(gain))
+            x = F.gelu(expanded(layer_norm(x, gain, shift, EPSILON, gelu=True), *other))
+            logits = product_with_transposed(weights, x.view(*x.shape[:-1], 4, len(other[1])).flatten(1, 3))
         (masks, count, _), side = weights.shape, math.isqrt(image.shape[1])
         # Each token has 4 x 4 pixels: rows and columns of tokens, then of their halves and quarters.
         logits = logits.view(masks, count, side, side, 2, 2, 2, 2)
         return logits.permute(0, 1, 2, 4, 6, 3, 5, 7).reshape(masks, count, 4 * side, 4 * side)
 
 
-def quarter_logits(x: Tensor, norm: nn.Module, second: nn.Module, weights: Tensor) -> Tensor:
-    """Tokens x [M, N, 4, C] after the first convolution, and weights [M, K, C / 2] -> logits [M, K, 16 N]."""
-    gain, shift = (norm.get_parameter(name) for name in ("weight", "bias"))
-    matrix, bias = as_matrix(second)
-    kernels = kernels_of("upscale", x)
-    if kernels is not None and x.dtype in kernels.FORMATS and x.shape[-1] in kernels.CHANNELS:
-        inputs = (x.contiguous(), gain, shift, matrix, bias, weights.to(x.dtype))
-        logits: Tensor = kernels.Upscaling.apply(*inputs, EPSILON)
-        return logits
-    x = layer_norm(x, gain, shift, EPSILON, gelu=True)
-    x = F.gelu(F.linear(x, matrix.to(x.dtype), bias.repeat(4).to(x.dtype)))
-    return product_with_transposed(weights, x.view(*x.shape[:-1], 4, len(bias)).flatten(1, 3))
+def expanded(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer from a token to the four tokens of its square, whose bias is the same."""
+    return F.linear(x, weight.to(x.dtype), bias.repeat(4).to(x.dtype))
 
 
 def as_matrix(convolution: nn.Module) -> tuple[Tensor, Tensor]:

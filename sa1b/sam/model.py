@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from sa1b.arguments import BadValue, Range, check_fields
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.image_encoder import ImageEncoder, RelativeAttention
+from sa1b.sam.image_tokens import SharedImage
 from sa1b.sam.low_rank import adapt, is_low_rank
 from sa1b.sam.mask_decoder import ALL, MaskDecoder, PromptEncoder
 from sa1b.sam.similarity import ClickSimilarity
-from sa1b.sam.transformer import ProjectedAttention, SharedImage
+from sa1b.sam.transformer import ProjectedAttention
 
 _RECOMPUTED = re.compile(r"none|all|every:[1-9]\d*")
 PATCH_SIZE = 16  # of the published models, and of a model with a backbone

@@ -1,4 +1,4 @@
-"""Layer norms on a CUDA device, with GELU after them: Triton kernels.
+"""Layer norms on a CUDA device, with GELU after them, and what the kernels share: Triton kernels.
 
 For layer norms of many rows of few channels, with GELU after them, torch starts a block of 128 threads for
 each row, which for 4 to 256 channels takes 3 to 50 times as long as the bytes need. Here a program takes many
@@ -8,11 +8,13 @@ of weight and bias in registers, number by number, and sums over the rows of a t
 adds the sums of the programs, so the order of the sums is fixed.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 try:
     import triton
@@ -21,6 +23,7 @@ except ImportError as error:
     raise ImportError("the model on a CUDA device needs triton: pip install 'sa1b[kernels]'") from error
 
 MOST_CHANNELS = 256  # a power of two, as numbers of channels must be
+MEMORY = 216_000  # bytes of shared memory that kernels of many rows need, as an H100 has and an A100 has not
 
 
 class Tiles(NamedTuple):
@@ -157,6 +160,47 @@ def _sizes(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
     return channels, x.numel() // channels, tiles.numbers // channels
 
 
+@triton.jit(do_not_specialize=["count"])
+def products_of_rows(
+    one: tl.tensor, other: tl.tensor, out: tl.tensor, count: tl.tensor, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the product of each of ROWS pairs of rows, of `count` in all."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place, inside = row[:, None] * CHANNELS + tl.arange(0, CHANNELS), (row < count)[:, None]
+    first = tl.load(one + place, mask=inside, other=0).to(tl.float32)
+    second = tl.load(other + place, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row, tl.sum(first * second, 1), mask=row < count)
+
+
+def products(one: Tensor, other: Tensor) -> Tensor:
+    """The products of rows of contiguous tensors [..., C], float32 [...]."""
+    out = one.new_empty(one.shape[:-1], dtype=torch.float32)
+    if out.numel():
+        programs = triton.cdiv(out.numel(), 16)
+        products_of_rows[(programs,)](one, other, out, out.numel(), one.shape[-1], 16)
+    return out
+
+
 def precision_of(x: Tensor) -> str:
     """Of products of float32 numbers; others are exact before their sums."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over dimension 1; one summand is its own sum."""
+    return x[:, 0] if x.shape[1] == 1 else x.sum(1)
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """Contiguous x [..., R, C] with zeros after its R rows."""
+    return (x if x.shape[-2] == rows else F.pad(x, (0, 0, 0, rows - x.shape[-2]))).contiguous()
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block can have; in the interpreter, as many as are needed."""
+    if device.type != "cuda":
+        return MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
-from sa1b.sam.transformer import kernels_of
+from sa1b.sam.image_tokens import kernels_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,164 +16,22 @@ and feed-forward layers from here too.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sa1b.sam.image_tokens import HALF, OwnImage, SharedImage, kernels_of, softmax
 from sa1b.sam.low_rank import weight_of
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Image = TypeVar("Image", SharedImage, OwnImage)
 # Without cuDNN's, which on an H100 plans 1.2 s a step for each new number of masks, and takes 0.27 ms for
 # forward and backward of 512 masks with 16 tokens; this one takes 0.17 ms, flash attention 0.37.
 TOKEN_BACK_ENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-HALF = torch.bfloat16, torch.float16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnImage:
-    """Image tokens that differ for every mask, float [M, N, C]."""
-
-    tokens: Tensor
-    placed: Tensor | None  # the tokens plus their positions; None: computed where they are needed
-    position: Tensor  # [N, C]
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """The products of rows [M, R, C] and placed tokens: [M, R, N]."""
-        x = self.tokens
-        return product_with_transposed(
-            rows, x + self.position.to(x.dtype) if self.placed is None else self.placed
-        )
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        """The tokens summed with weights [M, R, N]: [M, R, C]."""
-        return weights @ self.tokens
-
-    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The tokens plus the sum over R of weights [M, R, N] times values [M, R, C]: [M, N, C]."""
-        return added(product_of_transposed(weights, values), self.tokens)
-
-    def read(self, rows: Tensor) -> tuple[Tensor, "OwnImage"]:
-        """The tokens, summed with the softmax of the logits of rows [M, R, C]: [M, R, C]. The image for later
-        uses: its gradient is added to that of this one in one kernel.
-        """
-        x, kernels = self.tokens, kernels_of("tokens_to_image", self.tokens)
-        fits = kernels is not None and kernels.fits(*x.shape[1:], rows.shape[1])
-        if kernels is None or not fits or self.placed is not None or not x.dtype == rows.dtype in HALF:
-            return self.weighted(softmax(self.logits(rows), dim=-1)), self
-        read, tokens = kernels.ReadImage.apply(rows, x, self.position)
-        return read, OwnImage(tokens, None, self.position)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedImage:
-    """Image tokens as the sum of a part for each image and a low-rank part for each mask.
-
-    The tokens of mask m of image b are tokens[b] + features[m]' @ basis, never stored.
-    """
-
-    tokens: Tensor  # [B, N, C]
-    placed: Tensor  # the tokens plus their positions
-    counts: Sequence[int]  # masks of each image, which are neighbours
-    features: Tensor | None  # [M, r, N]; None: 0
-    basis: Tensor  # [r, C]
-
-    def logits(self, rows: Tensor) -> Tensor:
-        logits = self.by_image(product_with_transposed, rows, self.placed)
-        if self.features is None:
-            return logits
-        return logits + (rows @ self.basis.T) @ self.features
-
-    def weighted(self, weights: Tensor) -> Tensor:
-        sums = self.by_image(torch.matmul, weights, self.tokens)
-        if self.features is None:
-            return sums
-        return sums + product_with_transposed(weights, self.features) @ self.basis
-
-    def plus(self, weights: Tensor, values: Tensor) -> Tensor:
-        if self.features is not None:
-            weights = torch.cat((weights, self.features), dim=1)
-            values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
-        if min(self.counts) == max(self.counts):
-            grouped = (x.view(len(self.counts), -1, *x.shape[1:]) for x in (weights, values))
-            return added(product_of_transposed(*grouped), self.tokens[:, None]).flatten(0, 1)
-        parts = torch.split(product_of_transposed(weights, values), list(self.counts))
-        return torch.cat([part + tokens for part, tokens in zip(parts, self.tokens, strict=True)])
-
-    def read(self, rows: Tensor) -> tuple[Tensor, "SharedImage"]:
-        return self.weighted(softmax(self.logits(rows), dim=-1)), self
-
-    def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
-        """Rows [M, R, K] times the matrix of their image: [M, R, L]."""
-        if min(self.counts) == max(self.counts):
-            grouped = rows.reshape(len(self.counts), -1, rows.shape[-1])
-            return product(grouped, image).view(*rows.shape[:-1], -1)
-        parts = torch.split(rows, list(self.counts))
-        matrices = [matrix.expand(len(part), -1, -1) for part, matrix in zip(parts, image, strict=True)]
-        return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
-
-
-Image = TypeVar("Image", SharedImage, OwnImage)
-
-
-def added(product: Tensor, tokens: Tensor) -> Tensor:
-    """The sum, computed in place in the memory of the product unless the product is a view, as in a graph."""
-    # Autograd would copy the gradient of a view that is changed in place.
-    return product + tokens if torch.compiler.is_compiling() else product.add_(tokens)
-
-
-class _OfTwo(torch.autograd.Function):
-    """A function of two tensors; its backward pass needs both."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-
-class _WithTransposed(_OfTwo):
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b.transpose(-2, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return gradient @ b, gradient.transpose(-2, -1) @ a
-
-
-class _OfTransposed(_OfTwo):
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a.transpose(-2, -1) @ b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return b @ gradient.transpose(-2, -1), a @ gradient
-
-
-_with_transposed: Product = _WithTransposed.apply
-_of_transposed: Product = _OfTransposed.apply
-
-
-def product_with_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b' for a [..., R, K] and b [..., L, K] with equal leading dimensions."""
-    # The gradients have the memory layouts of a and b. The gradients of a plain product are transposed, and
-    # adding them to other gradients takes as long as the product.
-    return _with_transposed(a, b)
-
-
-def product_of_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """a' @ b for a [..., R, K] and b [..., R, L]; the gradients as for `product_with_transposed`."""
-    return _of_transposed(a, b)
 
 
 def feed_forward(width: int, hidden: int, activation: nn.Module) -> nn.Sequential:
@@ -206,8 +64,7 @@ class TwoWayTransformer(nn.Module):
         """
         queries, attended_image = tokens, image
         for index, layer in enumerate(self.layers):
-            ends = {"first": index == 0, "last": index == len(self.layers) - 1}
-            queries, attended_image = layer(queries, attended_image, tokens, image_position, **ends)
+            queries, attended_image = layer(queries, attended_image, tokens, image_position, first=index == 0)
         queries, tokens = (torch.stack([x[:, i] for i in outputs], dim=1) for x in (queries, tokens))
         attended, attended_image = self.final_attn_token_to_image(queries + tokens, attended_image)
         return self.norm_final_attn(queries + attended), attended_image.tokens
@@ -235,7 +92,6 @@ class TwoWayLayer(nn.Module):
         image_position: Tensor,
         *,
         first: bool,
-        last: bool,
     ) -> tuple[Tensor, OwnImage]:
         """See `TwoWayTransformer.forward`. The self-attention of the first layer has no residual."""
         if first:
@@ -251,17 +107,11 @@ class TwoWayLayer(nn.Module):
 
         attention = self.cross_attn_image_to_token
         rows = attention.projected(queries + tokens, queries)
-        if (fused := attention.fused(image, *rows, self.norm4, image_position, last=last)) is not None:
+        if (fused := attention.fused(image, *rows, self.norm4, image_position)) is not None:
             return queries, fused
         changed = attention.spread(image, *rows)
         changed = layer_norm(changed, self.norm4.weight, self.norm4.bias, self.norm4.eps)
         return queries, OwnImage(changed, changed + image_position, image_position)
-
-
-def softmax(x: Tensor, dim: int) -> Tensor:
-    """The softmax in the number format of x; autocast would give a float32 copy."""
-    with torch.autocast(x.device.type, enabled=False):
-        return x.softmax(dim)
 
 
 class ProjectedAttention(nn.Module):
@@ -346,23 +196,23 @@ class ImageToToken(ProjectedAttention):
         added: Tensor,
         norm: nn.LayerNorm,
         position: Tensor,
-        *,
-        last: bool,
     ) -> OwnImage | None:
         """`spread`, and the norm of its result, in one kernel; None where it cannot be used."""
         x = image.tokens
         kernels = kernels_of("image_to_tokens", x)
         if kernels is None or x.dtype not in HALF or not kernels.fits(x.shape[-2], *rows.shape[1:]):
             return None
-        features, basis = None, None
+        given: tuple[Tensor | None, ...] = x[:, None], None, None, None
         if isinstance(image, SharedImage):
-            features, basis = image.features, image.basis
-            if min(image.counts) != max(image.counts) or len(basis) not in (0, kernels.RANK):
+            if not image.equal(kernels.RANK):
                 return None
-        basis = None if features is None else basis
-        given = x, image.placed, features, basis, position, rows, bias[..., 0], added
-        out, placed = kernels.ImageToTokens.apply(*given, norm.weight, norm.bias, norm.eps, not last)
-        return OwnImage(out, placed, position)
+            low = (None, None) if image.features is None else (image.features, image.basis)
+            of_masks = image.of_masks
+            if of_masks is None:
+                of_masks = kernels.TokensOfMasks.apply(x, *low, image.counts[0])
+            given = of_masks, image.placed, *low
+        others = position, rows, bias[..., 0], added, norm.weight, norm.bias, norm.eps
+        return OwnImage(kernels.ImageToTokens.apply(*given, *others), None, position)
 
 
 def share_projections(attention: ProjectedAttention) -> None:
@@ -385,16 +235,3 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, gelu: boo
     with torch.autocast(x.device.type, enabled=False):
         x = F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
         return F.gelu(x) if gelu else x
-
-
-def kernels_of(name: str, x: Tensor) -> ModuleType | None:
-    """A module of kernels for x; None on other devices than CUDA, in a compiled graph, and without triton."""
-    return _imported(f"sa1b.sam.{name}_triton") if x.is_cuda and not torch.compiler.is_compiling() else None
-
-
-@cache
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None

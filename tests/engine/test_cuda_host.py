@@ -6,6 +6,7 @@ pytest -m cuda_host        these tests also run with stub libraries in place of 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from sa1b.engine.step.optim import freeze
 from sa1b.engine.step.run import TrainStep
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
+from sa1b.sam import image_encoder
 from sa1b.sam.image_encoder import HEAD_MULTIPLE
 from sa1b.sam.iteration import Graphs
 from sa1b.stream.batch import Batch
@@ -114,15 +116,24 @@ def test_the_attention_of_every_preset_has_a_fused_kernel(cudnn: bool) -> None:
             continue
         side, length = model.image_size // 16, model.width // model.heads
         lengths = [(n, length + 2 * n) for n in (side, model.window)]
-        shapes |= {(model.heads, n * n, size + -size % HEAD_MULTIPLE) for n, size in lengths}
-    assert (12, 4096, 192) in shapes
-    for heads, tokens, length in sorted(shapes):
-        for gradient in (False, True):
-            q = torch.empty((2, heads, tokens, length), device="cuda", dtype=torch.bfloat16)
-            q.requires_grad_(gradient)
-            chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, False, scale=1.0))
-            fused = SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
-            assert chosen == fused, (heads, tokens, length, gradient)
+        shapes |= {(model.heads, n * n, size + -size % HEAD_MULTIPLE, length) for n, size in lengths}
+    assert (12, 4096, 192, 64) in shapes
+    found = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, False, scale=scale))
+        found.append((chosen, v.shape[-1]))
+        return v
+
+    with mock.patch.object(image_encoder.F, "scaled_dot_product_attention", attention):
+        for heads, tokens, length, own in sorted(shapes):
+            for gradient in (False, True):
+                sizes = ((2, heads, tokens, size) for size in (length, own))
+                q, v = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+                q.requires_grad_(gradient)
+                assert image_encoder.attended(q, q, v).shape == v.shape
+                fused = (SDPBackend.CUDNN_ATTENTION, own) if cudnn else (SDPBackend.FLASH_ATTENTION, length)
+                assert found.pop() == fused, (heads, tokens, length, gradient)
 
 
 def test_a_step_beyond_the_free_memory_is_refused_before_it() -> None:

@@ -1,29 +1,53 @@
 """Cases of the attention of image tokens to tokens: `TRITON_INTERPRET=1 python -m tests.sam.attention_cases`."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-from sa1b.sam import tokens_to_image_triton, image_to_tokens_triton
-from sa1b.sam.tokens_to_image_triton import ReadImage
+from sa1b.sam import image_to_tokens_triton, tokens_to_image_triton
 from sa1b.sam.image_to_tokens_triton import ImageToTokens, Places
+from sa1b.sam.tokens_to_image_triton import ReadImage
 
 EPS = 1e-5
 # Relative to the largest number, of the results and of each gradient.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 0.005, torch.bfloat16: 0.04}
 
 
-def plain(image, features, basis, position, keys, biases, values, gains, shifts):
-    """The formula of the module, in the format of its arguments."""
-    x = image.repeat_interleave(len(keys) // len(image), 0)
-    if features is not None:
-        x = x + features.transpose(1, 2) @ basis
+def of_masks(image, features, basis, masks):
+    """The image tokens of each mask."""
+    x = image.repeat_interleave(masks, 0)
+    return x if features is None else x + features.transpose(1, 2) @ basis
+
+
+def plain(x, position, keys, biases, values, gains, shifts):
+    """The formula of the attention of image tokens, in the format of its arguments."""
     logits = keys @ (x + position).transpose(1, 2)[:, None] + biases[..., None]
     weights = logits.softmax(2).flatten(1, 2)
-    out = F.layer_norm(x + weights.transpose(1, 2) @ values.flatten(1, 2), gains.shape, gains, shifts, EPS)
-    return out, out + position
+    added = weights.transpose(1, 2) @ values.flatten(1, 2)
+    return F.layer_norm(x + added, gains.shape, gains, shifts, EPS)
+
+
+class Made:
+    """Random tensors in a number format."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=self.generator) * scale).to(self.device, self.dtype)
+
+
+def compare(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], *case: Any) -> None:
+    """The tensors are equal but for rounding errors."""
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.shape == other.shape, (case, number)
+        error = float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1))
+        assert error <= TOLERANCE[found[0].dtype], (case, number, error)
 
 
 def check(
@@ -36,89 +60,87 @@ def check(
     *,
     low: bool,
 ) -> None:
-    """Results and gradients equal those of torch in float64."""
+    """Results and gradients of the attention of image tokens equal those of torch in float64."""
     count, (heads, channels, places) = images * masks, sizes
-    generator = torch.Generator().manual_seed(tokens + count)
-
-    def made(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
-
+    made = Made(device, dtype, tokens + count)
+    image, position, gradient = (made(n, places, channels) for n in (images, 1, count))
+    features = made(count, 16, places) if low else None
+    basis = made(channels, 16, scale=0.2).T if low else None
     given = [
-        made(images, places, channels), made(count, 16, places) if low else None,
-        made(16, channels, scale=0.2) if low else None, made(places, channels),
         made(count, heads, tokens, channels, scale=channels**-0.5), made(count, heads, tokens),
         made(count, heads, tokens, channels), made(channels).float(), made(channels).float(),
     ]  # fmt: skip
-    gradients = [made(count, places, channels) for _ in range(2)]
-    leaves = [x for number, x in enumerate(given) if x is not None and number != 3]
-    for x in leaves:
-        x.requires_grad_()
-    found = ImageToTokens.apply(given[0], given[0].detach() + given[3], *given[1:], EPS, True)
-    assert [x.dtype for x in found] == [dtype] * 2
-    own = torch.autograd.grad(found, leaves, gradients)
-    alone = ImageToTokens.apply(given[0], given[0].detach() + given[3], *given[1:], EPS, False)
-    assert alone[1] is None
-    assert torch.equal(alone[0], found[0])
-    # Of the last layer, whose other output nobody reads: as with a gradient of zeros for it.
-    found_again = ImageToTokens.apply(given[0], given[0].detach() + given[3], *given[1:], EPS, True)
-    zeros = [gradients[0], torch.zeros_like(gradients[1])]
-    pairs = zip(
-        torch.autograd.grad(alone[0], leaves, gradients[0]),
-        torch.autograd.grad(found_again, leaves, zeros),
-        strict=True,
-    )
-    assert all(torch.equal(one, other) for one, other in pairs)
-    exact = [None if x is None else x.detach().double() for x in given]
-    wanted_of = [x for number, x in enumerate(exact) if x is not None and number != 3]
-    for x in wanted_of:
-        x.requires_grad_()
-    expected = plain(*exact)
-    wanted = torch.autograd.grad(expected, wanted_of, [x.double() for x in gradients])
-    for number, (one, other) in enumerate(zip((*found, *own), (*expected, *wanted), strict=True)):
-        assert one.shape == other.shape
-        error = float((one - other).detach().abs().max() / other.detach().abs().max().clamp(min=1))
-        assert error <= TOLERANCE[dtype], (images, masks, tokens, dtype, low, number, error)
+    x = image[:, None].expand(-1, masks, -1, -1).requires_grad_()
+    for one in given:
+        one.requires_grad_()
+    placed = None if masks == 1 and not low else image + position
+    out = ImageToTokens.apply(x, placed, features, basis, position[0], *given, EPS)
+    assert out.dtype == dtype
+    own = torch.autograd.grad(out, [x, *given], gradient)
+    low_rank = (None, None) if features is None or basis is None else (features.double(), basis.double())
+    exact = [of_masks(image.double(), *low_rank, masks), *(one.detach().double() for one in given)]
+    for one in exact:
+        one.requires_grad_()
+    expected = plain(exact[0], position[0].double(), *exact[1:])
+    of_x, *others = torch.autograd.grad(expected, exact, gradient.double())
+    compare([out, *own], [expected, of_x.view(x.shape), *others], images, masks, tokens, low)
 
 
-def check_read(device: str, masks: int, rows: int, tokens: int, channels: int, dtype: torch.dtype) -> None:
+def check_read(
+    device: str,
+    images: int,
+    masks: int,
+    rows: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    *,
+    shared: bool,
+    low: bool,
+) -> None:
     """What rows read from the image, and the gradients, equal those of torch in float64; the image has another
     use.
     """
-    generator = torch.Generator().manual_seed(rows + masks)
-
-    def made(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
-
-    queries, image = made(masks, rows, channels, scale=channels**-0.5), made(masks, tokens, channels)
+    count, (places, channels) = images * masks, sizes
+    made = Made(device, dtype, rows + masks)
+    given = [made(count, rows, channels, scale=channels**-0.5), made(images, places, channels)]
+    given += [made(count, 16, places), made(channels, 16, scale=0.2).T] if low else []
     position, gradient, other = (
-        made(tokens, channels),
-        made(masks, rows, channels),
-        made(masks, tokens, channels),
+        made(places, channels),
+        made(count, rows, channels),
+        made(count, places, channels),
     )
-    leaves = [queries.requires_grad_(), image.requires_grad_()]
-    read, same = ReadImage.apply(queries, image, position)
+    for one in given:
+        one.requires_grad_()
+    placed = (given[1] + position).detach() if shared else position
+    read, x = ReadImage.apply(*given[:2], placed, *(given[2:] if low else (None, None)))
     assert read.dtype == dtype
-    assert torch.equal(same, image)
-    own = [read, *torch.autograd.grad((read, same), leaves, (gradient, other), retain_graph=True)]
-    without = [read, *torch.autograd.grad(read, leaves, gradient)]
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    weights = (exact[0] @ (exact[1] + position.double()).transpose(1, 2)).softmax(2)
-    expected = weights @ exact[1]
-    of_read = torch.autograd.grad(expected, exact, gradient.double())
-    for found, added in ((own, other.double()), (without, 0.0)):
-        for number, (one, wanted) in enumerate(
-            zip(found, (expected, of_read[0], of_read[1] + added), strict=True)
-        ):
-            assert one.shape == wanted.shape
-            error = float((one - wanted).detach().abs().max() / wanted.detach().abs().max().clamp(min=1))
-            assert error <= TOLERANCE[dtype], (masks, rows, tokens, dtype, number, error)
+    assert torch.equal(x, given[1][:, None].expand(-1, masks, -1, -1) if shared else given[1])
+    gradients = gradient, other.view(x.shape)
+    own = torch.autograd.grad((read, x), given, gradients, retain_graph=True)
+    without = torch.autograd.grad(read, given, gradient)
+    exact = [one.detach().double().requires_grad_() for one in given]
+    every = of_masks(exact[1], *(exact[2:] if low else (None, None)), masks)
+    expected = (exact[0] @ (every + position.double()).transpose(1, 2)).softmax(2) @ every
+    wanted = torch.autograd.grad(
+        (expected, every), exact, (gradient.double(), other.double()), retain_graph=True
+    )
+    compare([read, *own], [expected, *wanted], images, masks, rows, places, shared, low)
+    compare(
+        without, torch.autograd.grad(expected, exact, gradient.double()), images, masks, rows, shared, low
+    )
 
 
 def check_reads(device: str, *shapes: tuple[int, int], formats: tuple[torch.dtype, ...]) -> int:
     """`check_read` for shapes of (image tokens, channels)."""
-    cases = list(itertools.product(shapes, ((1, 16), (2, 10), (3, 32)), formats))
-    for (tokens, channels), (masks, rows), dtype in cases:
-        check_read(device, masks, rows, tokens, channels, dtype)
+    own = [(masks, 1, rows, False, False) for masks, rows in ((1, 16), (2, 10), (3, 32), (2, 56), (1, 128))]
+    shared = [
+        (*masks, rows, True, low)
+        for masks, rows in (((1, 1), 16), ((2, 3), 8), ((3, 2), 56), ((1, 5), 96))
+        for low in (False, True)
+    ]
+    cases = list(itertools.product(shapes, own + shared, formats))
+    for sizes, (images, masks, rows, of_image, low), dtype in cases:
+        check_read(device, images, masks, rows, dtype, sizes, shared=of_image, low=low)
     return len(cases)
 
 
@@ -135,9 +157,12 @@ if __name__ == "__main__":
     # The interpreter multiplies the bits of bfloat16 as integers.
     formats = torch.float32, torch.float16
     print(f"{check_all('cpu', (2, 16, 64), (8, 32, 128), formats=formats)} kinds of attention")
-    several = {"FORWARD_PLACES": Places(16, 2, 4, 1), "BACKWARD_PLACES": Places(32, 4, 4, 2)}
-    with mock.patch.multiple(image_to_tokens_triton, **several):  # several tiles in a program
+    several = {"FORWARD_PLACES": Places(16, 1, 4, 1), "ROWS_PLACES": Places(16, 2, 4, 2)}
+    with mock.patch.multiple(image_to_tokens_triton, **several):  # several programs share a mask
         check_all("cpu", (2, 16, 64), formats=(torch.float32,))
-    print(f"{check_reads('cpu', (64, 16), (256, 32), formats=formats)} kinds of reading")
+    with mock.patch.object(image_to_tokens_triton, "shared_memory", return_value=99_000):
+        check_all("cpu", (2, 16, 64), formats=(torch.float32,))
+    reads = check_reads("cpu", (64, 16), formats=formats) + check_reads("cpu", (256, 32), formats=formats[:1])
+    print(f"{reads} kinds of reading")
     with mock.patch.object(tokens_to_image_triton, "PROGRAMS", 1):  # a mask has one program
-        check_reads("cpu", (256, 32), formats=(torch.float32,))
+        check_reads("cpu", (128, 16), formats=(torch.float32,))

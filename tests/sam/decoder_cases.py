@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.account import KERNELS, as_on_a_gpu
-from sa1b.sam import tokens_to_image_triton, transformer, image_to_tokens_triton
+from sa1b.sam import image_to_tokens_triton, image_tokens, tokens_to_image_triton, transformer
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -30,7 +30,11 @@ def step(kernels: Sequence[str]) -> dict[str, Tensor]:
         targets, masks=masks, boxes=2 * targets.boxes, points=2 * targets.points, sizes=2 * targets.sizes
     )
     # In float32, since the IoU of masks in half precision jumps where a pixel changes.
-    with as_on_a_gpu(None, kernels), mock.patch.object(transformer, "HALF", (torch.float32,)):
+    with (
+        as_on_a_gpu(None, kernels),
+        mock.patch.object(transformer, "HALF", (torch.float32,)),
+        mock.patch.object(image_tokens, "HALF", (torch.float32,)),
+    ):
         sums = interactive(images, targets, keys)
         sums["loss"].backward()
     gradients = {name: x.grad for name, x in interactive.named_parameters() if x.grad is not None}
@@ -38,20 +42,24 @@ def step(kernels: Sequence[str]) -> dict[str, Tensor]:
 
 
 def check() -> int:
-    """The step with kernels gives the sums and gradients of the step without; returns their number."""
+    """Steps with kernels give the sums and gradients of the step without; returns their number."""
     with (
         mock.patch.object(
-            image_to_tokens_triton.ImageToTokens, "apply", wraps=transformer_triton.ImageToTokens.apply
+            image_to_tokens_triton.ImageToTokens, "apply", wraps=image_to_tokens_triton.ImageToTokens.apply
         ) as one,
         mock.patch.object(
             tokens_to_image_triton.ReadImage, "apply", wraps=tokens_to_image_triton.ReadImage.apply
         ) as other,
     ):
-        found, expected = step(KERNELS), step(())
-    assert (one.call_count, other.call_count) == (
-        5,
-        3,
-    )  # the first layer of the first iteration has another form
+        expected, found = step(()), step(KERNELS)
+        assert (one.call_count, other.call_count) == (6, 9)  # three iterations
+        small = step([name for name in KERNELS if name != "tokens_to_image"])
+        assert (one.call_count, other.call_count) == (12, 9)
+    return compare(found, expected) + compare(small, expected)
+
+
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> int:
+    """The sums and gradients are equal but for rounding errors; returns their number."""
     largest = max(float(x.norm()) for x in expected.values())
     for name, wanted in expected.items():
         error = float((found[name] - wanted).norm() / (wanted.norm() + 0.001 * largest))

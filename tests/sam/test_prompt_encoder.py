@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.sam import mask_decoder
-from sa1b.sam.mask_decoder import PromptEncoder, product_of_patches
+from sa1b.sam.mask_decoder import PromptEncoder
 from tests.sam import published
 
 SIZE, SIDE, CHANNELS = 1024, 8, 32
@@ -97,40 +96,3 @@ def test_an_unknown_label_is_refused(encoder: PromptEncoder) -> None:
     for label in (-2, 4):
         with pytest.raises(IndexError):
             encoder(torch.zeros(1, 1, 2), torch.tensor([[label]]))
-
-
-@pytest.mark.parametrize("layer", [0, 3])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_product_of_patches_is_the_convolution_of_torch(
-    encoder: PromptEncoder, layer: int, device: str
-) -> None:
-    convolution = encoder.mask_downscaling[layer].to(device)
-    assert isinstance(convolution, torch.nn.Conv2d)
-    weight, bias = convolution.parameters()
-    x = torch.randn(6, 12, 20, convolution.in_channels, device=device, requires_grad=True)
-    found = product_of_patches(x, convolution)
-    gradient = torch.randn_like(found)
-    gradients = torch.autograd.grad(found, (x, weight, bias), gradient)
-    exact = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
-    expected = torch.nn.functional.conv2d(exact[0].permute(0, 3, 1, 2), *exact[1:], stride=2)
-    expected = expected.permute(0, 2, 3, 1)
-    wanted = torch.autograd.grad(expected, exact, gradient.double())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    for one, other in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-
-
-def test_every_parameter_of_the_masks_has_the_gradients_of_convolutions_if_they_are_products(
-    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gradients() -> tuple[Tensor, ...]:
-        features = encoder.embed_masks(random_prompts()[2], None).features
-        assert features is not None
-        return features, *torch.autograd.grad(
-            (features**2).sum(), [*encoder.mask_downscaling[:6].parameters()]
-        )
-
-    expected = gradients()
-    monkeypatch.setattr(mask_decoder, "downscaled", product_of_patches)
-    for one, other in zip(gradients(), expected, strict=True):
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()

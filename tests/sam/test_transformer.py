@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.sam.transformer import (
-    ImageToToken,
-    OwnImage,
-    ProjectedAttention,
-    SharedImage,
-    TokenAttention,
-    TokenToImage,
-)
+from sa1b.sam.image_tokens import OwnImage, SharedImage
+from sa1b.sam.transformer import ImageToToken, ProjectedAttention, TokenAttention, TokenToImage
 
 WIDTH, HEADS, PIXELS, TOKENS, RANK = 16, 2, 9, 4, 3
 

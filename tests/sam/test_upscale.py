@@ -1,4 +1,6 @@
-"""The fused upscaling equals the separate operators, in Triton's interpreter and, if there is one, on a GPU."""
+"""The fused upscaling, and the fused features of earlier masks, equal the separate operators, in Triton's
+interpreter and, if there is one, on a GPU.
+"""
 
 from unittest import mock
 
@@ -12,6 +14,20 @@ from tests.masks.test_raster_triton import python, with_triton
 @with_triton
 def test_the_interpreter_gives_the_logits_of_torch():
     assert python("-m", "tests.sam.upscale_cases", TRITON_INTERPRET="1") == "4 cases of the upscaling\n"
+
+
+@with_triton
+def test_the_interpreter_gives_the_features_of_torch():
+    printed = python("-m", "tests.sam.downscale_cases", TRITON_INTERPRET="1")
+    assert printed == "8 cases of the features of masks\n"
+
+
+@pytest.mark.gpu
+def test_compiled_gives_the_features_of_torch():
+    from tests.sam.downscale_cases import check, check_all  # needs triton
+
+    assert check_all("cuda", torch.float32, torch.bfloat16, torch.float16) == 12
+    check("cuda", 3, 64, torch.bfloat16)
 
 
 @pytest.mark.gpu
