@@ -6,6 +6,7 @@ can compute the tokens in place of the patch embedding; it needs no blocks after
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -322,7 +323,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # Other kernels than cuDNN's need equal lengths. On an H100, cuDNN takes 13.3 ms with values of 64 numbers
     # and 19.5 with padded ones, flash attention 16.0: forward and backward, 8 images of 12 heads, 4,096
     # tokens, queries of 192 numbers.
-    if q.is_cuda and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and q.is_cuda and _has_fast_cudnn(q.device):
         given = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
         if torch.backends.cuda.can_use_cudnn_attention(given):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -330,6 +331,12 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     length = v.shape[-1]
     out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, q.shape[-1] - length)), scale=1.0)
     return out[..., :length]
+
+
+@cache
+def _has_fast_cudnn(device: torch.device) -> bool:
+    """Whether torch too prefers cuDNN's attention on this GPU: an H100, a B200 and their relatives."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def distances(table: Tensor) -> Tensor:
