@@ -187,6 +187,7 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
     def launch(kernel: Any, *args: Any, grid: Sequence[int], **options: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=True))
         factor, products = _PRODUCTS_OF.get(kernel.__name__, ("", 0))
+        products += given.get("FEW", False)  # the gradient of the rows too
         flop = 2 * products * given[factor].numel() * (given.get("N") or 4 * given["C"]) if products else 0
         account.add(kernel.__name__, args, flop=flop, blocks=math.prod(grid))
 

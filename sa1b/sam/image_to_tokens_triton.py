@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, shared_memory, total
 
 MOST_TOKENS = 16  # of a head; all heads are padded to so many
-RANK = 16  # of the features of a mask, where it has some
 
 
 class Places(NamedTuple):
@@ -304,10 +303,10 @@ class ImageToTokens(torch.autograd.Function):
     """See the module. Returns out, [M, N, C] in the number format of `image`.
 
     image [B, K, N, C], of which the K masks of an image share the tokens; its gradient is that of x. x is
-    image + features' basis with features [M, r, N] and basis [r, C], or None for both; these have no gradient
-    here (see ReadImage). position [N, C] and `placed`, of a shared image: its tokens + position [B, N, C],
-    have none either; keys and values [M, H, T, C]; biases [M, H, T]; gains and shifts of the norm [C]. N must
-    be a multiple of the tiles, C and H powers of two.
+    image + features' basis with features [M, 16, N] and basis [16, C], or None for both; these have no
+    gradient here (see ReadImage and TokensOfMasks). position [N, C] and `placed`, of a shared image: its
+    tokens + position [B, N, C], have none either; keys and values [M, H, T, C]; biases [M, H, T]; gains and
+    shifts of the norm [C]. N must be a multiple of the tiles, C and H powers of two.
     """
 
     @staticmethod
@@ -321,18 +320,19 @@ class ImageToTokens(torch.autograd.Function):
         keys, values = padded(keys, size), padded(values, size)
         biases = F.pad(biases, (0, size - real), value=float("-inf")).contiguous()
         shared, position = image[:, 0].contiguous(), position.contiguous()
-        low, rank = (shared, shared), 0
+        placed = None if placed is None else placed.contiguous()
+        of_mask, base, rank = shared, shared, 0
         if features is not None and basis is not None:
-            low, rank = (features.contiguous(), basis.contiguous()), len(basis)
+            of_mask, base, rank = features.contiguous(), basis.contiguous(), len(basis)
         out = image.new_empty(count, tokens, channels)
         if count:
             tile, steps, warps, stages = places_for(shared)[0]
             image_to_tokens_forward[(count * (tokens // (tile * steps)),)](
-                shared, position, *low, keys, biases, values, gains, shifts, out, masks, eps,
+                shared, position, of_mask, base, keys, biases, values, gains, shifts, out, masks, eps,
                 precision_of(image), rank, heads, size, tokens, channels, tile, steps, num_warps=warps,
                 num_stages=stages,
             )  # fmt: skip
-        ctx.save_for_backward(shared, placed, position, *low, keys, biases, values, gains)
+        ctx.save_for_backward(shared, placed, position, of_mask, base, keys, biases, values, gains)
         ctx.masks, ctx.rank, ctx.real, ctx.eps = masks, rank, real, eps
         return out
 
@@ -342,16 +342,16 @@ class ImageToTokens(torch.autograd.Function):
         shared, placed, position, features, basis, keys, biases, values, gains = ctx.saved_tensors
         (count, heads, size, channels), tokens = keys.shape, shared.shape[1]
         of_x, of_sum = (shared.new_empty(count, tokens, channels) for _ in range(2))
-        _, (tile, steps, warps, stages), of_rows = places_for(shared)
+        _, (tile, steps, warps, stages), places_of_rows = places_for(shared)
         programs = count * (tokens // (tile * steps))
-        of_norm = torch.empty((programs, 2, channels), device=shared.device)
+        of_norm = shared.new_empty((programs, 2, channels), dtype=torch.float32)
         if count:
             image_to_tokens_backward[(programs,)](
                 shared, position, features, basis, keys, biases, values, gains, gradient.contiguous(), of_x,
                 of_sum, of_norm, ctx.masks, ctx.eps, precision_of(shared), ctx.rank, heads, size, tokens,
                 channels, tile, steps, num_warps=warps, num_stages=stages,
             )  # fmt: skip
-        tile, steps, warps, stages = of_rows
+        tile, steps, warps, stages = places_of_rows
         parts, large = tokens // (tile * steps), shared_memory(shared.device) >= MEMORY
         blocks = 1 if large else min(2, heads)
         warps = min(warps, max(4, heads * size // 16)) if large else warps  # a warp has 16 rows

@@ -16,6 +16,7 @@ from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
 HALF = torch.bfloat16, torch.float16
+RANK = 16  # of the features with which kernels read a shared image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,15 +91,15 @@ class SharedImage:
 
     def read(self, rows: Tensor) -> tuple[Tensor, "SharedImage"]:
         kernels = reading(self.tokens, rows, shared=True)
-        if kernels is None or not self.equal(kernels.RANK):
+        if kernels is None or not self.equal():
             return self.weighted(softmax(self.logits(rows), dim=-1)), self
         low = (None, None) if self.features is None else (self.features, self.basis)
         read, of_masks = kernels.ReadImage.apply(rows, self.tokens, self.placed, *low)
         return read, replace(self, of_masks=of_masks)
 
-    def equal(self, rank: int) -> bool:
+    def equal(self) -> bool:
         """Whether all images have as many masks, and features the rank of the kernels."""
-        return min(self.counts) == max(self.counts) and len(self.basis) in (0, rank)
+        return min(self.counts) == max(self.counts) and len(self.basis) in (0, RANK)
 
     def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
         """Rows [M, R, K] times the matrix of their image: [M, R, L]."""

@@ -12,10 +12,11 @@ for each mask. It is never stored:
     weights x  = weights image + (weights features') basis
 
 Tiles of image tokens are read as keys and as values, and no logits are stored: the softmax is that of the
-tiles so far. The backward pass computes them again from the maximum and the sum of each row, for the gradient
-of x and for that of the rows, which one kernel computes where the rows are few. The gradient of x is added to
-the one that x has from its other uses, and for a shared image it is summed over the masks, so that no torch
-operator reads it again. All sums are in float32 and in a fixed order.
+tiles so far. The backward pass computes them again, and the weights from the logarithm of their sum in each
+row. It needs them for the gradients of x and of the rows, which one kernel computes where the rows are few
+and no masks share x. The gradient of x is added to the one that x has from its other uses, and for a shared
+image it is summed over the masks, so that no torch operator reads it again. All sums are in float32 and in a
+fixed order.
 
 A program has all rows, so that it reads a tile once. Tensor cores of an H100 take 64 rows of a product.
 """
@@ -30,7 +31,6 @@ from torch.autograd.function import once_differentiable
 
 from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, products, shared_memory, total
 
-RANK = 16  # of the features of a mask, where it has some
 MOST_ROWS = 128
 FEW_ROWS = 32  # one kernel computes the gradients of up to so many rows and of the image tokens
 BLOCK = 32  # rows that are computed at a time for the gradient of a shared image
@@ -284,7 +284,7 @@ class ReadImage(torch.autograd.Function):
 
     rows [M, R, C]; image [B, N, C], the masks of an image being neighbours and as many for each; placed, of a
     shared image: image + position [B, N, C], of others position [N, C], in both cases without a gradient;
-    features [M, r, N] and basis [r, C] of a shared image, or None for both. All have one number format.
+    features [M, 16, N] and basis [16, C] of a shared image, or None for both. All have one number format.
     """
 
     @staticmethod
@@ -318,15 +318,16 @@ class ReadImage(torch.autograd.Function):
             read = read + out_low @ base
         ctx.save_for_backward(given, low, image, placed, of_mask, base, read, logs, out_low)
         ctx.shared, ctx.real = shared, real
+        ctx.set_materialize_grads(False)  # zeros for an image without another use would be as large as it
         return read[:, :real], image[:, None].expand(-1, count // images, -1, -1) if shared else image
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, other: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         given, low, image, placed, features, basis, read, logs, out_low = ctx.saved_tensors
         (count, rows, channels), (images, tokens, _), rank = given.shape, image.shape, out_low.shape[2]
         masks, precision, few = count // images, precision_of(image), rows <= FEW_ROWS and not ctx.shared
-        gradient = padded(gradient, rows)
+        gradient = torch.zeros_like(read) if gradient is None else padded(gradient, rows)
         along = products(read, gradient)
         gradient_low = gradient @ basis.T if rank else gradient
         more = image if other is None else other.contiguous()
@@ -366,7 +367,7 @@ class ReadImage(torch.autograd.Function):
             return of_rows[:, : ctx.real], of_image, None, None, None
         of_low = total(of_low).to(given.dtype)
         # The basis takes part in the logits, in what is read, and in x for its other uses.
-        of_basis = of_base.sum(0) if other is not None else torch.zeros_like(of_base[0])
+        of_basis = of_base.sum(0)
         for one, two in ((of_low, given), (out_low, gradient)):
             of_basis += one.flatten(0, 1).T @ two.flatten(0, 1)
         of_rows = (of_rows + of_low @ basis)[:, : ctx.real]

@@ -204,7 +204,7 @@ class ImageToToken(ProjectedAttention):
             return None
         given: tuple[Tensor | None, ...] = x[:, None], None, None, None
         if isinstance(image, SharedImage):
-            if not image.equal(kernels.RANK):
+            if not image.equal():
                 return None
             low = (None, None) if image.features is None else (image.features, image.basis)
             of_masks = image.of_masks

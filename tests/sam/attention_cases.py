@@ -63,8 +63,10 @@ def check(
     """Results and gradients of the attention of image tokens equal those of torch in float64."""
     count, (heads, channels, places) = images * masks, sizes
     made = Made(device, dtype, tokens + count)
-    image, position, gradient = (made(n, places, channels) for n in (images, 1, count))
-    features = made(count, 16, places) if low else None
+    # Image tokens in the order of a convolution's result, as cached embeddings have them.
+    image, position = (made(n, channels, places).mT for n in (images, 1))
+    gradient = made(count, 1, channels).expand(-1, places, -1)  # as of a sum
+    features = made(count, places, 16).mT if low else None
     basis = made(channels, 16, scale=0.2).T if low else None
     given = [
         made(count, heads, tokens, channels, scale=channels**-0.5), made(count, heads, tokens),
@@ -102,21 +104,19 @@ def check_read(
     """
     count, (places, channels) = images * masks, sizes
     made = Made(device, dtype, rows + masks)
-    given = [made(count, rows, channels, scale=channels**-0.5), made(images, places, channels)]
-    given += [made(count, 16, places), made(channels, 16, scale=0.2).T] if low else []
-    position, gradient, other = (
-        made(places, channels),
-        made(count, rows, channels),
-        made(count, places, channels),
-    )
+    given = [made(count, rows, channels, scale=channels**-0.5), made(images, channels, places).mT]
+    given += [made(count, places, 16).mT, made(channels, 16, scale=0.2).T] if low else []
+    position = made(channels, places).T
+    gradient, other = made(count, 1, channels).expand(-1, rows, -1), made(count, channels, places).mT
     for one in given:
         one.requires_grad_()
     placed = (given[1] + position).detach() if shared else position
     read, x = ReadImage.apply(*given[:2], placed, *(given[2:] if low else (None, None)))
     assert read.dtype == dtype
     assert torch.equal(x, given[1][:, None].expand(-1, masks, -1, -1) if shared else given[1])
-    gradients = gradient, other.view(x.shape)
+    gradients = gradient, other.reshape(x.shape)
     own = torch.autograd.grad((read, x), given, gradients, retain_graph=True)
+    unread = torch.autograd.grad(x, given, gradients[1], retain_graph=True)
     without = torch.autograd.grad(read, given, gradient)
     exact = [one.detach().double().requires_grad_() for one in given]
     every = of_masks(exact[1], *(exact[2:] if low else (None, None)), masks)
@@ -125,9 +125,10 @@ def check_read(
         (expected, every), exact, (gradient.double(), other.double()), retain_graph=True
     )
     compare([read, *own], [expected, *wanted], images, masks, rows, places, shared, low)
-    compare(
-        without, torch.autograd.grad(expected, exact, gradient.double()), images, masks, rows, shared, low
-    )
+    wanted = torch.autograd.grad(expected, exact, gradient.double(), retain_graph=True)
+    compare(without, wanted, images, masks, rows, shared, low)
+    wanted = torch.autograd.grad(every, exact, other.double(), materialize_grads=True)
+    compare(unread, wanted, images, masks, rows, shared, low)
 
 
 def check_reads(device: str, *shapes: tuple[int, int], formats: tuple[torch.dtype, ...]) -> int:
