@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -90,12 +91,14 @@ class Account(TorchDispatchMode):
         bandwidth: bytes a second.
         flops: operations a second.
         inside: whether the iterations of interactive training are computed now.
+        kept: tensors that the iterations keep for their backward pass, by storage.
         sums: (iterations, operator) -> their sum; kernels of the project have their names.
     """
 
     bandwidth: float = 3.02e12
     flops: float = 790e12
     inside: bool = False
+    kept: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[tuple[bool, str], Sum] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,6 +127,12 @@ class Account(TorchDispatchMode):
         seconds = max(moved / self.bandwidth, flop / self.flops)
         total = self.sums.setdefault((self.inside, name), Sum())
         total += Sum(1, blocks, moved, flop, seconds)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that is saved for the backward pass."""
+        if self.inside:
+            self.kept.setdefault(_key(tensor)[0], tensor)
+        return tensor
 
     def total(self, of: Callable[[bool, str], bool] = lambda inside, name: True) -> Sum:
         """The sum of all operators of which `of` holds."""
@@ -200,7 +209,7 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
         module._apply(lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cpu"))
         step = TrainStep(module, config, RankInfo(0, 1, 0, torch.device("cpu")))
         batch = blank_batch(images, masks, config.image_size, config.image_size // 4)
-        with account:
+        with account, saved_tensors_hooks(account.keep, lambda tensor: tensor):
             sums = step.forward_backward(batch)
             step.finish(sums["count"])
             step.scaler.step(step.optimizer)
@@ -220,6 +229,7 @@ def document(account: Account, step: str, images: int, masks: int) -> dict[str, 
         return inside and name not in PRODUCTS and not name.startswith(_ATTENTION) and name not in own
 
     own = {name for (_, name), one in account.sums.items() if one.blocks}
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in account.kept.values())
     every, inner = account.total(), account.total(lambda inside, _: inside)
     return {
         "step": step,
@@ -232,6 +242,7 @@ def document(account: Account, step: str, images: int, masks: int) -> dict[str, 
         "ms at least, iterations": 1e3 * inner.seconds,
         "images/s at most": images / every.seconds,
         "MB of a mask and iteration": inner.bytes / 1e6 / masks,
+        "MB of a mask and iteration, kept for the backward pass": kept / 1e6 / masks,
         "MB of a mask and iteration, neither products nor kernels": account.total(element_wise).bytes
         / 1e6
         / masks,

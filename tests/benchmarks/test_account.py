@@ -46,5 +46,6 @@ def test_the_kernels_are_counted_and_move_fewer_bytes(capsys: pytest.CaptureFixt
     name = "MB of a mask and iteration"
     assert own[name] < 0.7 * plain[name]
     assert own[f"{name}, neither products nor kernels"] < 0.4 * plain[f"{name}, neither products nor kernels"]
+    assert own[f"{name}, kept for the backward pass"] < 0.3 * plain[f"{name}, kept for the backward pass"]
     assert own["launches of the host with CUDA graphs"] < own["launches"] / 2
     assert own["ms at least"] > own["ms at least, iterations"] > 0
