@@ -1,4 +1,4 @@
-"""Kernels at the shapes of the model: attention by back end, layer norms of few channels, upscaling, losses.
+"""Kernels at the shapes of the model: attention, layer norms, upscaling, features of masks, losses.
 
 Attention: which back end torch chooses, and for each one its time and the error of its output and gradients
 against float64, on fewer heads. All others: time of torch and of the kernels of this package, and errors.
@@ -102,7 +102,7 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def norms(setting: Setting, record: Record) -> None:
-    """Layer norms of many rows of few channels, and the upscaling of masks, forward and backward."""
+    """Layer norms of few channels, the upscaling and the features of masks, forward and backward."""
     for masks in setting.pick(MASKS, (2,)):
         _upscaling(setting, record, masks)
         _downscaling(setting, record, masks)

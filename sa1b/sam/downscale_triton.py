@@ -49,11 +49,11 @@ def logits_of(
 @triton.jit
 def products_of(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The weights of both convolutions, [4, 4] and [16, 4, 4], as matrices [16, 16]."""
-    one, other = tl.arange(0, NUMBERS)[:, None], tl.arange(0, NUMBERS)[None, :]
-    of_square = tl.load(first + other % 4 * 4 + one % 4).to(tl.float32)
+    row, column = tl.arange(0, NUMBERS)[:, None], tl.arange(0, NUMBERS)[None, :]
+    of_square = tl.load(first + column % 4 * 4 + row % 4).to(tl.float32)
     return (
-        tl.where(one // 4 == other // 4, of_square, 0),
-        tl.load(second + other * 16 + one % 4 * 4 + one // 4).to(tl.float32),
+        tl.where(row // 4 == column // 4, of_square, 0),
+        tl.load(second + column * 16 + row % 4 * 4 + row // 4).to(tl.float32),
     )
 
 
@@ -82,11 +82,11 @@ def downscale_forward(
     mask = (tl.program_id(0) // tiles).to(tl.int64)
     token = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     x = logits_of(low_res, mask, token, token < N, SIDE)
-    one, other = products_of(first, second)
-    a = tl.dot(x, one, input_precision="ieee") + of_channels(bias)
+    inner, outer = products_of(first, second)
+    a = tl.dot(x, inner, input_precision="ieee") + of_channels(bias)
     normal, _ = by_square(a, eps, TILE)
     t, _ = gelu(tl.reshape(normal, (TILE, NUMBERS)) * of_channels(gain) + of_channels(offset))
-    z = tl.dot(t, other, input_precision="ieee") + tl.load(last_bias + number).to(tl.float32)
+    z = tl.dot(t, outer, input_precision="ieee") + tl.load(last_bias + number).to(tl.float32)
     normal, _ = standard(z, eps, NUMBERS)
     z = normal * tl.load(last_gain + number).to(tl.float32) + tl.load(last_offset + number).to(tl.float32)
     features, _ = gelu(z)
@@ -95,7 +95,7 @@ def downscale_forward(
 
 
 @triton.jit
-def of_norm(
+def of_normal(
     slope: tl.tensor, normal: tl.tensor, factor: tl.tensor, CHANNELS: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
     """The gradient of the input of a norm from that of its result before the gain."""
@@ -113,9 +113,9 @@ def downscale_backward(
     """Write this program's sums for the two matrices of `products_of`, and for the other parameters."""
     N: tl.constexpr = SIDE * SIDE
     mask, number = tl.program_id(0).to(tl.int64), tl.arange(0, NUMBERS)
-    one, other = products_of(first, second)
+    inner, outer = products_of(first, second)
     factors, last_factors = of_channels(gain), tl.load(last_gain + number).to(tl.float32)
-    of_one, of_other = tl.zeros((NUMBERS, NUMBERS), tl.float32), tl.zeros((NUMBERS, NUMBERS), tl.float32)
+    of_inner, of_outer = tl.zeros((NUMBERS, NUMBERS), tl.float32), tl.zeros((NUMBERS, NUMBERS), tl.float32)
     of_bias, of_gain = tl.zeros((NUMBERS,), tl.float32), tl.zeros((NUMBERS,), tl.float32)
     of_offset, of_last_bias = tl.zeros((NUMBERS,), tl.float32), tl.zeros((NUMBERS,), tl.float32)
     of_last_gain, of_last_offset = tl.zeros((NUMBERS,), tl.float32), tl.zeros((NUMBERS,), tl.float32)
@@ -123,31 +123,31 @@ def downscale_backward(
         token = start + tl.arange(0, TILE)
         inside = token < N
         x = logits_of(low_res, mask, token, inside, SIDE)
-        a = tl.dot(x, one, input_precision="ieee") + of_channels(bias)
+        a = tl.dot(x, inner, input_precision="ieee") + of_channels(bias)
         square, square_factor = by_square(a, eps, TILE)
         normal = tl.reshape(square, (TILE, NUMBERS))
         t, of_t = gelu(normal * factors + of_channels(offset))
-        z = tl.dot(t, other, input_precision="ieee") + tl.load(last_bias + number).to(tl.float32)
+        z = tl.dot(t, outer, input_precision="ieee") + tl.load(last_bias + number).to(tl.float32)
         last, last_factor = standard(z, eps, NUMBERS)
         _, of_z = gelu(last * last_factors + tl.load(last_offset + number).to(tl.float32))
         place = mask * (NUMBERS * N) + number[None, :] * N + token[:, None]
         slope = tl.load(gradient + place, mask=inside[:, None], other=0).to(tl.float32) * of_z
         of_last_gain += tl.sum(slope * last, 0)
         of_last_offset += tl.sum(slope, 0)
-        slope = of_norm(slope * last_factors, last, last_factor, NUMBERS)
+        slope = of_normal(slope * last_factors, last, last_factor, NUMBERS)
         of_last_bias += tl.sum(slope, 0)
-        of_other = tl.dot(tl.trans(t), slope, of_other, input_precision="ieee")
-        slope = tl.dot(slope, tl.trans(other), input_precision="ieee") * of_t
+        of_outer = tl.dot(tl.trans(t), slope, of_outer, input_precision="ieee")
+        slope = tl.dot(slope, tl.trans(outer), input_precision="ieee") * of_t
         of_gain += tl.sum(slope * normal, 0)
         of_offset += tl.sum(slope, 0)
-        slope = of_norm(tl.reshape(slope * factors, (4 * TILE, 4)), square, square_factor, 4)
+        slope = of_normal(tl.reshape(slope * factors, (4 * TILE, 4)), square, square_factor, 4)
         slope = tl.reshape(slope, (TILE, NUMBERS))
         of_bias += tl.sum(slope, 0)
-        of_one = tl.dot(tl.trans(x), slope, of_one, input_precision="ieee")
+        of_inner = tl.dot(tl.trans(x), slope, of_inner, input_precision="ieee")
     program = mask * tl.num_programs(1) + tl.program_id(1)
     of_products += program * (2 * NUMBERS * NUMBERS) + number[:, None] * NUMBERS + number
-    tl.store(of_products, of_one)
-    tl.store(of_products + NUMBERS * NUMBERS, of_other)
+    tl.store(of_products, of_inner)
+    tl.store(of_products + NUMBERS * NUMBERS, of_outer)
     of_others += program * (6 * NUMBERS) + number
     tl.store(of_others, of_bias)
     tl.store(of_others + NUMBERS, of_gain)
@@ -188,14 +188,14 @@ class Downscaling(torch.autograd.Function):
                 low_res, *parameters, gradient.contiguous(), of_products, of_others, ctx.eps, side, TILE,
                 num_warps=WARPS,
             )  # fmt: skip
-        one, other = of_products.sum((0, 1))
+        inner, outer = of_products.sum((0, 1))
         squares, others = of_others.sum((0, 1)).split(3)
-        found = (
+        gradients = (
             # Of the first matrix, the products of logits and channels of the same square count.
-            one.view(4, 4, 4, 4).diagonal(dim1=0, dim2=2).sum(2).T,
+            inner.view(4, 4, 4, 4).diagonal(dim1=0, dim2=2).sum(2).T,
             *squares.view(3, 4, 4).sum(1),
-            other.view(4, 4, 16).transpose(0, 2),
+            outer.view(4, 4, 16).transpose(0, 2),
             *others,
         )
-        pairs = zip(found, parameters, strict=True)
+        pairs = zip(gradients, parameters, strict=True)
         return None, None, *(x.reshape(parameter.shape).to(parameter.dtype) for x, parameter in pairs)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, shared_memory, total
+from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, shared_memory, summed
 
 MOST_TOKENS = 16  # of a head; all heads are padded to so many
 
@@ -48,8 +48,8 @@ def places_for(image: Tensor) -> tuple[Places, Places, Places]:
     """The places of the three kernels for these image tokens [..., N, C]."""
     large = shared_memory(image.device) >= MEMORY
     every = (FORWARD_PLACES, BACKWARD_PLACES, ROWS_PLACES) if large else SMALL_PLACES
-    one, two, three = (x._replace(steps=gcd(image.shape[-2] // x.tile, x.steps)) for x in every)
-    return one, two, three
+    forward, backward, rows = (x._replace(steps=gcd(image.shape[-2] // x.tile, x.steps)) for x in every)
+    return forward, backward, rows
 
 
 def fits(tokens: int, heads: int, keys: int, channels: int) -> bool:
@@ -207,8 +207,8 @@ def sums_of_rows(
     ROWS: tl.constexpr = HEADS * SIZE
     parts = N // (TILE * STEPS)
     block, part, mask = program % BLOCKS, program // BLOCKS % parts, program // (BLOCKS * parts)
-    own, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
-    row = (mask * BLOCKS + block) * ROWS + own
+    index, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
+    row = (mask * BLOCKS + block) * ROWS + index
     key, bias = tl.load(keys + row[:, None] * CHANNELS + channel), tl.load(biases + row).to(tl.float32)
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     if RANK > 0:
@@ -242,7 +242,7 @@ def sums_of_rows(
                 total_low = tl.dot(half, tl.trans(feature), total_low, input_precision=PRECISION)
         else:
             total = tl.dot(weights.to(at.dtype), slope, total, input_precision=PRECISION)
-    row = ((mask * parts + part) * BLOCKS + block) * ROWS + own
+    row = ((mask * parts + part) * BLOCKS + block) * ROWS + index
     form = out.dtype.element_ty
     tl.store(out + row[:, None] * CHANNELS + channel, total.to(form))
     if KEYS:
@@ -369,7 +369,7 @@ class ImageToTokens(torch.autograd.Function):
                 num_stages=stages,
             )  # fmt: skip
         of_keys, of_low, of_biases, of_values = (
-            total(x)[:, :, : ctx.real].to(shared.dtype) for x in (of_keys, of_low, of_biases, of_values)
+            summed(x)[:, :, : ctx.real].to(shared.dtype) for x in (of_keys, of_low, of_biases, of_values)
         )
         if ctx.rank:
             of_keys = of_keys + of_low @ basis

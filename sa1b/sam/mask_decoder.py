@@ -201,17 +201,17 @@ class MaskDecoder(nn.Module):
         """Image tokens [M, N, C] and weights [M, K, C / 8] -> logits [M, K, 4h, 4w]."""
         # Both convolutions have kernels of 2 x 2 without overlap, so they are matrix products for each token.
         # Only the logits have to be reordered to pixels.
-        first, norm, _, second, _ = self.output_upscaling
-        one, other = as_matrix(first), as_matrix(second)
+        layers, norm = self.output_upscaling, self.output_upscaling[1]
+        first, second = as_matrix(layers[0]), as_matrix(layers[3])
         gain, shift = (norm.get_parameter(name) for name in ("weight", "bias"))
         kernels = kernels_of("upscale", image)
         if kernels is not None and kernels.fits(image, len(gain)):
-            inputs = (image, *one, gain, shift, *other, weights.to(image.dtype))
+            inputs = (image, *first, gain, shift, *second, weights.to(image.dtype))
             logits: Tensor = kernels.Upscaling.apply(*inputs, EPSILON)
         else:
-            x = expanded(image, *one).view(*image.shape[:2], 4, len(gain))
-            x = F.gelu(expanded(layer_norm(x, gain, shift, EPSILON, gelu=True), *other))
-            logits = product_with_transposed(weights, x.view(*x.shape[:-1], 4, len(other[1])).flatten(1, 3))
+            x = expanded(image, *first).view(*image.shape[:2], 4, len(gain))
+            x = F.gelu(expanded(layer_norm(x, gain, shift, EPSILON, gelu=True), *second))
+            logits = product_with_transposed(weights, x.view(*x.shape[:-1], 4, len(second[1])).flatten(1, 3))
         (masks, count, _), side = weights.shape, math.isqrt(image.shape[1])
         # Each token has 4 x 4 pixels: rows and columns of tokens, then of their halves and quarters.
         logits = logits.view(masks, count, side, side, 2, 2, 2, 2)

@@ -162,23 +162,23 @@ def _sizes(x: Tensor, tiles: Tiles) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["count"])
 def products_of_rows(
-    one: tl.tensor, other: tl.tensor, out: tl.tensor, count: tl.tensor, CHANNELS: tl.constexpr,
+    a: tl.tensor, b: tl.tensor, out: tl.tensor, count: tl.tensor, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the product of each of ROWS pairs of rows, of `count` in all."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place, inside = row[:, None] * CHANNELS + tl.arange(0, CHANNELS), (row < count)[:, None]
-    first = tl.load(one + place, mask=inside, other=0).to(tl.float32)
-    second = tl.load(other + place, mask=inside, other=0).to(tl.float32)
+    first = tl.load(a + place, mask=inside, other=0).to(tl.float32)
+    second = tl.load(b + place, mask=inside, other=0).to(tl.float32)
     tl.store(out + row, tl.sum(first * second, 1), mask=row < count)
 
 
-def products(one: Tensor, other: Tensor) -> Tensor:
+def products(a: Tensor, b: Tensor) -> Tensor:
     """The products of rows of contiguous tensors [..., C], float32 [...]."""
-    out = one.new_empty(one.shape[:-1], dtype=torch.float32)
+    out = a.new_empty(a.shape[:-1], dtype=torch.float32)
     if out.numel():
         programs = triton.cdiv(out.numel(), 16)
-        products_of_rows[(programs,)](one, other, out, out.numel(), one.shape[-1], 16)
+        products_of_rows[(programs,)](a, b, out, out.numel(), a.shape[-1], 16)
     return out
 
 
@@ -187,7 +187,7 @@ def precision_of(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def total(x: Tensor) -> Tensor:
+def summed(x: Tensor) -> Tensor:
     """The sum over dimension 1; one summand is its own sum."""
     return x[:, 0] if x.shape[1] == 1 else x.sum(1)
 

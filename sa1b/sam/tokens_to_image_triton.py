@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, products, shared_memory, total
+from sa1b.sam.norm_triton import MEMORY, MOST_CHANNELS, padded, precision_of, products, shared_memory, summed
 
 MOST_ROWS = 128
 FEW_ROWS = 32  # one kernel computes the gradients of up to so many rows and of the image tokens
@@ -86,8 +86,8 @@ def read_forward(
     form = image.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     part, mask = program % PARTS, program // PARTS
-    own, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
-    row = mask * ROWS + own
+    index, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
+    row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -113,7 +113,7 @@ def read_forward(
         if RANK > 0:
             read_low = tl.dot(half, tl.trans(feature), read_low * kept[:, None], input_precision=PRECISION)
         highest = higher
-    row = program * ROWS + own
+    row = program * ROWS + index
     tl.store(out + row[:, None] * CHANNELS + channel, (read / total[:, None]).to(out.dtype.element_ty))
     if RANK > 0:
         read_low = (read_low / total[:, None]).to(out_low.dtype.element_ty)
@@ -143,8 +143,8 @@ def read_of_rows(
     """Write a part's summand of the gradients of the rows of a mask."""
     program = tl.program_id(0).to(tl.int64)
     part, mask = program % PARTS, program // PARTS
-    own, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
-    row = mask * ROWS + own
+    index, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
+    row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
     slope = tl.load(gradient + row[:, None] * CHANNELS + channel)
     log, mean = tl.load(logs + row), tl.load(along + row)
@@ -167,7 +167,7 @@ def read_of_rows(
         of_query = tl.dot(steep, key, of_query, input_precision=PRECISION)
         if RANK > 0:
             of_query_low = tl.dot(steep, tl.trans(feature), of_query_low, input_precision=PRECISION)
-    row = program * ROWS + own
+    row = program * ROWS + index
     tl.store(of_rows + row[:, None] * CHANNELS + channel, of_query.to(of_rows.dtype.element_ty))
     if RANK > 0:
         tl.store(of_low + row[:, None] * RANK + rank, of_query_low.to(of_low.dtype.element_ty))
@@ -186,8 +186,8 @@ def read_of_own(
     form = image.dtype.element_ty
     program = tl.program_id(0).to(tl.int64)
     part, mask = program % PARTS, program // PARTS
-    own, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
-    row = mask * ROWS + own
+    index, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
+    row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
     slope = tl.load(gradient + row[:, None] * CHANNELS + channel)
     log, mean = tl.load(logs + row), tl.load(along + row)
@@ -210,7 +210,7 @@ def read_of_own(
             of_x += tl.load(other + mask * (N * CHANNELS) + place)
         tl.store(of_image + mask * (N * CHANNELS) + place, of_x)
     if FEW:
-        row = program * ROWS + own
+        row = program * ROWS + index
         tl.store(of_rows + row[:, None] * CHANNELS + channel, of_query.to(of_rows.dtype.element_ty))
 
 
@@ -232,7 +232,7 @@ def read_of_shared(
         program // (N // TILE) % SHARES,
         program // (N // TILE * SHARES),
     )
-    own, channel, rank = tl.arange(0, BLOCK), tl.arange(0, CHANNELS), tl.arange(0, 16)
+    index, channel, rank = tl.arange(0, BLOCK), tl.arange(0, CHANNELS), tl.arange(0, 16)
     token = tile * TILE + tl.arange(0, TILE)
     place = token[:, None] * CHANNELS + channel
     x = tl.load(image + number * (N * CHANNELS) + place)
@@ -253,7 +253,7 @@ def read_of_shared(
                 of_feature = tl.dot(base, tl.trans(more), of_feature, input_precision=PRECISION)
                 of_base = tl.dot(feature, more, of_base, input_precision=PRECISION)
         for block in tl.range(BLOCKS):
-            row = mask * ROWS + block * BLOCK + own
+            row = mask * ROWS + block * BLOCK + index
             query = tl.load(rows + row[:, None] * CHANNELS + channel)
             slope = tl.load(gradient + row[:, None] * CHANNELS + channel)
             log, mean = tl.load(logs + row), tl.load(along + row)
@@ -349,7 +349,7 @@ class ReadImage(torch.autograd.Function):
                     given, image, placed, gradient, logs, along, more, of_image, of_rows, other is not None,
                     precision, few, rows, tokens, channels, parts, tile, num_warps=warps, num_stages=stages,
                 )  # fmt: skip
-            return total(of_rows)[:, : ctx.real].to(given.dtype), of_image, None, None, None
+            return summed(of_rows)[:, : ctx.real].to(given.dtype), of_image, None, None, None
         tile, warps, stages = SHARED_PLACES
         shares = min(max(masks, 1), triton.cdiv(SHARED_PROGRAMS, images * (tokens // tile)))
         kind = torch.float32 if shares > 1 else image.dtype
@@ -362,14 +362,14 @@ class ReadImage(torch.autograd.Function):
             triton.cdiv(ctx.real, BLOCK), min(BLOCK, rows), rows, tokens, channels, shares, tile,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-        of_image, of_rows = total(of_image).to(image.dtype), total(of_rows).to(given.dtype)
+        of_image, of_rows = summed(of_image).to(image.dtype), summed(of_rows).to(given.dtype)
         if not rank:
             return of_rows[:, : ctx.real], of_image, None, None, None
-        of_low = total(of_low).to(given.dtype)
+        of_low = summed(of_low).to(given.dtype)
         # The basis takes part in the logits, in what is read, and in x for its other uses.
         of_basis = of_base.sum(0)
-        for one, two in ((of_low, given), (out_low, gradient)):
-            of_basis += one.flatten(0, 1).T @ two.flatten(0, 1)
+        for narrow, wide in ((of_low, given), (out_low, gradient)):
+            of_basis += narrow.flatten(0, 1).T @ wide.flatten(0, 1)
         of_rows = (of_rows + of_low @ basis)[:, : ctx.real]
         return of_rows, of_image, None, of_features, of_basis.to(basis.dtype)
 
