@@ -83,7 +83,7 @@ class SharedImage:
         if self.features is not None:
             weights = torch.cat((weights, self.features), dim=1)
             values = torch.cat((values, self.basis.expand(len(values), -1, -1)), dim=1)
-        if min(self.counts) == max(self.counts):
+        if self.has_equal_counts():
             grouped = (x.view(len(self.counts), -1, *x.shape[1:]) for x in (weights, values))
             return added(product_of_transposed(*grouped), self.tokens[:, None]).flatten(0, 1)
         parts = torch.split(product_of_transposed(weights, values), list(self.counts))
@@ -91,19 +91,26 @@ class SharedImage:
 
     def read(self, rows: Tensor) -> tuple[Tensor, "SharedImage"]:
         kernels = reading(self.tokens, rows, shared=True)
-        if kernels is None or not self.equal():
+        if kernels is None or not self.fits_kernels():
             return self.weighted(softmax(self.logits(rows), dim=-1)), self
-        low = (None, None) if self.features is None else (self.features, self.basis)
-        read, of_masks = kernels.ReadImage.apply(rows, self.tokens, self.placed, *low)
+        read, of_masks = kernels.ReadImage.apply(rows, self.tokens, self.placed, *self.low_rank())
         return read, replace(self, of_masks=of_masks)
 
-    def equal(self) -> bool:
+    def has_equal_counts(self) -> bool:
+        """Whether all images have as many masks."""
+        return min(self.counts) == max(self.counts)
+
+    def fits_kernels(self) -> bool:
         """Whether all images have as many masks, and features the rank of the kernels."""
-        return min(self.counts) == max(self.counts) and len(self.basis) in (0, RANK)
+        return self.has_equal_counts() and len(self.basis) in (0, RANK)
+
+    def low_rank(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Features and basis; None for both without features."""
+        return (None, None) if self.features is None else (self.features, self.basis)
 
     def by_image(self, product: Product, rows: Tensor, image: Tensor) -> Tensor:
         """Rows [M, R, K] times the matrix of their image: [M, R, L]."""
-        if min(self.counts) == max(self.counts):
+        if self.has_equal_counts():
             grouped = rows.reshape(len(self.counts), -1, rows.shape[-1])
             return product(grouped, image).view(*rows.shape[:-1], -1)
         parts = torch.split(rows, list(self.counts))

@@ -204,9 +204,9 @@ class ImageToToken(ProjectedAttention):
             return None
         given: tuple[Tensor | None, ...] = x[:, None], None, None, None
         if isinstance(image, SharedImage):
-            if not image.equal():
+            if not image.fits_kernels():
                 return None
-            low = (None, None) if image.features is None else (image.features, image.basis)
+            low = image.low_rank()
             of_masks = image.of_masks
             if of_masks is None:
                 of_masks = kernels.TokensOfMasks.apply(x, *low, image.counts[0])
