@@ -12,7 +12,9 @@ from pycocotools import mask as coco_mask
 
 import sa1b
 from sa1b.console import command
-from sa1b.shards.layer_writer import make_change
+from sa1b.shards.layer_writer import drop, make_change
+from sa1b.storage.open import open_store
+from sa1b.storage.store import FolderStore
 from tests.cli.verb import called
 from tests.shards import tiny
 from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
@@ -246,6 +248,32 @@ def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None
     dropped = layer("drop", root, "second", "first", "unfinished").stdout
     assert dropped == "Dropped: second\nDropped: first\nDropped: unfinished\n"
     assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
+
+
+def test_a_folder_of_others_is_no_layer(root: Path) -> None:
+    notes, masks, sub = (root / "layers" / name for name in ("notes", "masks", "sub"))
+    for folder, file in ((notes, "readme.txt"), (masks, "masks.bin"), (sub, "more/layer.json")):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("a user's")
+    found = summary("list", root)
+    assert (found["layers"], found["unfinished"], found["damaged"]) == ([], [], {})
+    for folder in (notes, masks, sub):
+        done = layer("drop", root, folder.name)
+        reason = "has files that belong to no layer" if folder is masks else "has no layer of this name"
+        assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+        assert len([path for path in folder.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_removal_that_is_stopped_leaves_a_layer_to_remove(root: Path, monkeypatch: Any) -> None:
+    write(root, "first", two(2))
+    monkeypatch.setattr(FolderStore, "remove_folder", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
+        drop(open_store(str(root)), "first")
+    monkeypatch.undo()
+    assert [path.name for path in (root / "layers/first").iterdir()] == ["masks.bin"]
+    assert summary("list", root)["unfinished"] == ["first"]
+    assert layer("drop", root, "first").stdout == "Dropped: first\n"
+    assert not (root / "layers/first").exists()
 
 
 @pytest.fixture
