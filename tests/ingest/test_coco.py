@@ -239,6 +239,11 @@ def test_everything_that_is_not_stored_is_in_quarantine_with_its_reason(coco):
     assert not task.warnings
     missing = next(line for line in lines if line["reason"] == "image_missing")
     assert "gone.jpg: No such file" in missing["message"]
+    cut = next(line for line in lines if line["reason"] == "jpeg_truncated")
+    assert cut["message"].startswith("cut.jpg: JPEG of ")
+    size = next(line for line in lines if line["reason"] == "image_size")
+    assert "two.png: image of 60 x 40, annotated" in size["message"]
+    assert any(": a second .jpg of image " in line["message"] for line in lines)
 
 
 def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys):
@@ -312,6 +317,10 @@ def test_ids_of_two_files_with_the_same_numbers_are_hashes(tmp_path, capsys):
         ),
         ('{"images": [{"id": -1, "file_name": "none.jpg"}], "annotations": []}', "has the id '-1'"),
         ('{"images": [{"id": true, "file_name": "none.jpg"}], "annotations": []}', "has the id 'True'"),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]}',
+            "categories 'a' and 'b' have the id 1, .*; give each category its own id",
+        ),
     ],
 )
 def test_what_is_not_in_cocos_format_is_refused_before_anything_is_written(tmp_path, text, message):
