@@ -148,6 +148,17 @@ def test_folders_may_have_any_name_and_one_name(root: Path, tmp_path: Path) -> N
     assert (found["images"], found["not_taken"]) == (3, 0)
 
 
+def test_a_json_file_in_a_folder_that_is_not_read_is_named(root: Path, tmp_path: Path) -> None:
+    folder_of(tmp_path / "labels", tiny.document(2, 7))
+    (tmp_path / "labels/notes.txt").write_text("notes")
+    assert layer("add", root, tmp_path / "labels", "--name", "complete").returncode == 0
+    results = tmp_path / "labels/results.json"
+    results.write_text("[]")
+    done = layer("add", root, tmp_path / "labels", "--name", "round2")
+    assert done.returncode == 3
+    assert f"may have masks: {results}; name files in COCO's format themselves, not" in done.stdout
+
+
 def test_files_of_another_form_are_refused_with_the_forms_that_can_be_named(
     root: Path, tmp_path: Path
 ) -> None:

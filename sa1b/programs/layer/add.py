@@ -75,6 +75,7 @@ class MaskFiles:
         sources: name, kind and sha256 of each file that was read.
         refusals: images and masks that cannot be used.
         not_taken: files in folders that are no annotation files.
+        unread: those of them whose names end with .json, so that they may have masks.
     """
 
     paths: tuple[Path, ...]
@@ -82,6 +83,7 @@ class MaskFiles:
     sources: list[dict[str, Any]] = field(default_factory=list)
     refusals: Refusals = field(default_factory=Refusals)
     not_taken: int = 0
+    unread: list[str] = field(default_factory=list)
 
     def images(self) -> Iterator[FoundImage]:
         """The images of all files in their order. SourceError: a file cannot be read at all."""
@@ -95,7 +97,9 @@ class MaskFiles:
                 self._read(path, "coco", sha256_of(path))
             else:
                 discovered = _discovered(path)
-                self.not_taken += len(discovered.not_taken)
+                others = [str(entry.path) for entry in discovered.not_taken]
+                self.not_taken += len(others)
+                self.unread += [name for name in others if name.lower().endswith(".json")]
                 for source in discovered.sources:
                     yield from self._pairs(source)
 
@@ -251,17 +255,18 @@ class AddSummary:
     missing: list[int] = field(default_factory=list)  # ids of images that the directory lacks
     twice: list[int] = field(default_factory=list)  # ids of images that occur again, and were left out
     not_taken: int = 0
+    unread: list[str] = field(default_factory=list)  # the .json files among them
     refused: dict[str, int] = field(default_factory=dict)  # reason -> images or masks
     messages: dict[str, str] = field(default_factory=dict)  # reason -> about the first one
 
     def exit_code(self) -> int:
         """0: everything is in the layer; 3: the layer is complete, and lacks a part of the files."""
-        return 3 if self.missing or self.twice or self.refused else 0
+        return 3 if self.missing or self.twice or self.refused or self.unread else 0
 
     def document(self) -> dict[str, Any]:
         """The summary as a JSON document."""
         assert self.info is not None
-        names = ("unchanged", "renumbered", "missing", "twice", "not_taken", "refused", "messages")
+        names = ("unchanged", "renumbered", "missing", "twice", "not_taken", "unread", "refused", "messages")
         return {
             "exit_code": self.exit_code(),
             **self.info.figures(),
@@ -285,7 +290,12 @@ class AddSummary:
             lines.append(f"{some} got a new id, having none or that of another mask of the image")
         lines += [f"left out {reason}: {n:,} ({self.messages[reason]})" for reason, n in self.refused.items()]
         if self.not_taken:
-            lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor an annotation file")
+            lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor sa_<id>.json")
+        if self.unread:
+            lines.append(
+                f"not read, and may have masks: {first_names(self.unread)}; name files in COCO's format "
+                "themselves, not their folder"
+            )
         lines.append(f"next: {command('train', '--data.root', self.root, '--data.layers', info.name)}")
         return "\n".join(lines)
 
@@ -336,7 +346,7 @@ def add_layer(
         summary.info = writer.commit(dataset.table, parent, origin)
     summary.refused, summary.messages = files.refusals.counts, files.refusals.messages
     summary.missing.sort()
-    summary.not_taken = files.not_taken
+    summary.not_taken, summary.unread = files.not_taken, files.unread
     return summary
 
 
@@ -345,8 +355,8 @@ def _nothing(root: str, files: MaskFiles, summary: AddSummary) -> str:
     if summary.missing:
         names = first_names(sorted(summary.missing))
         return (
-            f"{files.paths[0]}: none of its images is in {root} (ids {names}); for files in COCO's format, "
-            "pass --image-ids name or hash"
+            f"{files.paths[0]}: none of its images is in {root} (ids {names}); pass the dataset directory of "
+            "these images or, for files in COCO's format, another --image-ids"
         )
     if files.refusals.counts:
         reason, message = next(iter(files.refusals.messages.items()))
