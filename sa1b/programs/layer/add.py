@@ -75,15 +75,13 @@ class MaskFiles:
         sources: name, kind and sha256 of each file that was read.
         refusals: images and masks that cannot be used.
         not_taken: files in folders that are no annotation files.
-        unread: those of them whose names end with .json, so that they may have masks.
     """
 
     paths: tuple[Path, ...]
     image_ids: ImageIds = "keep"
     sources: list[dict[str, Any]] = field(default_factory=list)
     refusals: Refusals = field(default_factory=Refusals)
-    not_taken: int = 0
-    unread: list[str] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
 
     def images(self) -> Iterator[FoundImage]:
         """The images of all files in their order. SourceError: a file cannot be read at all."""
@@ -97,9 +95,7 @@ class MaskFiles:
                 self._read(path, "coco", sha256_of(path))
             else:
                 discovered = _discovered(path)
-                others = [str(entry.path) for entry in discovered.not_taken]
-                self.not_taken += len(others)
-                self.unread += [name for name in others if name.lower().endswith(".json")]
+                self.not_taken += [str(entry.path) for entry in discovered.not_taken]
                 for source in discovered.sources:
                     yield from self._pairs(source)
 
@@ -254,19 +250,19 @@ class AddSummary:
     renumbered: int = 0  # added masks that had no id, or that of another mask of the image
     missing: list[int] = field(default_factory=list)  # ids of images that the directory lacks
     twice: list[int] = field(default_factory=list)  # ids of images that occur again, and were left out
-    not_taken: int = 0
-    unread: list[str] = field(default_factory=list)  # the .json files among them
+    not_taken: list[str] = field(default_factory=list)  # files in folders
     refused: dict[str, int] = field(default_factory=dict)  # reason -> images or masks
     messages: dict[str, str] = field(default_factory=dict)  # reason -> about the first one
 
     def exit_code(self) -> int:
         """0: everything is in the layer; 3: the layer is complete, and lacks a part of the files."""
-        return 3 if self.missing or self.twice or self.refused or self.unread else 0
+        may_have_masks = any(name.lower().endswith(".json") for name in self.not_taken)
+        return 3 if self.missing or self.twice or self.refused or may_have_masks else 0
 
     def document(self) -> dict[str, Any]:
         """The summary as a JSON document."""
         assert self.info is not None
-        names = ("unchanged", "renumbered", "missing", "twice", "not_taken", "unread", "refused", "messages")
+        names = ("unchanged", "renumbered", "missing", "twice", "not_taken", "refused", "messages")
         return {
             "exit_code": self.exit_code(),
             **self.info.figures(),
@@ -290,12 +286,8 @@ class AddSummary:
             lines.append(f"{some} got a new id, having none or that of another mask of the image")
         lines += [f"left out {reason}: {n:,} ({self.messages[reason]})" for reason, n in self.refused.items()]
         if self.not_taken:
-            lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor sa_<id>.json")
-        if self.unread:
-            lines.append(
-                f"not read, and may have masks: {first_names(self.unread)}; name files in COCO's format "
-                "themselves, not their folder"
-            )
+            some = f"{counted(len(self.not_taken), 'file')} not read: {first_names(self.not_taken)}"
+            lines.append(f"{some}; name files in COCO's format themselves")
         lines.append(f"next: {command('train', '--data.root', self.root, '--data.layers', info.name)}")
         return "\n".join(lines)
 
@@ -346,7 +338,7 @@ def add_layer(
         summary.info = writer.commit(dataset.table, parent, origin)
     summary.refused, summary.messages = files.refusals.counts, files.refusals.messages
     summary.missing.sort()
-    summary.not_taken, summary.unread = files.not_taken, files.unread
+    summary.not_taken = files.not_taken
     return summary
 
 

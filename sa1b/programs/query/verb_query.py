@@ -144,7 +144,7 @@ def _write_parquet(query: "Query", path: Path) -> int:
             flush(temporary)
         commit(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # another one on a disk that is read-only
             temporary.unlink()
     return rows
 
