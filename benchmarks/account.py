@@ -41,10 +41,10 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam import image_encoder
+from sa1b.sam.image_tokens import LEFT_OUT
 from sa1b.sam.interactive import Interactive
+from sa1b.sam.kernel_check import KERNELS
 
-# Modules sa1b.sam.<name>_triton.
-KERNELS = ("norm", "downscale", "image_to_tokens", "tokens_to_image", "upscale", "losses")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 _ATTENTION = "_scaled_dot_product"
 _VIEWS = {
@@ -161,7 +161,8 @@ def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KER
     from triton.runtime.jit import JITFunction
 
     def kernels_of(name: str, x: Tensor) -> ModuleType | None:
-        return import_module(f"sa1b.sam.{name}_triton") if name in kernels else None
+        used = name in kernels and name not in LEFT_OUT
+        return import_module(f"sa1b.sam.{name}_triton") if used else None
 
     def run(kernel: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
         assert launch is not None

@@ -26,6 +26,7 @@ from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, first_prompts, pick, scene_of
+from sa1b.sam.kernel_check import check_kernels
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest
 from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
@@ -143,6 +144,7 @@ class Interactive(nn.Module):
 
     def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
         """Neck, decoder and losses; see `forward`."""
+        check_kernels(self.model)
         _check_sizes(images, targets)
         pixels = self.model.pixels(images, targets.sizes)
         embeddings = self.model.with_features(pixels, self.model.image_encoder.embedding(stream))
@@ -182,6 +184,7 @@ class Interactive(nn.Module):
         Raises:
             ValueError: the targets are smaller than the decoder's masks.
         """
+        check_kernels(self.model)
         if protocol is not None:
             with torch.no_grad():
                 return protocol(self.model, images, targets.sizes)

@@ -26,6 +26,7 @@ from torch.nn import functional
 from sa1b.arguments import BadValue, check_arguments
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.kernel_check import check_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
 from sa1b.sam.model import Sam
 
@@ -71,6 +72,7 @@ def embed_image(model: Sam, image: Any) -> ImageEmbedding:
 
 
 def _embedding(model: Sam, pixels: npt.NDArray[np.uint8]) -> ImageEmbedding:
+    check_kernels(model)
     height, width = pixels.shape[:2]
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)

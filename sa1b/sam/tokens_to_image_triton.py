@@ -75,17 +75,18 @@ def keys_of(
     return (x.to(tl.float32) + tl.load(placed + place).to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["masks"])
 def read_forward(
     rows: tl.tensor, low: tl.tensor, image: tl.tensor, placed: tl.tensor, features: tl.tensor, out: tl.tensor,
     out_low: tl.tensor, logs: tl.tensor, masks: tl.tensor, PRECISION: tl.constexpr, SHARED: tl.constexpr,
-    RANK: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
-    TILE: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write what the rows of a mask read from a part of its image tokens, and the logarithm of its weight."""
+    """Write what the rows of a mask read from every n-th tile of its image tokens, and the logarithm of their
+    weight.
+    """
     form = image.dtype.element_ty
-    program = tl.program_id(0).to(tl.int64)
-    part, mask = program % PARTS, program // PARTS
+    mask = tl.program_id(0).to(tl.int64)
+    program = mask * tl.num_programs(1) + tl.program_id(1)
     index, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
     row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
@@ -95,7 +96,7 @@ def read_forward(
     if RANK > 0:
         query_low = tl.load(low + row[:, None] * RANK + rank)
         read_low = tl.zeros((ROWS, RANK), tl.float32)
-    for start in tl.range(part * (N // PARTS), (part + 1) * (N // PARTS), TILE):
+    for start in tl.range(tl.program_id(1) * TILE, N, tl.num_programs(1) * TILE):
         token = start + tl.arange(0, TILE)
         place = token[:, None] * CHANNELS + channel
         x = tl.load(image + mask // masks * (N * CHANNELS) + place)
@@ -133,16 +134,16 @@ def slopes(
     return weights.to(x.dtype), (weights * (steep - mean[:, None])).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["masks"])
 def read_of_rows(
     rows: tl.tensor, low: tl.tensor, image: tl.tensor, placed: tl.tensor, features: tl.tensor,
     gradient: tl.tensor, gradient_low: tl.tensor, logs: tl.tensor, along: tl.tensor, of_rows: tl.tensor,
     of_low: tl.tensor, masks: tl.tensor, PRECISION: tl.constexpr, SHARED: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a part's summand of the gradients of the rows of a mask."""
-    program = tl.program_id(0).to(tl.int64)
-    part, mask = program % PARTS, program // PARTS
+    """Write the summand of every n-th tile of the gradients of the rows of a mask."""
+    mask = tl.program_id(0).to(tl.int64)
+    program = mask * tl.num_programs(1) + tl.program_id(1)
     index, channel, rank = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, 16)
     row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
@@ -153,7 +154,7 @@ def read_of_rows(
         query_low = tl.load(low + row[:, None] * RANK + rank)
         slope_low = tl.load(gradient_low + row[:, None] * RANK + rank)
         of_query_low = tl.zeros((ROWS, RANK), tl.float32)
-    for start in tl.range(part * (N // PARTS), (part + 1) * (N // PARTS), TILE):
+    for start in tl.range(tl.program_id(1) * TILE, N, tl.num_programs(1) * TILE):
         token = start + tl.arange(0, TILE)
         place = token[:, None] * CHANNELS + channel
         x = tl.load(image + mask // masks * (N * CHANNELS) + place)
@@ -178,21 +179,21 @@ def read_of_own(
     rows: tl.tensor, image: tl.tensor, position: tl.tensor, gradient: tl.tensor, logs: tl.tensor,
     along: tl.tensor, other: tl.tensor, of_image: tl.tensor, of_rows: tl.tensor, OTHER: tl.constexpr,
     PRECISION: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a part of a mask's image tokens; with FEW rows, also the part's summand of the
-    rows' gradient. `other`: the gradient of the image tokens from their other uses.
+    """Write the gradients of every n-th tile of a mask's image tokens; with FEW rows, also their summand of
+    the rows' gradient. `other`: the gradient of the image tokens from their other uses.
     """
     form = image.dtype.element_ty
-    program = tl.program_id(0).to(tl.int64)
-    part, mask = program % PARTS, program // PARTS
+    mask = tl.program_id(0).to(tl.int64)
+    program = mask * tl.num_programs(1) + tl.program_id(1)
     index, channel = tl.arange(0, ROWS), tl.arange(0, CHANNELS)
     row = mask * ROWS + index
     query = tl.load(rows + row[:, None] * CHANNELS + channel)
     slope = tl.load(gradient + row[:, None] * CHANNELS + channel)
     log, mean = tl.load(logs + row), tl.load(along + row)
     of_query = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in tl.range(part * (N // PARTS), (part + 1) * (N // PARTS), TILE):
+    for start in tl.range(tl.program_id(1) * TILE, N, tl.num_programs(1) * TILE):
         place = (start + tl.arange(0, TILE))[:, None] * CHANNELS + channel
         x = tl.load(image + mask * (N * CHANNELS) + place)
         key = keys_of(x, position, place, mask, N, CHANNELS, False)
@@ -220,18 +221,13 @@ def read_of_shared(
     basis: tl.tensor, gradient: tl.tensor, gradient_low: tl.tensor, logs: tl.tensor, along: tl.tensor,
     other: tl.tensor, of_image: tl.tensor, of_features: tl.tensor, of_basis: tl.tensor, masks: tl.tensor,
     share: tl.tensor, OTHER: tl.constexpr, PRECISION: tl.constexpr, RANK: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, SHARES: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of a tile of the features of an image's masks, and the summand of a share of its
     masks of those of the image tokens and, from `other`, of the basis.
     """
-    program = tl.program_id(0).to(tl.int64)
-    tile, part, number = (
-        program % (N // TILE),
-        program // (N // TILE) % SHARES,
-        program // (N // TILE * SHARES),
-    )
+    tile, part, number = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    summand = number * tl.num_programs(1) + part
     index, channel, rank = tl.arange(0, BLOCK), tl.arange(0, CHANNELS), tl.arange(0, 16)
     token = tile * TILE + tl.arange(0, TILE)
     place = token[:, None] * CHANNELS + channel
@@ -272,10 +268,11 @@ def read_of_shared(
         if RANK > 0:
             at = of_features + mask * (RANK * N) + rank[:, None] * N + token
             tl.store(at, of_feature.to(of_features.dtype.element_ty))
-    summand = (number * SHARES + part) * (N * CHANNELS)
-    tl.store(of_image + summand + place, tl.trans(of_x).to(of_image.dtype.element_ty))
+    place = summand * (N * CHANNELS) + place
+    tl.store(of_image + place, tl.trans(of_x).to(of_image.dtype.element_ty))
     if RANK > 0:
-        tl.store(of_basis + program * (RANK * CHANNELS) + rank[:, None] * CHANNELS + channel, of_base)
+        of_basis += (summand * (N // TILE) + tile) * (RANK * CHANNELS)
+        tl.store(of_basis + rank[:, None] * CHANNELS + channel, of_base)
 
 
 class ReadImage(torch.autograd.Function):
@@ -304,9 +301,9 @@ class ReadImage(torch.autograd.Function):
         out, out_low = (image.new_empty((count, parts, size, x), dtype=kind) for x in (channels, rank))
         logs = image.new_empty((count, parts, size), dtype=torch.float32)
         if count:
-            read_forward[(count * parts,)](
+            read_forward[(count, parts)](
                 given, low, image, placed, of_mask, out, out_low, logs, count // images, precision_of(image),
-                shared, rank, size, tokens, channels, parts, tile, num_warps=warps, num_stages=stages,
+                shared, rank, size, tokens, channels, tile, num_warps=warps, num_stages=stages,
             )  # fmt: skip
         if parts > 1:
             log = logs.logsumexp(1, keepdim=True)
@@ -336,18 +333,18 @@ class ReadImage(torch.autograd.Function):
         kind = torch.float32 if parts > 1 else image.dtype
         of_rows, of_low = (image.new_empty((count, parts, rows, x), dtype=kind) for x in (channels, rank))
         if count and not few:
-            read_of_rows[(count * parts,)](
+            read_of_rows[(count, parts)](
                 given, low, image, placed, features, gradient, gradient_low, logs, along, of_rows, of_low,
-                masks, precision, ctx.shared, rank, rows, tokens, channels, parts, tile, num_warps=warps,
+                masks, precision, ctx.shared, rank, rows, tokens, channels, tile, num_warps=warps,
                 num_stages=stages,
             )  # fmt: skip
         if not ctx.shared:
             of_image, (tile, warps, stages) = torch.empty_like(image), OWN_PLACES[rows]
             parts = _parts(count, tokens, tile)
             if count:
-                read_of_own[(count * parts,)](
+                read_of_own[(count, parts)](
                     given, image, placed, gradient, logs, along, more, of_image, of_rows, other is not None,
-                    precision, few, rows, tokens, channels, parts, tile, num_warps=warps, num_stages=stages,
+                    precision, few, rows, tokens, channels, tile, num_warps=warps, num_stages=stages,
                 )  # fmt: skip
             return summed(of_rows)[:, : ctx.real].to(given.dtype), of_image, None, None, None
         tile, warps, stages = SHARED_PLACES
@@ -355,19 +352,19 @@ class ReadImage(torch.autograd.Function):
         kind = torch.float32 if shares > 1 else image.dtype
         of_image = image.new_empty((images, shares, tokens, channels), dtype=kind)
         of_features = torch.empty_like(features)
-        of_base = image.new_empty((images * shares * (tokens // tile), rank, channels), dtype=torch.float32)
-        read_of_shared[(len(of_base),)](
+        of_base = image.new_empty((images, shares, tokens // tile, rank, channels), dtype=torch.float32)
+        read_of_shared[(tokens // tile, shares, images)](
             given, low, image, placed, features, basis, gradient, gradient_low, logs, along, more, of_image,
             of_features, of_base, masks, triton.cdiv(masks, shares), other is not None, precision, rank,
-            triton.cdiv(ctx.real, BLOCK), min(BLOCK, rows), rows, tokens, channels, shares, tile,
-            num_warps=warps, num_stages=stages,
+            triton.cdiv(ctx.real, BLOCK), min(BLOCK, rows), rows, tokens, channels, tile, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
         of_image, of_rows = summed(of_image).to(image.dtype), summed(of_rows).to(given.dtype)
         if not rank:
             return of_rows[:, : ctx.real], of_image, None, None, None
         of_low = summed(of_low).to(given.dtype)
         # The basis takes part in the logits, in what is read, and in x for its other uses.
-        of_basis = of_base.sum(0)
+        of_basis = of_base.sum((0, 1, 2))
         for narrow, wide in ((of_low, given), (out_low, gradient)):
             of_basis += narrow.flatten(0, 1).T @ wide.flatten(0, 1)
         of_rows = (of_rows + of_low @ basis)[:, : ctx.real]

@@ -24,19 +24,23 @@ from sa1b.engine.step.optim import freeze
 from sa1b.engine.step.run import TrainStep
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
-from sa1b.sam import image_encoder
+from sa1b.sam import image_encoder, interactive
 from sa1b.sam.image_encoder import HEAD_MULTIPLE
+from sa1b.sam.image_tokens import LEFT_OUT
 from sa1b.sam.iteration import Graphs
+from sa1b.sam.kernel_check import KERNELS, leave_out_different
+from sa1b.sam.model import Sam
 from sa1b.stream.batch import Batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda_host]
 
 
 @pytest.fixture(autouse=True)
-def attention() -> Iterator[None]:
-    """The setting of cuDNN's attention is that of before."""
+def settings() -> Iterator[None]:
+    """The setting of cuDNN's attention is that of before. All kernels are used, whatever their values are."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    yield
+    with mock.patch.object(interactive, "check_kernels"):
+        yield
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
@@ -160,3 +164,14 @@ def test_a_model_of_each_preset_is_built_and_trained_in_bf16() -> None:
         sums = step.forward_backward(batch_of(128, 3))
         step.finish(sums["count"])
         assert all(one.grad is not None for one in step.module.parameters() if one.requires_grad), name
+
+
+def test_the_comparison_of_the_kernels_runs_in_every_precision() -> None:
+    model = Sam(replace(PRESETS["vit_b"].model, width=64, depth=1, heads=1, global_blocks=())).cuda()
+    try:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            with torch.autocast("cuda", dtype, dtype != torch.float32):
+                assert set(leave_out_different(model)) <= set(KERNELS)
+            LEFT_OUT.clear()
+    finally:
+        LEFT_OUT.clear()
