@@ -8,7 +8,6 @@ import difflib
 import errno
 import io
 import json
-import math
 import os
 import re
 import shlex
@@ -31,6 +30,7 @@ BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE; Windows has no such signal
 
 # The two first lines of a box of tyro, which has no lines of box drawing where stdout is not UTF-8.
 _BOX = re.compile(r"╭| \S.*\n -{9,} *\n")
+_PRINT_DROPPED = sys.unraisablehook
 _WAYS_OUT = {errno.ENOENT: "check the path", errno.ENOSPC: "free space on this disk"}
 
 
@@ -117,12 +117,21 @@ def _unbroken(docstring: str) -> str:
 
 def run_directly(work: Callable[[], int]) -> NoReturn:
     """Call `work` and exit with the code that it returns; errors are handled as in `run`."""
+    sys.unraisablehook = _dropped
     try:
         code = _code(work)
         sys.stdout.flush()
     except BrokenPipeError:
         code = broken_pipe()
     sys.exit(code)
+
+
+def _dropped(error: "sys.UnraisableHookArgs") -> None:
+    if error.exc_type is KeyboardInterrupt:  # Python drops what a finalizer raises, and this function
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        _PRINT_DROPPED(error)
 
 
 def _code(work: Callable[[], int]) -> int:
@@ -149,6 +158,7 @@ def reported(extra: str | None = None) -> Iterator[None]:
     Args:
         extra: extra of this package, whose packages are imported in this context: a missing one is expected.
     """
+    sys.unraisablehook = _dropped
     try:
         yield
     except ModuleNotFoundError as error:
@@ -388,11 +398,3 @@ def _interpreter() -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """A number with its noun: "1 step", "2,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else plural}"
-
-
-def rounded(number: float) -> str:
-    """A number of at least 0, with two significant digits or more: "1,060", "2.1", "0.034", "0"."""
-    if number == 0:
-        return "0"
-    digits = 1 - math.floor(math.log10(number))
-    return f"{number:,.{0 if number >= 100 else max(digits, 1)}f}"

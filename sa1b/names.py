@@ -77,6 +77,7 @@ def parse_member_path(path: str) -> MemberName | None:
 
 # Files of `sa1b annotate`: its settings, and a line for each image, beside its folders of pairs.
 ANNOTATE_SETTINGS, ANNOTATE_LINES, ANNOTATE_FORMAT = "annotate.json", "annotate.jsonl", "sa1b-annotate-1"
+OPTIONS = ".options.json"  # of `sa1b reshard` in a dataset directory, until a source is finished
 
 
 def is_bare_name(name: str) -> bool:

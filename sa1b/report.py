@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -30,6 +31,14 @@ class Result(Protocol):
 def present(result: Result, json_output: bool) -> None:
     """Print a result on stdout."""
     show(json.dumps(result.document(), indent=1) if json_output else result.table())
+
+
+def rounded(number: float) -> str:
+    """A number of at least 0, with two significant digits or more: "1,060", "2.1", "0.034", "0"."""
+    if number == 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(number))
+    return f"{number:,.{0 if number >= 100 else max(digits, 1)}f}"
 
 
 def size_text(count: float, digits: int = 1) -> str:

@@ -1,13 +1,15 @@
 """The end of commands: exit codes and output, which all commands share."""
 
 import json
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sa1b import console
+from sa1b import console, report
 from sa1b.console import run
 from sa1b.errors import UsageError
 
@@ -41,6 +43,26 @@ def test_with_json_an_error_is_an_object_on_stdout(
     with pytest.raises(SystemExit):
         run(main, None)
     assert capsys.readouterr().out == ""
+
+
+def test_an_interrupt_that_meets_a_finalizer_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after the test
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def main() -> int:
+        Finalized()
+        time.sleep(10)
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        run(main, None, arguments=())
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_with_json_a_bug_and_a_wrong_flag_are_objects_too(
@@ -112,7 +134,7 @@ def test_advice_names_the_script_only_where_the_path_finds_the_one_of_this_insta
     ],
 )
 def test_small_numbers_are_not_rounded_to_nothing(number: float, shown: str) -> None:
-    assert console.rounded(number) == shown
+    assert report.rounded(number) == shown
 
 
 def test_paths_in_advice_are_quoted() -> None:

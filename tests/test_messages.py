@@ -117,6 +117,18 @@ def test_errors_for_wrong_arguments_say_what_is_accepted_or_what_to_do() -> None
     assert {place: text for place, text in found.items() if COINED.search(text)} == {}
 
 
+def test_a_command_that_needs_a_dataset_directory_has_it() -> None:
+    bare = {
+        f"{name}:{node.lineno}"
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "command"
+        and [ast.unparse(word) for word in node.args] in (["'verify'"], ["'index'"])
+    }
+    assert bare == set(), "pass the words of the command, which are quoted for a shell"
+
+
 # Files whose plain errors no caller of the package sees, and who catches them.
 CAUGHT = {
     "engine/checkpoint/sealed_folder.py": "the readers of a checkpoint, as damage of its file",

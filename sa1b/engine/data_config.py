@@ -40,7 +40,8 @@ class DataConfig:
 
     Attributes:
         root: Folder that `sa1b reshard` made, or its URL (s3://...).
-        mix: File of several datasets and their weights (YAML), instead of a root; see docs/mixing.md.
+        mix: File of several datasets and their weights (YAML), instead of a root:
+            `sources: {NAME: {root: FOLDER, weight: 1}}`; see the page Mixing datasets.
         view: Name, digest or path of the view to train on (made by `sa1b view`); by default all images.
         layers: Layers of masks that training reads with the shards, in this order (made by `sa1b layer add`).
         global_batch: Images of a step over all ranks.

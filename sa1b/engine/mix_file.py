@@ -19,9 +19,13 @@ import msgspec
 
 from sa1b.engine.data_config import DataConfig
 from sa1b.errors import UsageError
+from sa1b.stream.mixture import fraction_of
 
 # Settings of a step or a process, which all sources share.
 _SHARED = ("mix", "global_batch", "micro_batch", "target_size", "threads", "prefetch", "decode", "text_width")
+
+
+_FORM = "write sources: {NAME: {root: FOLDER, weight: 1}}, see the page Mixing datasets"
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,11 +75,11 @@ def read_mix(
     except OSError as error:
         raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
     except msgspec.DecodeError as error:
-        raise UsageError(f"{flag}: {' '.join(str(error).split())}; see docs/mixing.md for its form") from None
+        raise UsageError(f"{flag}: {' '.join(str(error).split())}; {_FORM}") from None
     if (key := _repeated_key(text)) is not None:
         raise UsageError(f"{flag}: has {key!r} twice in one place; give each another name")
     if not mixture.sources:
-        raise UsageError(f"{flag}: has no sources; see docs/mixing.md for its form")
+        raise UsageError(f"{flag}: has no sources; {_FORM}")
     if config.root or config.view or config.layers:
         name = "root" if config.root else "view" if config.view else "layers"
         raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
@@ -86,12 +90,18 @@ def read_mix(
     for change in mixture.schedule:
         if (change.from_step is None) == (change.from_position is None):
             raise UsageError(f"{flag}: schedule: a change must have either from_step or from_position")
-        position = change.from_position
+        position, where = change.from_position, f"{flag}: schedule: from_position {change.from_position}"
         if change.from_step is not None:
             position = change.from_step * config.global_batch
+            where = f"{flag}: schedule: from_step {change.from_step}"
         assert position is not None
         if position < 1 or position in schedule:
-            raise UsageError(f"{flag}: schedule: position {position} must be above 0, and each only once")
+            raise UsageError(f"{where}: must be above 0, and each position only once")
+        if change.weights.keys() != mixture.sources.keys():
+            raise UsageError(
+                f"{where}: has weights of {', '.join(change.weights)}; write one for each of "
+                f"{', '.join(mixture.sources)}, and 0 to leave a source out"
+            )
         schedule[position] = change.weights
     return sources, schedule
 
@@ -133,6 +143,7 @@ def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig)
         raise UsageError(f"{where}: root: missing; the folder that `sa1b reshard` made, or its URL")
     try:
         extra = msgspec.convert(source_fields, _Source)
+        fraction_of(extra.weight)
         settings = msgspec.convert({**defaults, **data}, DataConfig)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"{where}: {error}") from None

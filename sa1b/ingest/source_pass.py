@@ -178,9 +178,9 @@ class SourcePass:
                 try:
                     result = check_pair(item, self.options, self.policy.max_pixels)
                 except BadSample as error:
-                    result = _Refused(error.reason, str(error), (item.image, item.text))
+                    result = _refused(error.reason, str(error), item.image, item.text)
             elif isinstance(item, Refusal):
-                result = _Refused(item.reason, item.message, (item.member,))
+                result = _refused(item.reason, item.message, item.member)
             else:
                 result = item
             yield _Step(result, last.members, last.stored_bytes)
@@ -264,6 +264,11 @@ class _Read:
     item: Member | Damage
     members: int
     stored_bytes: int
+
+
+def _refused(reason: str, message: str, *members: Member) -> "_Refused":
+    origin = members[0].origin  # the name by which the user can find the image
+    return _Refused(reason, f"{origin}: {message}" if origin else message, members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sa1b.errors import ManifestError, UsageError
 from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.names import is_source_name, parse_shard_name, source_stem
+from sa1b.names import OPTIONS, is_source_name, parse_shard_name, source_stem
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.shards.documents import Options, Task
 from sa1b.shards.manifest import (
@@ -39,7 +39,6 @@ from sa1b.storage.open import open_store
 from sa1b.storage.store import Root, Store
 
 _OWN = (TASKS, QUARANTINE, PARTIAL)  # folders in a dataset directory that reshard writes
-OPTIONS = ".options.json"  # options of the first run, until a source is finished
 _DECISIVE = ("image_ids", "ignore", "max_pixels", "images_only")  # flags that decide how a source is read
 _USUAL = {"max_pixels": MAX_IMAGE_PIXELS, "images_only": False}
 _OUT_FACTOR = 1.1  # size of the shards / size of the source

@@ -11,6 +11,7 @@ import json
 import warnings
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.sam.model import PATCH_SIZE, PRESETS, ModelConfig, Sam
-from sa1b.storage.atomic import commit, flush, naming_path, temporary_path
+from sa1b.storage.atomic import commit, flush, naming_final, temporary_path
 
 FORMATS = (".pth", ".safetensors")
 _SIZES = (
@@ -105,7 +106,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
     }
     temporary = temporary_path(path)
     try:
-        with naming_path(path):
+        with naming_final(path):
             temporary.touch()
             mode = temporary.stat().st_mode  # by the umask; safetensors makes files for their owner only
             if path.suffix == ".pth":
@@ -117,9 +118,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             flush(temporary)
             commit(temporary, path)
     except (RuntimeError, SafetensorError) as error:  # the errors if the disk is full
-        raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
+        why = f"cannot be written ({_first_line(error)}); free space on this disk"
+        raise OSError(f"{path}: {why}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # an error on a disk that is read-only
+            temporary.unlink()
 
 
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:

@@ -7,7 +7,6 @@ lists it. A process that dies at any point leaves a directory that readers can o
 
 import contextlib
 import hashlib
-import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -287,7 +286,7 @@ def _rows_of_task(store: Store, task: Task) -> bytes:
             if _sha256(path.read_bytes()) != shard.index_sha256:
                 raise TableError(
                     f"{store.url(shard_files(shard.name)[1])}: not the index that was written; run "
-                    f"`{command('index')} {shlex.quote(store.url(shard.name))}` to rebuild it"
+                    f"`{command('index', store.url(shard.name))}` to rebuild it"
                 )
         return rows_of_indexes(indexes)
 

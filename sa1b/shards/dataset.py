@@ -85,7 +85,8 @@ class Dataset(Displayed):
                 # Sources were added since the manifest was read: the new manifest lists a new table.
                 if attempt + 1 == _ATTEMPTS or self.manifest == self._read_manifest():
                     name = self.reader.url(self.manifest["samples"]["name"])
-                    raise TableError(f"{name}: missing; run `{command('index')}` to rebuild it") from None
+                    way_out = f"run `{command('index', self.root)}` to rebuild it"
+                    raise TableError(f"{name}: missing; {way_out}") from None
             else:
                 break
         if cache is not None:
@@ -116,11 +117,11 @@ class Dataset(Displayed):
         self._samples = path or fetch_once(self.reader, samples["name"], samples["sha256"])
         # Paths at which other processes open this version after its files are removed.
         self._files = (self._keep(self._samples), self._manifest_file)
-        self.table: SampleTable = open_table(self._samples)
+        self.table: SampleTable = open_table(self._samples, self.root)
         if (self.table.digest, self.table.ids_digest) != (samples["columns_sha256"], samples["ids_sha256"]):
             raise ManifestError(
                 f"{self._samples}: not the sample table that {manifest.DATASET} lists; "
-                f"run `{command('index')}` to rebuild both"
+                f"run `{command('index', self.root)}` to rebuild both"
             )
 
     def __reduce__(self) -> tuple[Callable[..., "Dataset"], tuple[Any, ...]]:
@@ -239,7 +240,7 @@ class Dataset(Displayed):
         if not is_intact(self.table):
             raise TableError(
                 f"{self._samples}: the columns do not match their digest; "
-                f"run `{command('index')}` to rebuild it"
+                f"run `{command('index', self.root)}` to rebuild it"
             )
 
     def check_shard(self, shard: str) -> None:

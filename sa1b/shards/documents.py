@@ -313,6 +313,17 @@ def view_digest(ids_sha256: str, masks_where: str | None, layers: Sequence[str] 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def view_arguments(
+    chosen_by: Mapping[str, str], layers: Sequence[str], names: Sequence[str]
+) -> tuple[str, list[str]]:
+    """The verb that selects a view again, and its arguments after the dataset directory."""
+    flags = [word for flag, value in chosen_by.items() if flag != "sql" for word in (f"--{flag}", value)]
+    flags += ["--layers", *layers] if layers else []
+    is_query = "sql" in chosen_by
+    flags += ["--as-view" if is_query else "--name", names[0]] if names else []
+    return ("query", [chosen_by["sql"], *flags]) if is_query else ("view", flags)
+
+
 def check_layer(document: Any) -> LayerInfo:
     """The fields of a layer's document, which are checked like its digest; FieldError names the field."""
     info = converted(document, LayerInfo)

@@ -91,9 +91,9 @@ def read_image_ids(file: str | Path, names: FileNames | SoughtNames | None = Non
     except (FileNotFoundError, IsADirectoryError) as error:
         what = "is a folder" if isinstance(error, IsADirectoryError) else "no such file"
         raise UsageError(f"--ids {file}: {what}; pass a file of image ids") from None
-    if path.suffix == ".ids":
+    if path.suffix.lower() == ".ids":
         ids = _binary(path)
-    elif head.startswith(b"PAR1") or path.name.endswith((*LINES, *JSON)):
+    elif head.startswith(b"PAR1") or path.name.lower().endswith((*LINES, *JSON)):
         read = _from_parquet if head.startswith(b"PAR1") else _from_json
         ids = _of_values(path, names, *read(path, column))
     else:
@@ -149,9 +149,9 @@ def _delimiter(path: Path, head: bytes, column: str | None) -> str | None:
             f"{path}: not UTF-8 text or Parquet; pass a text file with one image id on each line, CSV, TSV "
             "or Parquet"
         ) from None
-    if path.suffix == ".tsv" or "\t" in first:
+    if path.suffix.lower() == ".tsv" or "\t" in first:
         return "\t"
-    is_table = path.suffix == ".csv" or "," in first or column is not None
+    is_table = path.suffix.lower() == ".csv" or "," in first or column is not None
     return "," if is_table or first.strip('"') in IMAGE_COLUMNS else None
 
 

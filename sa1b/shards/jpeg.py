@@ -134,8 +134,8 @@ def _frame_header(data: bytes, position: int, length: int, max_pixels: int) -> t
     if marker not in _DECODABLE or bits != 8 or components not in (1, 3):
         raise BadSample(
             "jpeg_unsupported",
-            f"JPEG of kind {marker:#x}, {bits} bits, {components} components; "
-            "baseline or progressive with 8 bits and 1 or 3 components can be decoded",
+            f"JPEG of kind {marker:#x}, {bits} bits, {components} components; save it as a baseline or "
+            "progressive JPEG with 8 bits and 1 or 3 components",
         )
     if not (height > 0 and width > 0 and height * width <= max_pixels):
         raise BadSample("absurd_size", pixels_message("JPEG says", width, height, max_pixels))

@@ -11,6 +11,7 @@ of the image's record in the shard that the changes refer to: other masks there 
 may be added to the directory. A layer may build on another one, its parent, which is applied first.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -224,9 +225,28 @@ def check_layer_name(name: str, flag: str = "--name") -> None:
 
 
 def layer_names(store: Store) -> dict[str, bool]:
-    """Names of the layers, and whether each is complete. Folders with other names are no layers."""
+    """Names of the layers, and whether each is complete. Folders of others are no layers."""
     names = filter(is_short_name, store.folders(LAYERS))
-    return {name: store.exists(f"{LAYERS}/{name}/{DOCUMENT}") for name in names}
+    layers = {name: store.exists(f"{LAYERS}/{name}/{DOCUMENT}") for name in names}
+    return {name: complete for name, complete in layers.items() if complete or _is_unfinished(store, name)}
+
+
+def _is_unfinished(store: Store, name: str) -> bool:
+    """Whether a folder without a document is that of a stopped command: with files of a layer, or empty."""
+    files = store.names(f"{LAYERS}/{name}")
+    return is_own(store, name) and (MASKS in files or not (files or store.folders(f"{LAYERS}/{name}")))
+
+
+def is_own(store: Store, name: str) -> bool:
+    """Whether the files in the folder with the names of a layer's files are those of a layer, or none."""
+    folder = f"{LAYERS}/{name}"
+    if not any(store.exists(f"{folder}/{file}") for file in (DOCUMENT, MASKS, INDEX)):
+        return True
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if json.loads(store.read(f"{folder}/{DOCUMENT}"))["format"] == LAYER_FORMAT:
+            return True
+    masks = f"{folder}/{MASKS}"
+    return (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC
 
 
 def read_info(reader: Reader, name: str) -> LayerInfo:
@@ -252,7 +272,7 @@ def read_info(reader: Reader, name: str) -> LayerInfo:
             "the layers"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ManifestError(f"{path}: damaged ({str(error)[:200]}); {_again(name)}") from None
+        raise ManifestError(f"{path}: damaged ({str(error)[:200]}); {_again(reader, name)}") from None
     return info
 
 
@@ -273,7 +293,7 @@ def open_layers(reader: Reader, table: SampleTable, names: Sequence[str]) -> tup
                 f"({child.parent.digest[:12]}, now {info.digest[:12]}); make {child.name} again"
             )
         if name in below:
-            raise ManifestError(f"{reader.url(f'{LAYERS}/{name}')}: builds on itself; {_again(name)}")
+            raise ManifestError(f"{reader.url(f'{LAYERS}/{name}')}: builds on itself; {_again(reader, name)}")
         if info.parent is not None:
             add(info.parent.name, info, (*below, name))
         if name not in opened:
@@ -310,14 +330,14 @@ def _open(reader: Reader, table: SampleTable, info: LayerInfo) -> Layer:
         if reader.size(layer.file) != info.masks.bytes:
             raise ManifestError(
                 f"{reader.url(layer.file)}: not the {info.masks.bytes:,} bytes of layer.json; "
-                f"{_again(info.name)}"
+                f"{_again(reader, info.name)}"
             )
     except (FileNotFoundError, MissingError) as error:
         missing = error.url if isinstance(error, MissingError) else error.filename
-        raise ManifestError(f"{missing}: missing; {_again(info.name)}") from None
+        raise ManifestError(f"{missing}: missing; {_again(reader, info.name)}") from None
     except (*UNREADABLE, DamageError) as error:
         raise ManifestError(
-            f"{reader.url(name)}: damaged ({str(error)[:200]}); {_again(info.name)}"
+            f"{reader.url(name)}: damaged ({str(error)[:200]}); {_again(reader, info.name)}"
         ) from None
     ids = layer.columns["image_id"].astype(np.uint64)
     rows = np.minimum(np.searchsorted(table.image_id, ids), max(len(table) - 1, 0))
@@ -327,13 +347,14 @@ def _open(reader: Reader, table: SampleTable, info: LayerInfo) -> Layer:
         if other.any():
             raise ManifestError(
                 f"{reader.url(f'{LAYERS}/{info.name}')}: made for other masks of {int(other.sum()):,} images "
-                f"({first_names(ids[other].tolist())}) than the shards have now; {_again(info.name)}"
+                f"({first_names(ids[other].tolist())}) than the shards have now; {_again(reader, info.name)}"
             )
     return layer
 
 
-def _again(name: str) -> str:
-    return f"restore it from a copy, or make it again with `{command('layer')} add --name {name} --overwrite`"
+def _again(reader: Reader, name: str) -> str:
+    again = command("layer", "add", reader.root, "PATH/TO/MASKS", "--name", name, "--overwrite")
+    return f"restore it from a copy, or make it again with `{again}`"
 
 
 def layer_digest(masks: str, index: str, parent: str | None) -> str:

@@ -34,6 +34,7 @@ from sa1b.shards.layer import (
     MASKS,
     Change,
     check_layer_name,
+    is_own,
     layer_digest,
     layer_names,
     read_info,
@@ -184,6 +185,7 @@ def drop(store: Store, name: str) -> None:
     """Remove a layer, complete or not; UsageError: none, or others need it. LockedError: it is written."""
     check_layer_name(name, "layer")
     is_annotated = name in annotated(store)
+    _check_own(store, name)
     if name not in layer_names(store) and not is_annotated:
         raise UsageError(
             f"{name}: {store.root} has no layer of this name; `{command('layer', 'list', store.root)}` "
@@ -219,9 +221,9 @@ def _remove(store: Store, name: str) -> None:
     folder = f"{LAYERS}/{name}"
     remove_local_leftovers(store)
     _check_own(store, name)
-    store.remove(f"{folder}/{DOCUMENT}")
+    store.remove(f"{folder}/{DOCUMENT}", f"{folder}/{INDEX}")  # masks.bin says whose the folder is
     if store.is_folder(folder):
-        store.remove_folder(folder, {MASKS, INDEX}.__contains__)
+        store.remove_folder(folder, {MASKS}.__contains__)
 
 
 def annotated_folder(name: str) -> str:
@@ -265,18 +267,6 @@ def _check_own(store: Store, name: str) -> None:
             f"{store.url(f'{LAYERS}/{name}')}: has files that belong to no layer; move them, or choose "
             "another name"
         )
-
-
-def is_own(store: Store, name: str) -> bool:
-    """Whether the files in the folder with the names of a layer's files are those of a layer, or none."""
-    folder = f"{LAYERS}/{name}"
-    if not any(store.exists(f"{folder}/{file}") for file in (DOCUMENT, MASKS, INDEX)):
-        return True
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        if json.loads(store.read(f"{folder}/{DOCUMENT}"))["format"] == LAYER_FORMAT:
-            return True
-    masks = f"{folder}/{MASKS}"
-    return (store.size(masks) or 0) >= len(MAGIC) and store.reader.read_range(masks, 0, len(MAGIC)) == MAGIC
 
 
 def make_change(base: Annotations, changes: Annotations, existing: Existing) -> tuple[Change, int]:

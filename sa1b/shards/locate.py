@@ -147,7 +147,7 @@ def _of_task(path: Path) -> Rows:
     root, name = path.parent.parent, path.stem
     try:
         task = read_task(root, name)
-        table = open_table(root / task_name(name, "samples"))
+        table = open_table(root / task_name(name, "samples"), str(root))
     except FileNotFoundError as error:
         raise UsageError(
             f"{path}: {PurePath(str(error.filename)).name} is missing; pass the dataset directory {root}"

@@ -96,7 +96,7 @@ def read_task(root: Root, source_name: str) -> Task:
 
 def parse_task(data: bytes, source_name: str, path: object) -> Task:
     """A task file from its bytes, which are from `path`; ManifestError: another format, or damaged."""
-    document = parse_document(data, path)
+    document = parse_document(data, path, f"/{task_name(source_name)}")
     try:
         shards, options = check_task(document, source_name)
         return Task(
@@ -244,25 +244,28 @@ def _readings(tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
 
 def parse_dataset(data: bytes, path: object) -> dict[str, Any]:
     """dataset.json from its bytes, every field with its type; ManifestError: damaged or of another format."""
-    document = parse_document(data, path)
+    document = parse_document(data, path, f"/{DATASET}")
     try:
         check_dataset(document)
     except FieldError as error:
-        raise ManifestError(
-            f"{path}: damaged: {error}; run `{command('index')} --tables` to rebuild it"
-        ) from None
+        rebuild = command("index", str(path).removesuffix(f"/{DATASET}"), "--tables")
+        raise ManifestError(f"{path}: damaged: {error}; run `{rebuild}` to rebuild it") from None
     return document
 
 
-def parse_document(data: bytes, path: object) -> dict[str, Any]:
-    """The object in dataset.json or a task file; ManifestError: damaged or of another format."""
+def parse_document(data: bytes, path: object, name: str) -> dict[str, Any]:
+    """The object in dataset.json or a task file; ManifestError: damaged or of another format.
+
+    `name` is the end of the path, after the dataset directory.
+    """
     try:
         document = json.loads(data)
         written_format = document["format"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        rebuild = command("index", str(path).removesuffix(name))
         raise ManifestError(
-            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it with "
-            f"`{command('index')}`; if it is a file of yours, choose another --out"
+            f"{path}: damaged ({str(error)[:200]}); restore it from a copy, or rebuild it with `{rebuild}`; "
+            "if it is a file of yours, choose another --out"
         ) from None
     if written_format != FORMAT:
         raise ManifestError(f"{path}: format {written_format!r}; this package reads {FORMAT!r}")

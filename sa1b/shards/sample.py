@@ -240,7 +240,9 @@ class PendingRead:
                 return submit(self.reader, [location])[0].result()
             kind = "masks" if error.start >= location.masks_start else "jpg"
             name = member_name(location.image_id, kind)
-            raise ShardError(f"{name} is damaged: {error}; `{command('verify')}` lists all damage") from None
+            raise ShardError(
+                f"{name} is damaged: {error}; `{command('verify', self.reader.root)}` lists all damage"
+            ) from None
         except MissingError as error:
             raise _missing(self.reader, error) from None
         jpeg = data[location.start - self.origin :][: location.jpg_bytes]
@@ -253,7 +255,7 @@ class PendingRead:
             url = self.reader.url(location.shard)
             raise ShardError(
                 f"{url}: record of image {location.image_id} at offset {location.masks_start:,}: {error}; "
-                f"`{command('verify')}` lists all damage"
+                f"`{command('verify', self.reader.root)}` lists all damage"
             ) from None
         return jpeg, annotations
 
@@ -298,12 +300,12 @@ def location_of(table: SampleTable, row: int, shards: Sequence[str]) -> SampleLo
     )
 
 
-def location_in_shard(shard: str, row: Mapping[str, int]) -> SampleLocation:
+def location_in_shard(reader: Reader, shard: str, row: Mapping[str, int]) -> SampleLocation:
     """Location of a sample from its row of an index, column name -> value; ShardError: a damaged index."""
     if row["jpg_offset"] < 0 or row["jpg_offset"] + row["jpg_bytes"] > row["masks_offset"]:
         raise ShardError(
             f"{shard}: the index has no valid location for image {row['image_id']}; "
-            f"run `{command('index')}` to rebuild it"
+            f"run `{command('index', reader.url(shard))}` to rebuild it"
         )
     return SampleLocation(
         image_id=row["image_id"],

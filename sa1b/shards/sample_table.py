@@ -166,33 +166,39 @@ def _header(ids: npt.NDArray[Any], sha256: bytes) -> bytes:
     return fields.ljust(_HEADER_BYTES, b"\0")
 
 
-def open_table(path: Path, *, check: bool = False) -> SampleTable:
-    """Map a sample table, with `check` also verified; TableError: none, another version, or damaged."""
+def open_table(path: Path, root: str | None = None, *, check: bool = False) -> SampleTable:
+    """Map a sample table, with `check` also verified; TableError: none, another version, or damaged.
+
+    `root` is its dataset directory, for messages.
+    """
     try:
         with path.open("rb") as file:
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
-        raise TableError(f"{path}: empty file; run `{command('index')}` to rebuild it") from None
-    table = decode(view, path)
+        raise TableError(f"{path}: empty file; {_rebuild(root)}") from None
+    table = decode(view, path, root)
     if check and not is_intact(table):
-        raise TableError(
-            f"{path}: the columns do not match their digest; run `{command('index')}` to rebuild it"
-        )
+        raise TableError(f"{path}: the columns do not match their digest; {_rebuild(root)}")
     return table
 
 
-def decode(view: bytes | mmap.mmap, path: object = "sample table") -> SampleTable:
+def _rebuild(root: str | None) -> str:
+    if root is None:
+        return f"rebuild it as `{command('index', '--help')}` says"
+    return f"run `{command('index', root)}` to rebuild it"
+
+
+def decode(view: bytes | mmap.mmap, path: object = "sample table", root: str | None = None) -> SampleTable:
     """A table from its file's bytes, which are from `path`; TableError: see `open_table`."""
     if len(view) < _HEADER_BYTES or view[:8] != MAGIC:
-        raise TableError(f"{path}: not a sample table; run `{command('index')}` to rebuild it from the tars")
+        raise TableError(f"{path}: not a sample table; {_rebuild(root)}")
     _, version, header_bytes, count, ids_sha256, sha256 = _HEADER.unpack_from(view)
     if version != _VERSION or header_bytes != _HEADER_BYTES:
         raise TableError(f"{path}: version {version}; this package reads version {_VERSION}")
     starts, size = _layout(count)
     if size != len(view):
         raise TableError(
-            f"{path}: {len(view):,} bytes, {size:,} expected for {count:,} samples; "
-            f"run `{command('index')}` to rebuild it"
+            f"{path}: {len(view):,} bytes, {size:,} expected for {count:,} samples; {_rebuild(root)}"
         )
     arrays = {name: np.frombuffer(view, dtype, count, starts[name]) for name, dtype in COLUMNS.items()}
     return SampleTable(**arrays, ids_digest=ids_sha256.hex(), digest=sha256.hex())
@@ -221,9 +227,7 @@ def _layout(count: int) -> tuple[dict[str, int], int]:
 def digests(header: bytes) -> dict[str, str]:
     """The two digests in the header of a sample table."""
     if len(header) < _HEADER.size:
-        raise TableError(
-            f"sample table of {len(header)} bytes: truncated; run `{command('index')}` to rebuild it"
-        )
+        raise TableError(f"sample table of {len(header)} bytes: truncated; {_rebuild(None)}")
     _, _, _, _, ids_sha256, sha256 = _HEADER.unpack_from(header)
     return {"ids_sha256": ids_sha256.hex(), "columns_sha256": sha256.hex()}
 

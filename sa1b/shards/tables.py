@@ -9,6 +9,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sa1b.arguments import BadValue
+
 IMAGE_COLUMNS = ("image_id", "file_name", "image", "img_path", "image_path", "id")  # searched in this order
 PARQUET, LINES, JSON = (".parquet", ".pq"), (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), (".json",)
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -26,17 +28,22 @@ def read_table(path: str, names: Collection[str], needed: str | None = None) -> 
     import pyarrow.csv
     import pyarrow.json
 
-    if path.endswith(PARQUET):
+    lower = path.lower()
+    if lower.endswith(PARQUET):
         with pq.ParquetFile(Path(path).absolute()) as file:
             if needed is not None and needed not in file.schema_arrow.names:
                 return file.schema_arrow.empty_table()
             return file.read([name for name in names if name in file.schema_arrow.names])
-    if path.endswith(LINES):
+    if lower.endswith(LINES):
         return pyarrow.json.read_json(path)
-    if path.endswith(JSON):
+    if lower.endswith(JSON):
         return _read_json(path, list(names), needed)
-    options = pyarrow.csv.ParseOptions(delimiter=DELIMITERS[Path(path).suffix], newlines_in_values=True)
-    return pyarrow.csv.read_csv(path, parse_options=options)
+    options = pyarrow.csv.ParseOptions(delimiter=DELIMITERS[Path(lower).suffix], newlines_in_values=True)
+    table = pyarrow.csv.read_csv(path, parse_options=options)
+    for field in table.schema:
+        if field.name in names and pa.types.is_binary(field.type):  # Arrow's type of text that is not UTF-8
+            raise BadValue(f"column {field.name!r} has another encoding than UTF-8")
+    return table
 
 
 def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:

@@ -99,8 +99,8 @@ class CocoPass(SourceReading):
             categories=file.categories,
             provenance=provenance,
         )
-        yield Member(member_name(image.image_id, "jpg"), "file", 0, jpeg)
-        yield Member(member_name(image.image_id, "json"), "file", 0, pair.text)
+        for ending, data in (("jpg", jpeg), ("json", pair.text)):
+            yield Member(member_name(image.image_id, ending), "file", 0, data, origin=image.name)
         for reason, lost in pair.refused.items():
             message = f"{len(lost):,} of {len(annotations):,} annotations of {image.name}: "
             yield _refused(f"{name}-{reason}", reason, message + pair.messages[reason], lost)
@@ -159,8 +159,7 @@ def as_jpeg(
             encoded = encode_jpeg(image, QUALITY, max_pixels, upright=upright)
             return encoded, *(size[::-1] if upright else size), {"encoded": encoding}
     except BadSample as error:
-        message = str(error) if error.reason == "image_size" else f"{path}: {error}"
-        raise BadSample(error.reason, message) from None
+        raise BadSample(error.reason, f"{path}: {error}") from None
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises errors of many classes for damaged files

@@ -87,7 +87,8 @@ class CocoFile:
         unlisted: id of an image that is not in the file -> positions of its annotations.
 
     Raises:
-        SourceError: another format, an id of an image is not an integer, or no image of the file exists.
+        SourceError: another format, an id of an image is not an integer, two categories with one id, or no
+            image of the file exists.
     """
 
     def __init__(self, path: Path, source: str, options: CocoOptions) -> None:
@@ -96,11 +97,15 @@ class CocoFile:
         self._file = read_document(path)
         categories = [category for category in self._file.categories or [] if isinstance(category, dict)]
         self.listed = [category for category in categories if type(category.get("id")) is int]
-        self.categories = {
-            category["id"]: str(category.get("name", category["id"]))
-            for category in categories
-            if isinstance(category.get("id"), int | str)
-        }
+        self.categories = dict[int | str, str]()
+        for category in categories:
+            if isinstance(key := category.get("id"), int | str):
+                name = str(category.get("name", key))
+                if self.categories.setdefault(key, name) != name:
+                    raise SourceError(
+                        f"{path}: the categories {self.categories[key]!r} and {name!r} have the id {key!r}, "
+                        "so that the category of an annotation is unknown; give each category its own id"
+                    )
         rows: dict[Any, int] = {}
         for row, entry in enumerate(self._file.images):
             if isinstance(key := entry.get("id"), int | str):

@@ -118,6 +118,11 @@ def _mask(pair: CocoPair, annotation: Any, height: int, width: int) -> _Mask | N
     if not isinstance(annotation, dict):
         pair.refuse("bad_annotation", annotation, "not an object")
         return None
+    for key in ("predicted_iou", "stability_score"):
+        if (score := _stated(annotation, key)) is not None and not _is_number(score):
+            message = f"a score is {str(score)[:60]!r}, not a number; write a number, or remove it to have 1"
+            pair.refuse("bad_score", annotation, message)
+            return None
     segmentation = annotation.get("segmentation")
     if not segmentation:
         pair.refuse("no_segmentation", annotation, "no segmentation; a box alone is not a mask")
@@ -175,12 +180,17 @@ def _check_strings(pair: CocoPair, masks: list[_Mask], height: int, width: int) 
 
 
 def _score(mask: _Mask, key: str, defaults: set[str]) -> float:
-    """The annotation's own value of a score of SA-1B, or a detector's `score` for predicted_iou, or 1."""
-    for name in (key, "score") if key == "predicted_iou" else (key,):
-        if _is_number(score := mask.annotation.get(name)):
-            return float(score)
-    defaults.add(key)
-    return 1.0
+    score = _stated(mask.annotation, key)
+    if score is None:
+        defaults.add(key)
+        return 1.0
+    return float(score)
+
+
+def _stated(annotation: dict[str, Any], key: str) -> Any:
+    """The annotation's own value of a score of SA-1B, or a detector's `score` for predicted_iou, or None."""
+    score = annotation.get(key)
+    return annotation.get("score") if score is None and key == "predicted_iou" else score
 
 
 def _numbers(

@@ -16,15 +16,14 @@ import shlex
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from sa1b.errors import SourceError
-from sa1b.names import ANNOTATE_LINES, ANNOTATE_SETTINGS, is_source_name, parse_shard_name, source_stem
+from sa1b.names import is_source_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
-from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_folder
+from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_dataset, is_folder, is_of_system
 from sa1b.sources.images import ImageFolder, ImageRows
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
@@ -32,22 +31,6 @@ from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 FORMATS: tuple[SourceFormat, ...] = (FOLDER, CocoFormat(), TAR)  # the last one takes every file
 _UNREAD_IMAGES = (".heic", ".heif", ".avif", ".gif", ".jxl", ".jp2", ".svg")
 _PARTIAL_ENDINGS = (".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!qb")
-# Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
-_SYSTEM = (
-    ".DS_Store",
-    ANNOTATE_SETTINGS,
-    ANNOTATE_LINES,
-    ".export.jsonl",  # the record of `sa1b export` beside its tars
-    "._*",
-    ".Spotlight-V100",
-    ".Trashes",
-    ".fseventsd",
-    ".nfs*",
-    "@eaDir",
-    "Thumbs.db",
-    "desktop.ini",
-    "lost+found",
-)
 _MAGIC = {
     b"BZh": "compressed with bzip2",
     b"\xfd7zXZ": "compressed with xz",
@@ -56,10 +39,6 @@ _MAGIC = {
     b"\x1f\x8b": "a gzip file that contains no tar",
 }
 _NO_SOURCE = "neither a tar nor a member of a pair"
-_UNFIT = (
-    "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or give it another "
-    "name with --rename"
-)
 
 
 def formats_with(*changed: SourceFormat) -> tuple[SourceFormat, ...]:
@@ -172,7 +151,7 @@ class _Search:
             return self.sources
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: neither a file nor a folder; write a pipe to a file first")
-        if _is_dataset([child.name for child in self.path.iterdir()]):
+        if is_dataset([child.name for child in self.path.iterdir()]):
             raise SourceError(
                 f"{self.path}: is a dataset directory, not a source; name the tars that it was made of, or, "
                 "if another program wrote its dataset.json, move that file"
@@ -202,7 +181,7 @@ class _Search:
             self.seen.add(inode)
             # Links come last, so that a file that is reached twice is reported by its own path.
             entries = sorted(os.scandir(path), key=lambda entry: (entry.is_symlink(), entry.name))
-            if _is_dataset([entry.name for entry in entries]):
+            if is_dataset([entry.name for entry in entries]):
                 self._leave(path, "a dataset directory, not a source")
                 return
             files = [] if inside else self.folder.files(path, self.ignore)
@@ -217,7 +196,7 @@ class _Search:
         below = []
         for entry in entries:
             child = path / entry.name
-            if any(fnmatchcase(entry.name, pattern) for pattern in _SYSTEM) or self.ignore(child):
+            if is_of_system(entry.name) or self.ignore(child):
                 continue
             if is_folder(entry):
                 below.append((child, inside or child in parts))
@@ -259,20 +238,19 @@ class _Search:
         if self.numbered:
             name = str(len(self.sources))
         if not is_source_name(name):
+            unfit = (
+                "the name becomes part of the names of shards; use letters, digits, '_', '-' and '.', or "
+                f"give it another name with --rename {shlex.quote(f'{path}=NAME')}"
+            )
             if path == self.path:
-                raise SourceError(f"{path}: {_UNFIT}")
-            self._leave(path, _UNFIT)
+                raise SourceError(f"{path}: {unfit}")
+            self._leave(path, unfit)
         else:
             measured = format.measure(path, name, self.ignore)
             self.sources.append(Source(name, path, format, *measured, ignore=self.ignore))
 
     def _leave(self, path: Path, reason: str) -> None:
         self.not_taken.append(NotTaken(path, reason))
-
-
-def _is_dataset(names: Sequence[str]) -> bool:
-    """Whether a folder with these entries is a dataset directory, complete or not."""
-    return "dataset.json" in names or ("tasks" in names and any(map(parse_shard_name, names)))
 
 
 def _why_not_taken(path: Path, state: os.stat_result, *, is_known: bool) -> str | None:

@@ -11,17 +11,34 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from sa1b.errors import SourceError
-from sa1b.names import parse_member_path
+from sa1b.names import ANNOTATE_LINES, ANNOTATE_SETTINGS, OPTIONS, parse_member_path, parse_shard_name
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, OVERSIZED, UNREADABLE, Member
 
 LAYOUT = ("images", "annotations")
+# Operating systems, file servers and tools write these files, users never do: neither taken nor listed.
+_SYSTEM = (
+    ".DS_Store",
+    ANNOTATE_SETTINGS,
+    ANNOTATE_LINES,
+    ".export.jsonl",  # the record of `sa1b export` beside its tars
+    "._*",
+    ".Spotlight-V100",
+    ".Trashes",
+    ".fseventsd",
+    ".nfs*",
+    "@eaDir",
+    "Thumbs.db",
+    "desktop.ini",
+    "lost+found",
+)
 
 
 def is_pair_name(name: str) -> bool:
@@ -38,6 +55,18 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def is_of_system(name: str) -> bool:
+    """Whether a file or folder of this name is one that operating systems, file servers and tools write."""
+    return any(fnmatchcase(name, pattern) for pattern in _SYSTEM)
+
+
+def is_dataset(names: Sequence[str]) -> bool:
+    """Whether a folder with these entries is a dataset directory, complete or not."""
+    return "dataset.json" in names or (
+        "tasks" in names and (OPTIONS in names or any(map(parse_shard_name, names)))
+    )
+
+
 def subfolders(path: Path, ignore: Ignore) -> list[Path]:
     """`images/`, `annotations/` and all their subfolders, each once; nothing if one is missing."""
     folders = [path / name for name in LAYOUT]
@@ -47,16 +76,26 @@ def subfolders(path: Path, ignore: Ignore) -> list[Path]:
 
 
 def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
-    """The folders at any depth below some folders of a source, without hidden ones, each once."""
+    """The folders at any depth below some folders of a source, each once: without hidden ones, those of the
+    system and dataset directories, such as the output of a conversion.
+    """
     waiting, deeper = list(folders), list[Path]()
     seen = {inode_of(folder) for folder in (path, *folders)}
     while waiting:
         folder = waiting.pop()
+        entries = list[os.DirEntry[str]]()
         with contextlib.suppress(OSError):  # a folder that cannot be read becomes a refused member
-            for child in [folder / entry.name for entry in os.scandir(folder) if is_folder(entry)]:
-                if child.name[0] != "." and not ignore(child) and (inode := inode_of(child)) not in seen:
+            entries = list(os.scandir(folder))
+        if folder not in folders:
+            if is_dataset([entry.name for entry in entries]):
+                continue
+            deeper.append(folder)
+        for child in [folder / entry.name for entry in entries if is_folder(entry)]:
+            if child.name[0] == "." or is_of_system(child.name) or ignore(child):
+                continue
+            with contextlib.suppress(OSError):
+                if (inode := inode_of(child)) not in seen:
                     seen.add(inode)
-                    deeper.append(child)
                     waiting.append(child)
     return sorted(deeper)
 

@@ -40,7 +40,7 @@ from sa1b.sources.tar_reader import TarFormat
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
 from sa1b.storage.atomic import sha256_of
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
 _ROWS = 64  # that are read at a time
 _PIECE = 1 << 20  # bytes of a file at a URL
@@ -140,8 +140,9 @@ class _ImagesPass(SourceReading):
             "annotations": [],
             "provenance": {"format": "images", "file": name, **about, **encoding},
         }
-        yield replace(image, name=member_name(image_id, "jpg"), data=jpeg)
-        yield replace(image, name=member_name(image_id, "json"), data=json.dumps(document).encode())
+        yield replace(image, name=member_name(image_id, "jpg"), data=jpeg, origin=name)
+        text = json.dumps(document).encode()
+        yield replace(image, name=member_name(image_id, "json"), data=text, origin=name)
 
 
 @dataclass(frozen=True)

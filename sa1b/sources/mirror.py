@@ -102,7 +102,7 @@ class _PairsPass(RowsPass):
             size = {"width": width, "height": height}
         image_id = _image_id(entry, row, image.name)
         name = member_name(image_id, "jpg")
-        yield replace(image, name=name, data=data)
+        yield replace(image, name=name, data=data, origin=image.name)
         document: dict[str, Any] = {
             "image": {"image_id": image_id, **size, "file_name": name} | _given(entry),
             "annotations": [_annotation(mask, size) for mask in masks],
@@ -111,7 +111,8 @@ class _PairsPass(RowsPass):
         if further:
             document["provenance"] = {"format": "parquet", "file": image.name, **further}
         text = given if isinstance(given, str) and entry and not further else json.dumps(document)
-        yield replace(image, name=member_name(image_id, "json"), data=text.encode())
+        name = member_name(image_id, "json")
+        yield replace(image, name=name, data=text.encode(), origin=image.name)
 
 
 def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:

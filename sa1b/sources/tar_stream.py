@@ -42,6 +42,7 @@ class Member:
     # message
     detail: str = ""
     reason: str = ""  # snake_case word: why the reader of the source refuses the member, or empty
+    origin: str = ""  # the user's name of the image, if the source names it otherwise than the member
 
 
 @dataclass(frozen=True, slots=True)

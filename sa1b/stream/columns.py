@@ -220,7 +220,7 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
     from sa1b.shards.tables import ENDINGS
 
     argument = how.argument.format(name)
-    if not source.endswith(ENDINGS):
+    if not source.lower().endswith(ENDINGS):
         raise ColumnError(
             f"{argument}: {source} is no table; its name must end with one of {', '.join(ENDINGS)}"
         )
@@ -327,7 +327,8 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
     if column is None:
         what = f"has {', '.join(table.schema.names)}" if len(table) else "the table has no rows"
         raise ColumnError(
-            f"{source}: {what}, and no column to join {name!r} by; add a column 'mask_id' or 'image_id'"
+            f"{source}: {what}, and no column to join {name!r} by; name one 'mask_id', 'image_id', or, with "
+            "names of files, 'file_name'"
         )
     kind = table.schema.field(column).type
     key = "mask_id" if column == "mask_id" else "image_id"
@@ -337,7 +338,7 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
             way = "write such as sa_7.jpg or, of images alone, the path in their source"
             raise ColumnError(f"{source}: no row of column {column!r} names an image; {way}")
         if others:
-            left = f"{others:,} rows of column {column!r} name no image"
+            left = f"{others:,} of {others + len(table):,} rows of column {column!r} name no image"
             warnings.warn(f"{source}: {left}; they are left out", stacklevel=4)
     elif not pa.types.is_integer(kind):
         what = f"column {column!r} is {kind}" if len(table) else "the table has no rows"
@@ -364,8 +365,8 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
         ids, values = collected(ids, values)
     elif len(repeated):
         raise ColumnError(
-            f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; {len(repeated):,} "
-            "rows are too many in all: keep one row for each id, or collect the values of an id in a list"
+            f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; repeated rows in "
+            f"all: {len(repeated):,}; keep one row for each id, or collect the values of an id in a list"
         )
     return pa.record_batch([pa.array(ids), values], names=[key, name])
 

@@ -96,7 +96,7 @@ class DamageLog:
             raise DamageLimitError(
                 f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "
                 f"read, listed {'in the log of this process' if self._unwritten else f'in {self.path}'}; "
-                f"`{command('verify')}` checks the whole dataset directory"
+                f"a dataset directory is checked as `{command('verify', '--help')}` says"
             )
 
     def entries(self, start: int = 0) -> list[dict[str, object]]:

@@ -139,7 +139,7 @@ def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
     "1/3"; a float is read as it is printed, 0.1 as 1/10. ValueError: a weight is negative or no number, all
     are 0, or their period has more than 2**20 positions.
     """
-    weights = [_fraction(value) for value in values]
+    weights = [fraction_of(value) for value in values]
     scale = lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     divisor = gcd(*whole)
@@ -154,7 +154,8 @@ def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def _fraction(value: object) -> Fraction:
+def fraction_of(value: object) -> Fraction:
+    """The weight of a source. ValueError: it is negative or no number."""
     valid = isinstance(value, int | float | str | Fraction | np.integer | np.floating)
     if valid and not isinstance(value, bool) and not (isinstance(value, float) and not isfinite(value)):
         try:

@@ -19,7 +19,7 @@ import numpy as np
 from sa1b.console import command, counted
 from sa1b.names import ID_END
 from sa1b.report import first_names
-from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view, view_digest
+from sa1b.shards.documents import VIEW_FORMAT, FieldError, Task, check_view, view_arguments, view_digest
 from sa1b.shards.image_ids import missing_ids
 from sa1b.shards.manifest import QUARANTINE, VIEWS
 from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines, read_warnings
@@ -128,10 +128,9 @@ def _fit(rows: Any, table: SampleTable, ids_sha256: str) -> bool:
 
 def _again(root: str, document: dict[str, Any]) -> str:
     """The command that rebuilds a view."""
-    chosen = document.get("chosen_by")
-    flags = [f"--{flag} {shlex.quote(str(value))}" for flag, value in (chosen or {}).items()]
-    flags += [f"--name {shlex.quote(str(name))}" for name in document["names"][:1]]
-    return f"`{' '.join([command('view'), shlex.quote(root), *flags])}`"
+    layers = [layer["name"] for layer in document.get("layers", [])]
+    verb, words = view_arguments(document["chosen_by"], layers, document["names"])
+    return f"`{command(verb, root, *words)}`"
 
 
 class QuarantineCheck:

@@ -13,8 +13,7 @@ from sa1b.masks.runs import MaskError
 from sa1b.report import bar, first_lines
 from sa1b.shards.annotation import Annotations
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.layer import layer_names, open_layers
-from sa1b.shards.layer_writer import is_own
+from sa1b.shards.layer import is_own, layer_names, open_layers
 from sa1b.shards.manifest import LAYERS
 from sa1b.shards.sample import location_of, submit
 from sa1b.storage.cache import digest
@@ -119,7 +118,6 @@ def check_layers(store: Store, report: VerifyReport, *, deep: bool, quiet: bool)
     except Sa1bError as error:
         report.unchecked[LAYERS] = short(error)
         return
-    quoted = shlex.quote(store.root)
     for name, is_complete in names.items():
         if not is_complete:
             report.notes.append(f"layer {name} is unfinished: the same command makes it again")
@@ -131,8 +129,8 @@ def check_layers(store: Store, report: VerifyReport, *, deep: bool, quiet: bool)
             continue
         report.layers += 1
         for message in check.problems:
-            again = f"`{command('layer')} add {quoted} PATH/TO/MASKS --name {name} --overwrite`"
-            remedy = f"restore {LAYERS}/{name} from a copy, or make the layer again, such as with {again}"
+            again = command("layer", "add", store.root, "PATH/TO/MASKS", "--name", name, "--overwrite")
+            remedy = f"restore {LAYERS}/{name} from a copy, or make the layer again, such as with `{again}`"
             if not is_own(store, name):  # no command replaces files that may be a user's
                 folder = shlex.quote(store.url(f"{LAYERS}/{name}"))
                 remedy = f"move {folder} to another folder, and make the layer again"

@@ -193,9 +193,10 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
         try:
             _write_tables(store, recorded, built={}, lost={}, record=None, summary=summary)
         except UNREADABLE as error:
+            names, rebuilds = command("verify", store.root), command("index", store.root)
             raise ManifestError(
-                f"{store.root}: an index cannot be read ({error}); `{command('verify')}` names it, and "
-                f"run `{command('index')}` without --tables to rebuild it"
+                f"{store.root}: an index cannot be read ({error}); `{names}` names it, and `{rebuilds}`, "
+                "without --tables, rebuilds it"
             ) from None
     summary.seconds = time.monotonic() - began
     return summary
@@ -357,10 +358,11 @@ def _rebuild(
         )
     if info is not None and built.info.sha256 != info.sha256:
         temporary.unlink()
+        verify = command("verify", store.root)
         return recover.Changed(
             built.info.sha256,
             f"{shard}: sha256 is {built.info.sha256}, {info.sha256} recorded: the shard has changed since it "
-            f"was written; `{command('verify')}` reports the damage. Restore the shard from a copy, or run "
+            f"was written; `{verify}` reports the damage. Restore the shard from a copy, or run "
             f"`{command('reshard')}` again with its source and --redo and the source's name",
         )
     store.commit_file(temporary, index)

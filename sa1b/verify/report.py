@@ -181,22 +181,20 @@ class VerifyRemedy:
 
     def index(self, shard: str) -> str:
         """Remedy for a damaged index of one shard."""
-        return f"`{command('index')} {self._quoted(shard)}` (first restore the shard if it is damaged too)"
+        return f"`{command('index', f'{self.root}/{shard}')}` (first restore the shard if it is damaged too)"
 
     def names(self, shards: Sequence[str]) -> str:
         """Remedy for shards that have the content of others: before any other, which may overwrite them."""
-        listed = " ".join(map(self._quoted, shards))
-        return (
-            f"first `{command('index')} {listed}`, which restores the shards that these are; then check again"
-        )
+        rebuild = command("index", *(f"{self.root}/{shard}" for shard in shards))
+        return f"first `{rebuild}`, which restores the shards that these are; then check again"
 
     def tables(self) -> str:
         """Remedy if only the sample table, rows of a source or dataset.json are damaged."""
-        return f"`{command('index')} {self._quoted()} --tables`"
+        return f"`{command('index', self.root, '--tables')}`"
 
     def everything(self) -> str:
         """Remedy if only the shards are intact."""
-        return f"`{command('index')} {self._quoted()}`"
+        return f"`{command('index', self.root)}`"
 
     def source(self, source: str | None, *, has_shards: bool = False, is_known: bool = True) -> str:
         """Remedy for damage that needs the source again: of a shard, a task file or refused members.
@@ -226,7 +224,7 @@ class VerifyRemedy:
         if reading.get("part"):  # the images that the directory has of it are read again
             verb, flags = "fetch", ["--ids PATH/TO/IDS.txt", *flags]
         more = "".join(f" {flag}" for flag in flags)
-        again = f"{command(verb)} {path} --out {self._quoted()} --redo {shlex.quote(name)}{more}"
+        again = f"{command(verb)} {path} --out {shlex.quote(self.root)} --redo {shlex.quote(name)}{more}"
         real = "the real path of the source,"
         if source_format.has_links:
             real = "the real path or URL of the source, or --links FILE,"
@@ -242,6 +240,3 @@ class VerifyRemedy:
             return []
         defaults, flags = Options().flags(), self.options.flags()
         return [flags[name] for name in flags if flags[name] != defaults[name]]
-
-    def _quoted(self, name: str = "") -> str:
-        return shlex.quote(f"{self.root}/{name}" if name else self.root)

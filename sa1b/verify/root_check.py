@@ -190,7 +190,7 @@ class RootCheck:
             return None
         (path,) = self._files.enter_context(self.store.files(name))
         try:
-            table = open_table(path)
+            table = open_table(path, self.store.root)
             with path.open("rb") as file:
                 header = file.read(_TABLE_HEADER)
                 file.seek(0)
@@ -203,7 +203,7 @@ class RootCheck:
             return None
         whole = True
         try:
-            open_table(path, check=True)
+            open_table(path, self.store.root, check=True)
         except TableError as error:
             whole = False
             self._find("table_digest", name, str(error).removeprefix(f"{path}: "))

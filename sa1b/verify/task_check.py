@@ -5,7 +5,6 @@ Files that no task file lists are noted: work in progress, and remains of interr
 
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -228,7 +227,7 @@ def leftover_notes(
     if other:
         notes.append(f"files in {TASKS}/ without a task file, of an interrupted run: {first_names(other)}")
     if damaged and store.exists(INDEX_RECORD):
-        notes.append(f"`{command('index')}` was not finished; `{command('index', store.root)}` resumes it")
+        notes.append(f"a rebuild of indexes was not finished; `{command('index', store.root)}` resumes it")
     staging = store.names(PARTIAL)
     if staging:
         notes.append(
@@ -297,7 +296,7 @@ def unlisted_notes(
         )
     if missing:
         again = [name for name in missing if shard_order(name).stem in stems]
-        adds = f"`{command('index')} {shlex.quote(store.root)}` adds them"
+        adds = f"`{command('index', store.root)}` adds them"
         if again:
             adds = f"convert the sources of {first_names(again)} again, with --redo"
         notes.append(

@@ -80,7 +80,7 @@ def naming_index(reader: Reader, name: str) -> Iterator[None]:
     except (*UNREADABLE, MissingError) as error:
         what = "missing" if isinstance(error, FileNotFoundError | MissingError) else error
         raise ShardError(
-            f"{reader.url(name)}: {what}; run `{command('index')}` to rebuild it from the tar"
+            f"{reader.url(name)}: {what}; run `{command('index', reader.root)}` to rebuild it from the tar"
         ) from None
 
 

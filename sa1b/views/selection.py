@@ -207,7 +207,7 @@ def _check_seen(dataset: Dataset, missing: npt.NDArray[np.bool_]) -> None:
         path = dataset.reader.url(shard_files(dataset.shards[int(dataset.table.shard[row])])[1])
         raise ShardError(
             f"{path}: image {int(dataset.table.image_id[row])} is in the sample table and not in this index; "
-            f"`{command('index')}` rebuilds both"
+            f"`{command('index', dataset.root)}` rebuilds both"
         )
 
 
@@ -277,6 +277,6 @@ def _rows(dataset: Dataset, ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]
         image_id = int(ids[known[rows] != ids][0])
         raise ShardError(
             f"{dataset.root}: image {image_id} is in an index and not in the sample table; "
-            f"run `{command('index')}` to rebuild both"
+            f"run `{command('index', dataset.root)}` to rebuild both"
         )
     return rows

@@ -16,7 +16,7 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
 from sa1b.names import is_short_name
-from sa1b.shards.documents import SEAL, VIEW_FORMAT, check_view, seal_of
+from sa1b.shards.documents import SEAL, VIEW_FORMAT, check_view, seal_of, view_arguments
 from sa1b.shards.manifest import VIEWS
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.open import open_store
@@ -71,16 +71,15 @@ class ViewDocument:
 
     def flags(self) -> str:
         """The arguments of `sa1b view`, or of `sa1b query`, that selected the view."""
-        sql = [shlex.quote(self.chosen_by["sql"])] if "sql" in self.chosen_by else []
-        name_flag = "--as-view" if sql else "--name"
-        flags = [f"--{flag} {shlex.quote(value)}" for flag, value in self.chosen_by.items() if flag != "sql"]
-        layers = ["--layers", *(name for name, _ in self.layers)] if self.layers else []
-        return " ".join([*sql, *flags, *layers, *(f"{name_flag} {name}" for name in self.names[:1])])
+        return shlex.join(self._arguments()[1])
 
     def again(self, root: object) -> str:
         """The command that selects the view again from a dataset directory."""
-        verb = "query" if "sql" in self.chosen_by else "view"
-        return f"`{command(verb)} {root} {self.flags()}".rstrip() + "`"
+        verb, words = self._arguments()
+        return f"`{command(verb, root, *words)}`"
+
+    def _arguments(self) -> tuple[str, list[str]]:
+        return view_arguments(self.chosen_by, [name for name, _ in self.layers], self.names)
 
     def __str__(self) -> str:
         names = ", ".join(self.names)

@@ -1,6 +1,7 @@
 """`sa1b query`: SQL over the indexes of a dataset directory."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from sa1b.programs.query.verb_query import main
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
+from sa1b.storage import atomic
 from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_predicate, mask_values
 from tests.shards import tiny
 from tests.storage.service import Service
@@ -201,9 +203,19 @@ def test_what_cannot_be_answered_is_refused(
     assert not (root / "views").exists()
 
 
-def test_a_parquet_file_that_cannot_be_written_is_named(query: Query) -> None:
+def test_a_parquet_file_that_cannot_be_written_is_named(
+    query: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(OSError, match=r"No such file or directory: '/proc/x.parquet'$"):
         query("SELECT 1", parquet=Path("/proc/x.parquet"))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(atomic, "flush", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'x.parquet'}'"):
+        query("SELECT 1", parquet=tmp_path / "x.parquet")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_url_is_read_by_ranges_and_damage_names_the_index(root: Path, query: Query, tmp_path: Path) -> None:
@@ -218,7 +230,7 @@ def test_a_url_is_read_by_ranges_and_damage_names_the_index(root: Path, query: Q
         try:
             (root / name).write_bytes(b"PAR1" + bytes(len(data) - 8) + b"PAR1")
             for at in (root, url.format(service.port)):
-                with pytest.raises(ShardError, match=f"{name}: .*index` rebuilds"):
+                with pytest.raises(ShardError, match=f"{name}: .*index .*` rebuilds"):
                     query("SELECT sum(area) FROM masks", at=at)
             (root / name).unlink()
             with pytest.raises(Sa1bError, match=name):

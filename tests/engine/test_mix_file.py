@@ -39,7 +39,7 @@ def test_a_source_has_the_settings_of_the_flags_and_its_own(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "Expected `object`, got `null`; see docs/mixing.md"),
+        ("", "Expected `object`, got `null`; write sources: {NAME: {root: FOLDER, weight: 1}}, see"),
         ("sources: {}", "has no sources"),
         ("sources: [1]", "Expected `object`, got `array` - at `$.sources`"),
         ("sources: {a: {root: x, weight: 1}}\nshedule: []", "unknown field `shedule`"),
@@ -59,9 +59,14 @@ def test_a_source_has_the_settings_of_the_flags_and_its_own(tmp_path: Path) -> N
         ("sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {a: 1}}]", "from_step or from_position"),
         (
             "sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {a: 1}, from_step: 0}]",
-            "position 0 must be above 0",
+            "schedule: from_step 0: must be above 0",
         ),
-        ("sources: {a: {root: x, weight: 1}", "column 1; see docs/mixing.md"),
+        (
+            "sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {b: 1}, from_step: 2}]",
+            "schedule: from_step 2: has weights of b; write one for each of a, and 0",
+        ),
+        ("sources: {a: {root: x, weight: -1}}", "source a: weight=-1 must be a number from 0"),
+        ("sources: {a: {root: x, weight: 1}", "column 1; write sources: "),
         ("sources:\n  a: {root: x, weight: 1}\n  a: {root: y, weight: 1}", "has 'a' twice in one place"),
         ("sources: {a: &x {root: x, weight: 1, weight: 2}, b: *x}", "has 'weight' twice in one place"),
     ],

@@ -1,5 +1,6 @@
 """Formats of an export, read by the rules of their consumers; every mask is compared with that of the dataset."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import webdataset
 from pycocotools import mask as coco_mask
 
 from sa1b.errors import ShardError, UsageError
-from sa1b.programs.export import image_files
+from sa1b.programs.export import coco, image_files
 from sa1b.programs.export.export import export
 from sa1b.programs.export.export_format import joined
 from sa1b.programs.export.export_part import ExportRecord
@@ -243,6 +244,16 @@ def test_an_interrupted_part_has_no_file_and_the_same_command_continues(roots, o
     (tmp_path / "sa_000001/images/sa_100.jpg").unlink()
     assert export(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000002-0000"]
     assert files(tmp_path) == files(out / "folders")
+
+
+def test_a_full_disk_names_the_joined_file(roots, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(coco, "flush", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'annotations.json'}'"):
+        export(roots["plain"], tmp_path, coco.Coco(), quiet=True)
+    assert not list(tmp_path.glob("*annotations.json*"))
 
 
 def test_the_list_is_written_again_without_the_images(roots, out, tmp_path):

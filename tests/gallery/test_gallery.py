@@ -341,7 +341,7 @@ def test_damage_in_a_shard_is_skipped_and_the_next_image_taken(inputs, make, tmp
     assert summary.shown == [image_id for image_id in second if image_id != first[0]]
     assert f"sa_{first[0]} in {sample.shard} at offset {sample.offset:,}" in page.text
     next(root.glob("*.parquet")).unlink()
-    with pytest.raises(ShardError, match=r"missing; run `.*sa1b index` to rebuild it"):
+    with pytest.raises(ShardError, match=rf"missing; run `.*sa1b index {root}` to rebuild it"):
         make(root)
 
 

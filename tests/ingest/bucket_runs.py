@@ -20,7 +20,7 @@ from typing import Any
 from sa1b.ingest.finish import finish
 from sa1b.ingest.ingest import work_on
 from sa1b.ingest.policy import IngestRun, Policy
-from sa1b.ingest.start_checks import OPTIONS
+from sa1b.names import OPTIONS
 from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover

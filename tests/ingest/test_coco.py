@@ -95,6 +95,11 @@ BAD = {
         {"id": 33, "image_id": 9, "segmentation": [[1, 2, 3, 4, 5, "a"]]},
         {"id": 34, "image_id": 9, "segmentation": [[1, 2, 3, 4, 5, 6, 7]]},
     ],
+    "bad_score": [
+        {"id": 45, "image_id": 7, "segmentation": rle(), "score": "0.9"},
+        {"id": 46, "image_id": 9, "segmentation": polygons(0), "predicted_iou": True},
+        {"id": 47, "image_id": 9, "segmentation": rle(), "stability_score": [0.5]},
+    ],
     "mask_size": [{"id": 35, "image_id": 7, "segmentation": {"size": [WIDTH, HEIGHT], "counts": counts()}}],
     "bad_rle": [
         {"id": 36, "image_id": 7, "segmentation": {"size": [HEIGHT, WIDTH], "counts": [1, 2]}},
@@ -234,6 +239,11 @@ def test_everything_that_is_not_stored_is_in_quarantine_with_its_reason(coco):
     assert not task.warnings
     missing = next(line for line in lines if line["reason"] == "image_missing")
     assert "gone.jpg: No such file" in missing["message"]
+    cut = next(line for line in lines if line["reason"] == "jpeg_truncated")
+    assert cut["message"].startswith("cut.jpg: JPEG of ")
+    size = next(line for line in lines if line["reason"] == "image_size")
+    assert "two.png: image of 60 x 40, annotated" in size["message"]
+    assert any(": a second .jpg of image " in line["message"] for line in lines)
 
 
 def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys):
@@ -307,6 +317,10 @@ def test_ids_of_two_files_with_the_same_numbers_are_hashes(tmp_path, capsys):
         ),
         ('{"images": [{"id": -1, "file_name": "none.jpg"}], "annotations": []}', "has the id '-1'"),
         ('{"images": [{"id": true, "file_name": "none.jpg"}], "annotations": []}', "has the id 'True'"),
+        (
+            '{"images": [], "annotations": [], "categories": [{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]}',
+            "categories 'a' and 'b' have the id 1, .*; give each category its own id",
+        ),
     ],
 )
 def test_what_is_not_in_cocos_format_is_refused_before_anything_is_written(tmp_path, text, message):
@@ -333,17 +347,19 @@ def test_strange_values_and_damaged_images_are_refused_or_have_defaults(tmp_path
     (tmp_path / "bad.tif").write_bytes(data)
     one = {"image_id": 1, "segmentation": [[1, 1, 7, 1, 7, 7]]}
     strange = {
-        "score": 10**400,
+        "score": None,
         "point_coords": [[1, 10**400]],
         "crop_box": [True, 0, 1, 1],
         "mask_id": 2**70,
     }
     names = ("x.png", "a\0b.png", "bad.tif")
     images = [{"id": number, "file_name": name} for number, name in enumerate(names, 1)]
-    path = write(tmp_path / "m.json", images, [{**one, **strange}, {**one, "segmentation": [[True] * 3]}])
+    others = [{**one, "segmentation": [[True] * 3]}, {**one, "id": 8, "score": 10**400}]
+    path = write(tmp_path / "m.json", images, [{**one, **strange}, *others])
     (source,) = discover([path]).sources
     found = {item.name: item for item in SourceReader(source).items() if isinstance(item, Member)}
     assert [item.reason for item in found.values() if item.reason] == [
+        "bad_score",
         "short_polygon",
         "image_name",
         "image_unreadable",
@@ -472,7 +488,7 @@ def test_the_time_of_bad_polygons_is_linear(tmp_path, monkeypatch):
     assert len(json.loads(pair.text)["annotations"]) == 1
 
 
-def test_a_number_beyond_float64_is_refused_or_has_a_default(tmp_path):
+def test_a_number_beyond_float64_is_refused(tmp_path):
     path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
     document = json.loads(path.read_text())
     document["annotations"] = [
@@ -483,8 +499,10 @@ def test_a_number_beyond_float64_is_refused_or_has_a_default(tmp_path):
     saved(tmp_path / "x.png", photo())
     members = list(SourceReader(discover([path]).sources[0]).items())
     (stored,) = (json.loads(one.data)["annotations"] for one in members if one.name == "sa_1.json")
-    assert [one["predicted_iou"] for one in stored] == [1.0]
-    assert any(one.reason == "bad_polygon" for one in members)
+    assert stored == []
+    assert [one.reason for one in members if one.reason] == ["bad_score", "bad_polygon"]
+    (refused,) = (one for one in members if one.reason == "bad_score")
+    assert refused.detail.endswith("a score is 'inf', not a number; write a number, or remove it to have 1")
 
 
 def test_a_second_list_of_annotations_is_refused(tmp_path):

@@ -274,7 +274,35 @@ def test_what_is_no_image_is_refused_and_kept_and_other_files_are_listed(
     refused = (tmp_path / "root/quarantine/photos/refused.jsonl").read_text()
     assert "x.png: not an image that can be read: its format is unknown" in refused
     assert "z/sa_5.jpg: an earlier image of this source has this name, or its id, 5" in refused
+    assert "bad.jpg: JPEG of" in refused  # not the name of the member that was made of it
     assert {bad["bad.jpg"], bad["x.png"], bad["z/sa_5.jpg"]} <= kept
+
+
+def test_the_output_in_the_folder_of_images_and_folders_of_the_system_contain_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"x.png": b"no image", "@eaDir/a.jpg/THUMB.jpg": encoded(shade=9), "saved.JFIF": encoded(shade=8)}
+    photos = written(tmp_path / "photos", FILES | more)
+    reshard(photos, photos / "shards", code=3)
+    assert (photos / "shards/quarantine/photos/000001-x.png").exists()
+    capsys.readouterr()
+    reshard(photos, photos / "shards", code=3)  # the same command again: nothing has changed
+    assert json.loads(capsys.readouterr().out)["skipped"] == ["photos"]
+    found = sa1b.open(reshard(photos, tmp_path / "again", code=3))
+    assert {int(one.image_id) for one in found} == IDS.keys() | {hashed("photos/saved.JFIF")}
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["refused"] == {"image_unreadable": 1}
+    why = "a dataset directory, not a source"
+    assert summary["not_taken"] == [{"path": str(photos / "shards"), "reason": why}]
+
+
+def test_the_output_of_another_source_in_the_folder_is_no_change_of_it(tmp_path: Path) -> None:
+    photos = written(tmp_path / "photos", {"a.jpg": FILES["a.jpg"]})
+    source = discover([photos], formats=formats_with(ImageFolder(1 << 24))).sources[0]
+    reading = source.format.open(source, md5=False, progress=None)
+    assert len([*reading.items()]) == 2
+    written(photos / "shards", {".options.json": b"{}", "tasks/b.json": b"{}", "quarantine/b/1.jpg": b"x"})
+    reading.check_unchanged()
 
 
 def test_rows_without_a_name_have_their_number_and_other_files_are_refused(
@@ -454,7 +482,7 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "captions.json").write_text(json.dumps(rows))
     ids = {hashed(f"{name}.jpg"): name for name in ("photos/1", "photos/cats/2", "others/3")}
     wanted = {"photos/1": "one", "photos/cats/2": "two", "others/3": "three"}
-    with pytest.warns(UserWarning, match="2 rows of column 'image' name no image") as record:
+    with pytest.warns(UserWarning, match="2 of 5 rows of column 'image' name no image") as record:
         stream = sa1b.Stream(
             root, global_batch=1, masks=0, image_size=32, join={"caption": str(tmp_path / "captions.json")}
         )
@@ -491,7 +519,7 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
         )
         assert json.loads(capsys.readouterr().out)["images"] == 2
     (tmp_path / "list.json").write_text(json.dumps({row["image"]: row["caption"] for row in rows}))
-    with pytest.warns(UserWarning, match="2 rows of column 'image_id' name no image"):
+    with pytest.warns(UserWarning, match="2 of 5 rows of column 'image_id' name no image"):
         stream = sa1b.Stream(
             root, global_batch=1, masks=0, image_size=32, join={"caption": str(tmp_path / "list.json")}
         )

@@ -145,15 +145,18 @@ def test_rows_that_cannot_be_used_are_refused_and_kept(
     rows[1]["image"]["path"] = "street.jpg"
     rows[2]["image"] = None
     rows[3]["annotations"] = None
+    rows[4]["image"] = {"bytes": rows[4]["image"]["bytes"][:-100], "path": f"part/{rows[4]['image']['path']}"}
     pq.write_table(pa.Table.from_pylist(rows, objects(root).schema), tmp_path / "a.parquet")
     capsys.readouterr()
     found = reshard(tmp_path / "a.parquet", tmp_path / "mirror", code=3)
     refused = json.loads(capsys.readouterr().out)["refused"]
-    assert refused == {"image_missing": 1, "unexpected_name": 1, "unreadable_json": 1}
+    assert refused == {"image_missing": 1, "jpeg_truncated": 1, "unexpected_name": 1, "unreadable_json": 1}
+    lines = (found / "quarantine" / "a" / "refused.jsonl").read_text()
+    assert f"{rows[4]['image']['path']}: JPEG" in lines
     kept = {path.read_bytes() for path in (found / "quarantine" / "a").iterdir()}
     assert {rows[1]["image"]["bytes"], rows[3]["image"]["bytes"]} <= kept
     dataset = sa1b.open(found)
-    assert len(dataset) == len(rows) - 3
+    assert len(dataset) == len(rows) - 4
     first = dataset.annotation_file(dataset.row(int(rows[0]["image"]["path"][3:-4])))
     assert first["provenance"]["encoded"]["from"] == "PNG"
 

@@ -10,7 +10,7 @@ from sa1b.ingest.fetch import fetch
 from sa1b.ingest.finish import drop_source
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
-from sa1b.ingest.start_checks import OPTIONS
+from sa1b.names import OPTIONS
 from sa1b.shards.documents import Options
 from sa1b.shards.manifest import read_tasks
 from tests.shards import tiny

@@ -12,7 +12,9 @@ from pycocotools import mask as coco_mask
 
 import sa1b
 from sa1b.console import command
-from sa1b.shards.layer_writer import make_change
+from sa1b.shards.layer_writer import drop, make_change
+from sa1b.storage.open import open_store
+from sa1b.storage.store import FolderStore
 from tests.cli.verb import called
 from tests.shards import tiny
 from tests.shards.test_layer import IDS, change, made, mask_ids, parsed, root, two, write
@@ -143,7 +145,18 @@ def test_folders_may_have_any_name_and_one_name(root: Path, tmp_path: Path) -> N
     done = layer("add", copy, tmp_path / "My labels", "--name", "round2")
     assert done.stdout.endswith(f"--data.root '{copy}' --data.layers round2\n")
     found = summary("add", root, tmp_path / "My labels", "--name", "round2")
-    assert (found["images"], found["not_taken"]) == (3, 0)
+    assert (found["images"], found["not_taken"]) == (3, [])
+
+
+def test_a_json_file_in_a_folder_that_is_not_read_is_named(root: Path, tmp_path: Path) -> None:
+    folder_of(tmp_path / "labels", tiny.document(2, 7))
+    (tmp_path / "labels/notes.txt").write_text("notes")
+    assert layer("add", root, tmp_path / "labels", "--name", "complete").returncode == 0
+    results = tmp_path / "labels/results.json"
+    results.write_text("[]")
+    done = layer("add", root, tmp_path / "labels", "--name", "round2")
+    assert done.returncode == 3
+    assert f"{results}; name files in COCO's format themselves\n" in done.stdout
 
 
 def test_files_of_another_form_are_refused_with_the_forms_that_can_be_named(
@@ -246,6 +259,32 @@ def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None
     dropped = layer("drop", root, "second", "first", "unfinished").stdout
     assert dropped == "Dropped: second\nDropped: first\nDropped: unfinished\n"
     assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
+
+
+def test_a_folder_of_others_is_no_layer(root: Path) -> None:
+    notes, masks, sub = (root / "layers" / name for name in ("notes", "masks", "sub"))
+    for folder, file in ((notes, "readme.txt"), (masks, "masks.bin"), (sub, "more/layer.json")):
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("a user's")
+    found = summary("list", root)
+    assert (found["layers"], found["unfinished"], found["damaged"]) == ([], [], {})
+    for folder in (notes, masks, sub):
+        done = layer("drop", root, folder.name)
+        reason = "has files that belong to no layer" if folder is masks else "has no layer of this name"
+        assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+        assert len([path for path in folder.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_removal_that_is_stopped_leaves_a_layer_to_remove(root: Path, monkeypatch: Any) -> None:
+    write(root, "first", two(2))
+    monkeypatch.setattr(FolderStore, "remove_folder", lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
+        drop(open_store(str(root)), "first")
+    monkeypatch.undo()
+    assert [path.name for path in (root / "layers/first").iterdir()] == ["masks.bin"]
+    assert summary("list", root)["unfinished"] == ["first"]
+    assert layer("drop", root, "first").stdout == "Dropped: first\n"
+    assert not (root / "layers/first").exists()
 
 
 @pytest.fixture

@@ -104,7 +104,9 @@ def test_a_folder_that_is_no_root_is_named(tmp_path: Path) -> None:
 
 def test_a_root_without_its_table_says_what_makes_it_again(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "dataset.json", tmp_path)
-    with pytest.raises(TableError, match=r"samples-\w+\.bin: missing; run `.*sa1b index` to rebuild it"):
+    with pytest.raises(
+        TableError, match=rf"samples-\w+\.bin: missing; run `.*sa1b index {tmp_path}` to rebuild it"
+    ):
         sa1b.open(tmp_path)
 
 

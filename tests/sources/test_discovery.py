@@ -1,6 +1,7 @@
 """Paths of the command line, the sources found below them, and the list of files not taken."""
 
 import os
+import shlex
 
 import pytest
 
@@ -134,8 +135,9 @@ def test_a_source_named_twice_counts_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [".tar", "-x.tar", "sa 20.tar", "sa_20*.tar", "sä.tar", "a\nb.tar", "..tar"])
 def test_a_name_unfit_for_shards_is_refused(tmp_path, name):
     make_tar(tmp_path / name, IDS)
-    with pytest.raises(SourceError, match="use letters, digits, '_', '-' and '.'"):
+    with pytest.raises(SourceError, match="use letters, digits, '_', '-' and '.'") as caught:
         discover([tmp_path / name])
+    assert f"--rename {shlex.quote(f'{tmp_path / name}=NAME')}" in str(caught.value)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):

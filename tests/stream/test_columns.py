@@ -284,13 +284,22 @@ def test_tables_as_people_publish_them_join_by_the_names_of_images(tmp_path: Pat
     assert opened.lookup(np.array([*IDS, 10**9])) == [*map(caption, IDS), None]
 
 
+def test_an_ending_may_be_in_capitals_and_text_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "CAPTIONS.CSV"
+    text = f"image,caption,title\nsa_{IDS[0]}.jpg,a,\u00e4\n"
+    path.write_bytes(text.encode("latin-1"))  # only the chosen column has to be UTF-8
+    assert open_columns({"caption": str(path)})["caption"].lookup(np.array(IDS[:1])) == ["a"]
+    with pytest.raises(ColumnError, match=r"CAPTIONS\.CSV: .*'title' has another encoding than UTF-8"):
+        open_columns({"title": str(path)})
+
+
 def test_rows_of_other_datasets_are_left_out_and_a_number_in_another_column_is_no_image(
     tmp_path: Path,
 ) -> None:
     names = [f"sam/images/sa_{IDS[0]}.jpg", f"coco/train2017/{IDS[1]:012d}.jpg", None]
     source = tmp_path / "mixed.json"
     source.write_text(json.dumps([{"id": IDS[1], "image": one, "caption": "a"} for one in names]))
-    with pytest.warns(UserWarning, match="2 rows of column 'image' name no image; they are left out"):
+    with pytest.warns(UserWarning, match="2 of 3 rows of column 'image' name no image; they are left out"):
         opened = open_columns({"caption": str(source)})["caption"]
     assert opened.lookup(np.array(IDS[:2])) == ["a", None]
 
@@ -301,9 +310,15 @@ def test_rows_of_other_datasets_are_left_out_and_a_number_in_another_column_is_n
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (pa.table({"id": [1], "caption": ["a"]}), "has .*caption, and no column to join"),
+        (
+            pa.table({"id": [1], "caption": ["a"]}),
+            "has .*caption, and no column to join 'caption' by; name one",
+        ),
         (pa.table({"image_id": [1], "text": ["a"]}), "no column 'caption'; choose from image_id"),
-        (table_of([3, 1, 3, 1, 3]), "id 1 occurs more than once in column 'image_id'; 3 rows are too many"),
+        (
+            table_of([3, 1, 3, 1, 3]),
+            "id 1 occurs more than once in column 'image_id'; repeated rows in all: 3; keep",
+        ),
         (
             pa.table({"image_id": ["x"], "caption": ["a"]}),
             "no row of column 'image_id' names an image",

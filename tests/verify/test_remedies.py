@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 from sa1b.console import command
-from sa1b.errors import UsageError
+from sa1b.errors import ManifestError, ShardError, TableError, UsageError
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
+from sa1b.programs.query.sql import open_query, write_query_view
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.verify.rebuild import rebuild_root, rebuild_tables
+from sa1b.views.view import open_view
 from tests import processes
 from tests.shards import tiny
-from tests.shards.tiny_source import ROOTS
+from tests.shards.tiny_source import ROOTS, add_layer
 from tests.verify.checking import check, content, flip
 
 REPOSITORY = Path(__file__).parents[2]
@@ -103,7 +106,7 @@ def test_the_advice_for_a_folder_reads_it_as_before(tmp_path):
     assert (check(root).images, check(root).findings) == (5, [])
 
 
-def typed(advised, *, in_a_shell):
+def typed(advised, *, in_a_shell, code=0):
     """Run a command as it is, or the words that a shell makes of it by this interpreter, which is faster."""
     program = shlex.split(command("index"))[:-1]
     words = shlex.split(advised)
@@ -113,7 +116,7 @@ def typed(advised, *, in_a_shell):
     else:
         line = [sys.executable, "-m", "sa1b", *words[len(program) :]]
     done = processes.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -134,3 +137,36 @@ def test_the_advice_repairs(roots, sources, tmp_path, name, damage):
     after = check(root, deep=True)
     assert (after.findings, after.notes) == ([], [])
     assert content(root) == written
+
+
+def test_a_view_that_a_query_with_layers_selected_is_made_again(root, tmp_path):
+    root = shutil.copytree(root, tmp_path / "root with a space")
+    add_layer(root)
+    with open_query(root, "SELECT image_id FROM images WHERE image_id > 100", layers=["round2"]) as query:
+        view = write_query_view(query, name="it-1").view
+    rows = root / "views" / f"{view.digest}.rows"
+    written = rows.read_bytes()
+    rows.unlink()
+    (remedy,) = check(root).found.remedies()
+    (advised,) = re.findall("`([^`]+)`", remedy)
+    typed(advised, in_a_shell=False)
+    assert rows.read_bytes() == written
+    rows.unlink()
+    with pytest.raises(ManifestError, match=re.escape(f"rebuild it: `{advised}`")):
+        open_view(root, Dataset(root).table, "it-1")
+
+
+def test_commands_in_the_errors_of_a_sample_run_as_printed(root, tmp_path):
+    root = shutil.copytree(root, tmp_path / "root with a space")
+    sample = Dataset(root)[0]
+    flip(root / sample.shard, sample.offset + 50)
+    with pytest.raises(ShardError, match="lists all damage") as caught:
+        Dataset(root)[0]
+    (advised,) = re.findall("`([^`]+)`", str(caught.value))
+    typed(advised, in_a_shell=True, code=1)
+    flip(root / manifest.table_name(root), 200)
+    with pytest.raises(TableError, match="do not match their digest") as caught:
+        Dataset(root).check_table()
+    (advised,) = re.findall("`([^`]+)`", str(caught.value))
+    typed(f"{advised} --tables", in_a_shell=False)
+    Dataset(root).check_table()

@@ -205,7 +205,9 @@ def test_a_missing_index_of_a_url_is_named(root, tmp_path, monkeypatch):
     shutil.copytree(root, tmp_path / "bucket")
     gone = next(path for path in sorted((tmp_path / "bucket").glob("*.parquet")))
     gone.unlink()
-    with pytest.raises(ShardError, match=f"{gone.name}: missing; run `.*index` to rebuild it"):
+    with pytest.raises(
+        ShardError, match=f"{gone.name}: missing; run `.*index local:.*/bucket` to rebuild it"
+    ):
         select(f"local://{tmp_path}/bucket", Selection(masks_where="area > 40"), quiet=True)
 
 

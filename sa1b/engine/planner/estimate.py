@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sa1b.console import counted, rounded
+from sa1b.console import counted
 from sa1b.engine.config import Config, build, has_checkpoints, initial_weights, with_steps
 from sa1b.engine.data_config import available_memory
 from sa1b.engine.evaluation import held_out_feed
@@ -26,6 +26,7 @@ from sa1b.engine.step.optim import freeze, lr_line
 from sa1b.engine.watch.hardware import peak_seconds
 from sa1b.engine.weights import load_weights
 from sa1b.errors import UsageError
+from sa1b.report import rounded
 
 _MEASURED = 2e11  # operations of a micro-batch, above which a CPU computes it for longer than `measure` takes
 # Part of the measured activations that a GPU has at least: an H100 had 0.78 with the fused kernels.

@@ -125,7 +125,7 @@ class Pipeline(Wrapper):
                 f"step {step}: {counted(len(others), 'stage')} of the pipeline (rank "
                 f"{', '.join(map(str, others[:8]))}) read other images than rank 0, because a sample is "
                 f"damaged for some ranks only; {folder / 'damaged.jsonl'} lists it. Repair that copy of the "
-                f"dataset (`{command('verify')}`), and start the same command again"
+                f"dataset (see `{command('verify', '--help')}`), and start the same command again"
             )
 
     def _make_schedule(self, count: int) -> Any:

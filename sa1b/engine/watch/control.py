@@ -199,12 +199,13 @@ class Health:
             raise self._error(self.lost, step, "loss")
 
     def _error(self, steps: int, step: int, what: str) -> HealthError:
+        replay = command("replay", self.path.parent, "--step", step)
         return HealthError(
             f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
             "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
             "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
             f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}; "
-            f"`{command('replay')} RUN --step {step} --out PAGE` shows those of a step with their masks"
+            f"`{replay} --out PAGE` shows those of a step with their masks"
         )
 
 

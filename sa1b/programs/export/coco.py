@@ -37,7 +37,7 @@ from sa1b.programs.export.export_format import (
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import READING
 from sa1b.shards.sample import Sample
-from sa1b.storage.atomic import commit, flush, temporary_path
+from sa1b.storage.atomic import commit, flush, naming_path, temporary_path
 
 Segmentation = Literal["rle", "polygons"]
 JOINED = "annotations.json"
@@ -138,15 +138,16 @@ class Coco(Format):
             return
         partial = temporary_path(out / JOINED)
         try:
-            with partial.open("w", encoding="ascii") as file:
-                file.write(_HEAD)
-                file.writelines(_separated(self._annotations(out, parts)))
-                file.write(_MIDDLE)
-                file.writelines(_separated(self._images(out, parts)))
-                file.write(_CATEGORIES)
-                file.writelines(_separated(_listed(self._categories(out, parts))))
-                file.write(_TAIL)
-            flush(partial)
+            with naming_path(out / JOINED):
+                with partial.open("w", encoding="ascii") as file:
+                    file.write(_HEAD)
+                    file.writelines(_separated(self._annotations(out, parts)))
+                    file.write(_MIDDLE)
+                    file.writelines(_separated(self._images(out, parts)))
+                    file.write(_CATEGORIES)
+                    file.writelines(_separated(_listed(self._categories(out, parts))))
+                    file.write(_TAIL)
+                flush(partial)
             commit(partial, out / JOINED)
         finally:
             partial.unlink(missing_ok=True)

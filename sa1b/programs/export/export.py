@@ -270,7 +270,7 @@ def _parts_of_another_export(record: ExportRecord, form: Format, contents: dict[
         if record.written:
             raise UsageError(
                 f"--out {record.out}: has an export with --to {record.kind}, not --to {form.kind}; name "
-                "another folder, or remove this one"
+                "another folder"
             )
         record.contents.clear()
     return sorted(record.contents.keys() - contents.keys()) if form.takes_all_files else []

@@ -246,7 +246,7 @@ def by_source(dataset: Dataset, rows: Rows) -> list[tuple[str, Rows]]:
     if strange:
         raise ManifestError(
             f"{dataset.reader.url(DATASET)}: lists no source for the shards of {strange[0]!r}; "
-            f"run `{command('index')}` to rebuild it"
+            f"run `{command('index', dataset.root)}` to rebuild it"
         )
     names = sorted(sources.values())
     numbers = {name: number for number, name in enumerate(names)}

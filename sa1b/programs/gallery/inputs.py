@@ -202,7 +202,7 @@ def _read_located(shard: Path, rows: list[dict[str, Any]], skipped: Skipped) -> 
     reader = Reader(shard.parent)
     for row in rows:
         try:
-            (reading,) = submit(reader, [location_in_shard(shard.name, row)])
+            (reading,) = submit(reader, [location_in_shard(reader, shard.name, row)])
             jpeg, annotations = reading.result()
         except ShardError as error:
             skipped.add("damaged", str(error))

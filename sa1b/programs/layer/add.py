@@ -81,7 +81,7 @@ class MaskFiles:
     image_ids: ImageIds = "keep"
     sources: list[dict[str, Any]] = field(default_factory=list)
     refusals: Refusals = field(default_factory=Refusals)
-    not_taken: int = 0
+    not_taken: list[str] = field(default_factory=list)
 
     def images(self) -> Iterator[FoundImage]:
         """The images of all files in their order. SourceError: a file cannot be read at all."""
@@ -95,7 +95,7 @@ class MaskFiles:
                 self._read(path, "coco", sha256_of(path))
             else:
                 discovered = _discovered(path)
-                self.not_taken += len(discovered.not_taken)
+                self.not_taken += [str(entry.path) for entry in discovered.not_taken]
                 for source in discovered.sources:
                     yield from self._pairs(source)
 
@@ -250,13 +250,14 @@ class AddSummary:
     renumbered: int = 0  # added masks that had no id, or that of another mask of the image
     missing: list[int] = field(default_factory=list)  # ids of images that the directory lacks
     twice: list[int] = field(default_factory=list)  # ids of images that occur again, and were left out
-    not_taken: int = 0
+    not_taken: list[str] = field(default_factory=list)  # files in folders
     refused: dict[str, int] = field(default_factory=dict)  # reason -> images or masks
     messages: dict[str, str] = field(default_factory=dict)  # reason -> about the first one
 
     def exit_code(self) -> int:
         """0: everything is in the layer; 3: the layer is complete, and lacks a part of the files."""
-        return 3 if self.missing or self.twice or self.refused else 0
+        may_have_masks = any(name.lower().endswith(".json") for name in self.not_taken)
+        return 3 if self.missing or self.twice or self.refused or may_have_masks else 0
 
     def document(self) -> dict[str, Any]:
         """The summary as a JSON document."""
@@ -285,7 +286,8 @@ class AddSummary:
             lines.append(f"{some} got a new id, having none or that of another mask of the image")
         lines += [f"left out {reason}: {n:,} ({self.messages[reason]})" for reason, n in self.refused.items()]
         if self.not_taken:
-            lines.append(f"{counted(self.not_taken, 'file')} not read: neither a tar nor an annotation file")
+            some = f"{counted(len(self.not_taken), 'file')} not read: {first_names(self.not_taken)}"
+            lines.append(f"{some}; name files in COCO's format themselves")
         lines.append(f"next: {command('train', '--data.root', self.root, '--data.layers', info.name)}")
         return "\n".join(lines)
 
@@ -345,8 +347,8 @@ def _nothing(root: str, files: MaskFiles, summary: AddSummary) -> str:
     if summary.missing:
         names = first_names(sorted(summary.missing))
         return (
-            f"{files.paths[0]}: none of its images is in {root} (ids {names}); for files in COCO's format, "
-            "pass --image-ids name or hash"
+            f"{files.paths[0]}: none of its images is in {root} (ids {names}); pass the dataset directory of "
+            "these images or, for files in COCO's format, another --image-ids"
         )
     if files.refusals.counts:
         reason, message = next(iter(files.refusals.messages.items()))

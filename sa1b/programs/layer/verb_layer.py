@@ -74,7 +74,7 @@ def main(
     if action != "add" and changed:
         raise UsageError(f"{action}: takes no flag but --json and --endpoint; omit the others")
     if action in ("drop", "verify") and not files:
-        raise UsageError(f"{action}: no NAME; pass names that `sa1b layer list` prints")
+        raise UsageError(f"{action}: no NAME; pass names that `{command('layer', 'list', root)}` prints")
     if action == "list" and files:
         raise UsageError(f"{files[0]}: list takes no names; omit it")
     if action in ("add", "drop"):
@@ -150,8 +150,11 @@ class LayerList:
                 (layer.name, layer.digest[:12], *numbers, above, str(layer.provenance.get("date", "-")))
             )
         lines = aligned(rows, right=(False, False, True, True, True, True, False, False))
-        again = f"run `{command('layer')} add` with the same name again, or `{command('layer')} drop`"
-        lines += [f"unfinished {name}: its command was stopped; {again}" for name in self.unfinished]
+        lines += [
+            f"unfinished {name}: its command was stopped; run that command again, or remove the layer with "
+            f"`{command('layer', 'drop', self.root, name)}`"
+            for name in self.unfinished
+        ]
         lines += [f"damaged {message}" for message in self.damaged.values()]
         lines += [
             f"annotating {name}: {counted(record['images'], 'image')} so far; `{record['command']}` resumes "

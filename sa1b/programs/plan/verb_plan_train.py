@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from sa1b.console import command, counted, loading, rounded, show
+from sa1b.console import command, counted, loading, show
 from sa1b.errors import UsageError
-from sa1b.report import duration_text, size_text
+from sa1b.report import duration_text, rounded, size_text
 
 TOUR = (30, "Make shards", "costs of a training run", "sa1b plan train --gpu H100 --nodes 2")
 

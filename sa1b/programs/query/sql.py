@@ -166,10 +166,8 @@ class Query:
             return UsageError(f"--memory: too small ({reason[:500]}); raise it, or select fewer columns")
         for shard in self.dataset.shards:
             if (name := shard_files(shard)[1]) in text:
-                return ShardError(
-                    f"{self.dataset.reader.url(name)}: {text[:500]}; `{command('verify')}` lists the damage, "
-                    f"`{command('index')}` rebuilds the index"
-                )
+                url, rebuild = self.dataset.reader.url(name), command("index", self.dataset.root)
+                return ShardError(f"{url}: {text[:500]}; `{rebuild}` rebuilds it")
         return UsageError(f"SQL: {text[:1000]}")
 
 

@@ -127,7 +127,7 @@ def main(
 def _write_parquet(query: "Query", path: Path) -> int:
     import pyarrow.parquet as pq
 
-    from sa1b.storage.atomic import commit, flush, naming_final, temporary_path
+    from sa1b.storage.atomic import commit, flush, naming_final, naming_path, temporary_path
 
     temporary = temporary_path(path)
     rows = 0
@@ -136,14 +136,15 @@ def _write_parquet(query: "Query", path: Path) -> int:
         first = next(batches)  # the statement may fail, so the file is opened later
         with naming_final(path):
             file = temporary.open("wb")
-        with file, pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-                rows += batch.num_rows
-        flush(temporary)
+        with naming_path(path):
+            with file, pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    rows += batch.num_rows
+            flush(temporary)
         commit(temporary, path)
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # another one on a disk that is read-only
             temporary.unlink()
     return rows
 

@@ -131,7 +131,7 @@ def _holding(
     source: Store, table_name: str, names: Sequence[str], images: npt.NDArray[np.uint64]
 ) -> set[str]:
     with source.files(table_name) as (path,):
-        table = open_table(path)
+        table = open_table(path, source.root)
     numbers = np.unique(table.shard[np.isin(table.image_id, images, assume_unique=True)])
     return {names[number] for number in numbers.tolist()}
 
