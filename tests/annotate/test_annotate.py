@@ -577,6 +577,10 @@ def test_other_settings_and_other_folders_are_refused(
     (tmp_path / "within/photos/linked").symlink_to(tmp_path / "linked")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/x.jpg").write_bytes(photo(40))
+    for name in ("shards/quarantine/photos/000001-x.jpg", "photos/@eaDir/x.jpg/THUMB.jpg"):
+        (tmp_path / "within" / name).parent.mkdir(parents=True)
+        (tmp_path / "within" / name).write_bytes(photo(41))
+    (tmp_path / "within/shards/dataset.json").write_text("{}")
     inside = work(tmp_path / "within", out="within/labels")  # the output is not an input
     assert work(tmp_path / "within", out="within/labels").complete == inside.annotated == 7
 

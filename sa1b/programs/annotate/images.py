@@ -42,6 +42,7 @@ from sa1b.shards import jpeg
 from sa1b.shards.dataset import Dataset, check_images, open_dataset
 from sa1b.shards.manifest import DATASET
 from sa1b.sources.coco import encode_jpeg
+from sa1b.sources.folder import is_dataset, is_of_system
 from sa1b.sources.tar_reader import holds_tar, is_tar_name
 from sa1b.storage.atomic import (
     append,
@@ -84,8 +85,9 @@ def find_images(paths: Sequence[str], skip: Path) -> FoundImages:
     """Find all images in files, folders, dataset directories and URLs of dataset directories.
 
     Folders and links to folders are searched at any depth for files with the extension of an image, except
-    hidden files and folders, `skip`, and folders with the output of an annotation. A path that is a file is
-    always an image. UsageError: a path does not exist, is a tar, or contains no image.
+    hidden files and folders, those of the system, `skip`, dataset directories in folders, and folders with
+    the output of an annotation. A path that is a file is always an image. UsageError: a path does not exist,
+    is a tar, or contains no image.
     """
     images_of_paths = FoundImages()
     known_names: set[str] = set()
@@ -147,14 +149,17 @@ def _source_size(dataset: Dataset, row: int) -> tuple[int, int]:
 
 def _names(folder: Path, skip: Path) -> Iterator[Path]:
     """All visible files of a folder, by name; links to folders are followed, each folder once."""
-    # The output of an annotation has copies of images, and is skipped.
+    # The output of an annotation and the quarantine of a dataset directory have copies of images.
     visited = {os.path.realpath(folder), os.path.realpath(skip)}
     for parent, folders, names in os.walk(folder, followlinks=True):
+        if Path(parent) != folder and is_dataset([*folders, *names]):
+            folders.clear()
+            continue
         below = {name: os.path.realpath(Path(parent) / name) for name in sorted(folders) if name[0] != "."}
         folders[:] = [
             name
             for name, real in below.items()
-            if real not in visited and not Path(real, ANNOTATE_SETTINGS).exists()
+            if real not in visited and not is_of_system(name) and not Path(real, ANNOTATE_SETTINGS).exists()
         ]
         visited.update(below.values())
         yield from (Path(parent) / name for name in sorted(names) if name[0] != ".")
