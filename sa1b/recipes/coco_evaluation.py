@@ -79,6 +79,7 @@ def read_coco(
     )
     if detections is not None and document.categories is None:
         raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
+    categories = {entry.get("id") for entry in document.categories or () if isinstance(entry, dict)}
     images: dict[int, EvaluatedImage] = {}
 
     def take_image(entry: Any) -> None:
@@ -101,7 +102,9 @@ def read_coco(
 
     def take_detection(entry: Any) -> None:
         image = _image_of(entry, images)
-        _field(entry, "bbox", _corners), _field(entry, "score", float), _field(entry, "category_id", int)
+        _field(entry, "bbox", _corners), _field(entry, "score", float)
+        if (category := _field(entry, "category_id", int)) not in categories:
+            raise _EntryError(f"has category_id {category}, and the annotation file has no such category")
         image.detections.append(entry)
 
     _take_each(document.images, f"--evaluation.coco {annotations}: images", take_image)

@@ -248,6 +248,7 @@ DETECTION = {"image_id": 11, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 1}
         ([DETECTION | {"bbox": [1, 2, 3]}], r"results, entry 0 .from 0.: has a bbox .* used: \[1, 2, 3\]"),
         ([DETECTION | {"bbox": [1, 2, -3, 4]}], r"used: \[1, 2, -3, 4\] is not x, y, width, height"),
         ([DETECTION | {"image_id": 7}], "has image_id 7, but the annotation file has no image with this id"),
+        ([DETECTION | {"category_id": 77}], "entry 0 .from 0.: has category_id 77, and .* no such category"),
         ([{name: DETECTION[name] for name in ("image_id", "bbox")}], "entry 0 .from 0.: has no score;"),
     ],
 )

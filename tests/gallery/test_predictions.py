@@ -58,6 +58,10 @@ def test_the_page_shows_the_images_of_the_file_with_both_masks_in_one_order(
     file.write_text(drawn(root, 103).line(103) + drawn(root, 101, few).line(101))
     summary = write_gallery(root, tmp_path / "page.html", Choice(), predictions=file, quiet=True)
     assert sorted(summary.shown) == [101, 103]
+    other = tmp_path / "other.jsonl"  # of an evaluation on another dataset directory
+    other.write_text(file.read_text().replace('"image_id": 103', '"image_id": 999'))
+    with pytest.raises(UsageError, match=f"^--predictions {other}: its images 999 are not in {root}; pass"):
+        write_gallery(root, tmp_path / "other.html", Choice(), predictions=other, quiet=True)
     page = Page((tmp_path / "page.html").read_text())
     for image_id in (101, 103):
         data = page.pictures[image_id]

@@ -67,9 +67,14 @@ def gather(path: Path | str, choice: Choice, progress: Bar, *, survey_all: bool 
     missing = [image_id for image_id in choice.ids if image_id not in gathered.found]
     if missing:
         part = ", or not in the chosen part of it" if choice.images is not None else ""
+        file, names = choice.predictions, first_names(missing, 10)
+        if file is not None:
+            raise UsageError(
+                f"--predictions {file}: its images {names} are not in {root}{part}; pass the dataset "
+                "directory of their evaluation"
+            )
         raise UsageError(
-            f"--id {first_names(missing, 10)}: not in {root}{part}; choose other ids, the input has "
-            f"{gathered.images:,} images"
+            f"--id {names}: not in {root}{part}; choose other ids, the input has {gathered.images:,} images"
         )
     return gathered
 

@@ -13,6 +13,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,7 @@ class Choice:
     # [N], ids to choose from, such as those of a view
     images: npt.NDArray[np.uint64] | None = field(default=None, compare=False, repr=False)
     layers: tuple[str, ...] = ()  # of a dataset directory: the layers that apply to the masks
+    predictions: Path | None = None  # the file that names `ids`; None: the flag --id
 
     @property
     def limit(self) -> int:

@@ -87,7 +87,7 @@ def write_gallery(
     rule = "chosen by id" if choice.ids else f"chosen at random with seed {choice.seed}"
     if predictions is not None and not choice.ids:
         rule = f"the first in {predictions.name}, whatever their scores"
-        choice = replace(choice, ids=tuple(predicted)[: choice.count])
+        choice = replace(choice, ids=tuple(predicted)[: choice.count], predictions=predictions)
     kept = {}
     if warnings:
         if not is_dataset(path):
