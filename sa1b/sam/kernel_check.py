@@ -41,7 +41,7 @@ def check_kernels(model: Sam) -> None:
         Sa1bError: a kernel has ended the process's use of the device.
     """
     config, weight = model.config, model.mask_decoder.mask_tokens.weight
-    if not weight.is_cuda or isinstance(weight, FakeTensor):
+    if not weight.is_cuda or isinstance(weight, FakeTensor) or torch.compiler.is_compiling():
         return
     if not config.kernels:
         LEFT_OUT.update(KERNELS)
