@@ -35,7 +35,8 @@ _checked: set[tuple[object, ...]] = set()
 def check_kernels(model: Sam) -> None:
     """Leave out kernels that differ from torch's operators on the device of this model.
 
-    It is done once for each decoder size, number format and device. The weights must be in float32.
+    It is done once for each decoder size, number format and device; without gradients where the caller needs
+    none. The weights must be in float32.
 
     Raises:
         Sa1bError: a kernel has ended the process's use of the device.
@@ -46,7 +47,8 @@ def check_kernels(model: Sam) -> None:
     if not config.kernels:
         LEFT_OUT.update(KERNELS)
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    kind = (config.channels, config.pixel_features, config.side, weight.device, weight.dtype, autocast)
+    sizes = config.channels, config.pixel_features, config.side
+    kind = (*sizes, weight.device, weight.dtype, autocast, torch.is_grad_enabled())
     if kind in _checked or weight.dtype != torch.float32 or LEFT_OUT.issuperset(KERNELS):
         return
     _checked.add(kind)
@@ -111,7 +113,9 @@ def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, flo
 
 
 def _results(model: Sam) -> dict[str, Tensor]:
-    """Logits, predicted IoU and losses of random masks and prompts, and the gradient of each module, flat."""
+    """Logits, predicted IoU and losses of random masks and prompts, and the gradient of each module, flat;
+    no gradients where they are disabled.
+    """
     config, device = model.config, model.pixel_mean.device
     side, channels = config.side, config.channels + 16 * config.pixel_features
     random = torch.Generator().manual_seed(0)
@@ -120,10 +124,11 @@ def _results(model: Sam) -> dict[str, Tensor]:
         return torch.randn(shape, generator=random).to(device)
 
     results: dict[str, Tensor] = {}
+    with_gradients = torch.is_grad_enabled()
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     with (
         torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.set_grad_enabled(with_gradients),
         # The caller's autocast would use the converted weights, and their graph, again.
         torch.autocast(device.type, dtype, enabled, cache_enabled=False),
     ):
@@ -148,6 +153,8 @@ def _results(model: Sam) -> dict[str, Tensor]:
             results[f"predicted IoU of {clicks} prompts"] = predicted.detach().float()
             results[f"losses of {clicks} prompts"] = torch.stack(losses).detach()
             total = total + SCALE * torch.stack(losses).sum() + predicted.float().sum()
+        if not with_gradients:
+            return results
         used = {name: x for name, x in model.named_parameters() if x.requires_grad}
         used = {name: x for name, x in used.items() if not name.startswith("image_encoder.")}
         gradients = torch.autograd.grad(total, [embeddings, *used.values()], allow_unused=True)

@@ -56,10 +56,14 @@ def test_a_gpu_is_checked_once_for_each_size_and_number_format(monkeypatch, capl
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     check_kernels(model_on_a_gpu())
     assert compare.call_count == 3
+    with torch.no_grad():
+        check_kernels(model_on_a_gpu())
+        check_kernels(model_on_a_gpu())
+    assert compare.call_count == 4
     said = (
         "kernel sa1b.sam.norm_triton is not used on the GPU cuda:0: wrong; torch's operators take its place"
     )
-    assert caplog.messages == 3 * [said]
+    assert caplog.messages == 4 * [said]
 
 
 def test_no_kernels_leaves_all_out_without_a_comparison(monkeypatch):
@@ -74,8 +78,13 @@ def test_a_cpu_is_not_checked(monkeypatch):
     assert not LEFT_OUT
 
 
-def test_operators_equal_themselves():
-    assert leave_out_different(Sam(SMALL)) == {}
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_operators_equal_themselves_with_gradients_or_without(mode):
+    model = Sam(SMALL)
+    with mode():
+        assert leave_out_different(model) == {}
+        names = kernel_check._results(model)
+    assert any(name.startswith("gradient of ") for name in names) == (mode is torch.enable_grad)
 
 
 def test_a_device_that_a_kernel_has_made_useless_is_named_with_the_way_out(monkeypatch):
