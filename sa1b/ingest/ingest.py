@@ -363,8 +363,8 @@ def _refused(source: Source, previous: Task, root: Store) -> SourceError:
     return SourceError(
         f"{source.label}: {root} already has a source named {source.name!r} with other content "
         f"({size}, sha256 {str(previous.source['sha256'])[:12]}…; this source has "
-        f"{source.size:,} bytes); to replace the finished source, add --replace; to keep both, add "
-        f"--rename {shlex.quote(f'{source.path}=NEW_NAME')}"
+        f"{source.size:,} bytes); to replace the finished source, add --replace, which removes its images "
+        f"that this source lacks; to keep both, add --rename {shlex.quote(f'{source.path}=NEW_NAME')}"
     )
 
 

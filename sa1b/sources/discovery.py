@@ -201,8 +201,9 @@ class _Search:
             if is_folder(entry):
                 below.append((child, inside or child in parts))
             elif not self.folder.is_member(entry.name) and self._file(child) and pairs:
+                what = "images" if isinstance(self.folder, ImageFolder) else "extracted pairs"
                 raise SourceError(
-                    f"{path}: holds extracted pairs and {entry.name} too; name one of them, move one away, "
+                    f"{path}: holds {what} and {entry.name} too; name one of them, move one away, "
                     f"or leave one out with --ignore '{entry.name}'"
                 )
         for child, _ in below:

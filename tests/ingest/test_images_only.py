@@ -292,6 +292,12 @@ def test_the_output_in_the_folder_of_images_and_folders_of_the_system_contain_no
     assert {int(one.image_id) for one in found} == IDS.keys() | {hashed("photos/saved.JFIF")}
     summary = json.loads(capsys.readouterr().out)
     assert summary["refused"] == {"image_unreadable": 1}
+    (photos / "saved.JFIF").unlink()
+    reshard(photos, photos / "shards", code=1)
+    assert "--replace, which removes its images that this source lacks" in capsys.readouterr().out
+    tar_of(photos / "b.tar", FILES)
+    with pytest.raises(SourceError, match="holds images and b.tar too"):
+        reshard(photos, tmp_path / "other")
     why = "a dataset directory, not a source"
     assert summary["not_taken"] == [{"path": str(photos / "shards"), "reason": why}]
 
