@@ -8,6 +8,7 @@ A name that becomes part of a path contains no "/" and does not begin with a dot
 """
 
 import re
+import unicodedata
 from collections.abc import Container
 from typing import NamedTuple
 
@@ -78,6 +79,16 @@ def parse_member_path(path: str) -> MemberName | None:
 # Files of `sa1b annotate`: its settings, and a line for each image, beside its folders of pairs.
 ANNOTATE_SETTINGS, ANNOTATE_LINES, ANNOTATE_FORMAT = "annotate.json", "annotate.jsonl", "sa1b-annotate-1"
 OPTIONS = ".options.json"  # of `sa1b reshard` in a dataset directory, until a source is finished
+
+
+def unicode_forms(name: str) -> dict[str, None]:
+    """The name, and its composed and decomposed forms: macOS decomposes the names of files, and lists of them
+    are composed.
+    """
+    forms = [name]
+    if not name.isascii():
+        forms += [unicodedata.normalize("NFC", name), unicodedata.normalize("NFD", name)]
+    return dict.fromkeys(forms)
 
 
 def is_bare_name(name: str) -> bool:

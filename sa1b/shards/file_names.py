@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sa1b.names import parse_member_path
+from sa1b.names import parse_member_path, unicode_forms
 from sa1b.shards.manifest import READING
 from sa1b.sources.coco_file import hashed_id
 from sa1b.sources.images import is_image_name
@@ -92,13 +92,14 @@ class SoughtNames:
 
 def hashed_ids(name: str, sources: frozenset[str]) -> dict[int, str]:
     """The ids that a file of this name may have, and the source of each."""
-    parts = name.strip().removeprefix("./").split("/")
-    places = [i for i, part in enumerate(parts[:-1]) if part in sources]
-    candidates = {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
-    if len(sources) <= _MOST_SOURCES:
-        candidates |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
-    ids = {hashed_id(*candidate): candidate[0] for candidate in candidates}
-    return ids | hashed_ids(name.replace("\\", "/"), sources) if "\\" in name else ids
+    candidates: dict[tuple[str, str], None] = {}
+    for spelling in unicode_forms(name) | unicode_forms(name.replace("\\", "/")):
+        parts = spelling.strip().removeprefix("./").split("/")
+        places = [i for i, part in enumerate(parts[:-1]) if part in sources]
+        candidates |= {(parts[i], "/".join(parts[i + 1 :])): None for i in places}
+        if len(sources) <= _MOST_SOURCES:
+            candidates |= dict.fromkeys((source, "/".join(parts)) for source in sorted(sources))
+    return {hashed_id(*candidate): candidate[0] for candidate in candidates}
 
 
 def names_of(dataset: "Dataset") -> FileNames | None:

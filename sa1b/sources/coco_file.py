@@ -25,7 +25,7 @@ import numpy as np
 from sa1b.arguments import BadValue
 from sa1b.console import command
 from sa1b.errors import SourceError
-from sa1b.names import ID_END, parse_member_path
+from sa1b.names import ID_END, parse_member_path, unicode_forms
 from sa1b.report import first_names
 from sa1b.storage.atomic import naming_path
 
@@ -162,7 +162,9 @@ class CocoFile:
         if not image.name or "\0" in image.name:
             return None
         base = self.folder.absolute()
-        path = Path(os.path.normpath(base / image.name))  # lexically: links inside the folder are followed
+        # Lexically: links inside the folder are followed.
+        paths = [Path(os.path.normpath(base / name)) for name in unicode_forms(image.name)]
+        path = paths[0] if len(paths) == 1 else next(filter(os.path.exists, paths), paths[0])
         return path if path.is_relative_to(os.path.normpath(base)) else None
 
     def size(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tarfile
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,19 @@ def test_the_output_of_another_source_in_the_folder_is_no_change_of_it(tmp_path:
     assert len([*reading.items()]) == 2
     written(photos / "shards", {".options.json": b"{}", "tasks/b.json": b"{}", "quarantine/b/1.jpg": b"x"})
     reading.check_unchanged()
+
+
+def test_names_are_found_in_the_composed_and_the_decomposed_form_of_unicode(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "Größe é.jpg") for form in ("NFC", "NFD"))
+    assert composed != decomposed
+    photos = written(tmp_path / "photos", {decomposed: FILES["a.jpg"]})
+    root = reshard(photos, tmp_path / "root")
+    (tmp_path / "names.json").write_text(json.dumps([f"photos/{composed}"]))
+    assert view_main(str(root), ids=str(tmp_path / "names.json"), name="one", json_output=True) == 0
+    entries = {"images": [{"id": 7, "file_name": composed}], "annotations": []}
+    (tmp_path / "masks.json").write_text(json.dumps(entries))
+    assert main((str(tmp_path / "masks.json"),), out=str(tmp_path / "coco"), images=photos) == 0
+    assert sa1b.open(tmp_path / "coco").table.image_id.tolist() == [7]
 
 
 def test_rows_without_a_name_have_their_number_and_other_files_are_refused(
