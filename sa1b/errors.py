@@ -2,13 +2,14 @@
 
 import re
 
-# Of a URL: up to the last "@" before the path. A password may contain any character but "/".
-_USER = re.compile(r"(?<=://)[^\s/]*@")
+# Of a URL, also as a path, which has one slash: up to the last "@" before the path. A password may contain any
+# character but "/".
+_USER = re.compile(r"\b([A-Za-z][\w+.-]+:/{1,2})[^\s/]*@")
 # From the first sign of a query to the last character before the punctuation of a sentence.
 _END = r"(?=['\"<>)\]},;:.]*(?:\s|$))"
-_QUERY = re.compile(r"(\b[A-Za-z][\w+.-]*://[^\s?]*?)(?:\?|%3[fF])(?=[^\s])\S*?" + _END)
+_QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/{1,2}[^\s?]*?)(?:\?|%3[fF])(?=[^\s])\S*?" + _END)
 # In a key of a bucket, "#" and ";" are characters like others.
-_PART = re.compile(r"((?i:https?)://[^\s#;]*)[#;](?=['\"<>)\]},;:.]*[^\s'\"<>)\]},;:.])\S*?" + _END)
+_PART = re.compile(r"((?i:https?):/{1,2}[^\s#;]*)[#;](?=['\"<>)\]},;:.]*[^\s'\"<>)\]},;:.])\S*?" + _END)
 _SIGNATURE = re.compile(r"\b(X-(?:Amz|Goog)-[A-Za-z-]+=)[^\s&'\"]+", re.IGNORECASE)
 # Characters that control a terminal or change the order of the others; not line breaks and tabs.
 _CONTROL = re.compile("[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -17,8 +18,8 @@ _CONTROL = re.compile("[\ud800-\udfff\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u20
 def printable(text: str) -> str:
     """A text for terminals, logs and documents: URLs without user, password, query and fragment, which are
     secrets, and control characters escaped."""
-    if "://" in text:
-        text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub("", text)))
+    if ":/" in text:
+        text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub(r"\1", text)))
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], _SIGNATURE.sub(r"\1...", text))
 
 

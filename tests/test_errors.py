@@ -39,6 +39,7 @@ def test_no_secret_of_a_url_is_left(scheme: str, query: str, sign: str) -> None:
         f"'{url}'",
         f"({url})",
         f"a {url}, {url}.",
+        f"--out {Path(url)}: no folder",
         json.dumps({"url": url}),
     ):
         shown = printable(text)
@@ -54,6 +55,7 @@ def test_no_secret_of_a_url_is_left(scheme: str, query: str, sign: str) -> None:
         "s3://bucket/folder#1/x.tar: missing (404), see https://host/a?",
         "a#b; c?d=e@f /path/with?question#hash;semicolon user@host",
         "line one\n\tline two",
+        "C:/me@home/x?, host:80/a@b",
         "images of 日本 and ü",
     ],
 )
