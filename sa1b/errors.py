@@ -2,8 +2,8 @@
 
 import re
 
-# Of a URL, also as a path, which has one slash: up to the last "@" before the path. A password may contain any
-# character but "/".
+# Of a URL, also as a path, which has one slash: up to the last "@" before the path. A password may contain
+# any character but "/".
 _USER = re.compile(r"\b([A-Za-z][\w+.-]+:/{1,2})[^\s/]*@")
 # From the first sign of a query to the last character before the punctuation of a sentence.
 _END = r"(?=['\"<>)\]},;:.]*(?:\s|$))"

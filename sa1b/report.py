@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from sa1b.console import show
+from sa1b.errors import printable
 
 if TYPE_CHECKING:
     from tqdm import tqdm  # slow; commands import this module for --help
@@ -125,7 +126,7 @@ class AboveBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stderr)
+        tqdm.write(printable(self.format(record)), file=sys.stderr)
 
 
 def bar(total: int, desc: str, unit: str, quiet: bool, *, delay: float = 0.0) -> Bar:

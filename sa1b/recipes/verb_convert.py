@@ -58,6 +58,7 @@ def main(
     with loading():
         from sa1b.recipes.conversion import convert
 
+    check_here("--out", out)
     check_here("--scratch", scratch)
     if scratch is not None and not is_url(source):
         raise UsageError(f"--scratch {scratch}: only for a SOURCE at a URL; omit it")

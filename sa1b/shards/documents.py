@@ -282,7 +282,9 @@ def converted(document: Any, kind: type[_Document]) -> _Document:
 
 def check_dataset(document: Any) -> None:
     """Check dataset.json, and that each shard belongs to a listed source; FieldError names the field."""
-    converted(document, _Dataset)
+    options = converted(document, _Dataset).options.document()
+    if lost := sorted(options.keys() - document["options"].keys()):
+        raise FieldError(f"options has no {lost[0]}")
 
 
 def check_task(document: Any, source: str) -> tuple[list[ShardInfo], Options]:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv as arrow_csv
 
+from sa1b.console import show
 from sa1b.errors import UsageError
 from sa1b.names import ID_END
 from sa1b.report import first_names
@@ -275,7 +276,7 @@ def _parse(
         if 0 < named.null_count < len(named):
             others = first_names(given.filter(pc.is_null(named)).unique().to_pylist(), 3)
             counts = f"{named.null_count:,} of {len(named):,} rows name no image"
-            sys.stderr.write(f"note: {path}: {counts} ({others}); they are left out\n")
+            show(f"note: {path}: {counts} ({others}); they are left out", sys.stderr)
         if named.null_count < len(named):
             of_names: npt.NDArray[np.uint64] = named.drop_null().cast(pa.uint64()).to_numpy()
             return of_names

@@ -28,7 +28,8 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
     """
     kind = kind_of(root)
     made = _class_of(root, kind)
-    options = {**made._get_kwargs_from_urls(root), **options, "skip_instance_cache": True}
+    of_url = made._get_kwargs_from_urls(root)
+    options = {**of_url, **options, "skip_instance_cache": True}
     if made.async_impl:
         options |= {"asynchronous": True, "use_listings_cache": False}
     options |= kind.options(root, options, policy.attempt_timeout, in_flight)
@@ -36,6 +37,8 @@ def connect(root: str, options: Mapping[str, Any], policy: RetryPolicy, in_fligh
         system = made(**options)
     except Exception as error:
         fault = classify_error(error)
+        if isinstance(error, TypeError) and not of_url:  # such as github://, without its owner and repository
+            raise StorageError(f"{root}: {error}; write them into the URL, see fsspec", url=root) from None
         if not kind.asks_first or (fault is None and not isinstance(error, ValueError)):
             raise
         if fault is not None and fault.error_class.transient:

@@ -174,8 +174,9 @@ FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "Insufficient Sto
 _DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # a write, in transit
 _REFUSED = {
     *("ParamValidationError", "InvalidURL", "InvalidUrlClientError", "SSLCertVerificationError"),
-    *("UnsupportedProtocol", "LocalProtocolError", "TooManyRedirects"),
+    *("UnsupportedProtocol", "LocalProtocolError", "TooManyRedirects", "HfUriError"),
 }
+_REFUSALS = ("Invalid endpoint", "encoding with 'idna' codec failed")  # of s3fs; of a host that is no name
 _LOOKUPS = {"CredentialRetrievalError", "MetadataRetrievalError"}  # the metadata service is not available
 _CLIENTS = {  # base classes
     *("BotoCoreError", "HTTPClientError"),  # botocore
@@ -212,7 +213,7 @@ def classify_error(error: BaseException) -> Fault | None:
     bases = {base.__name__ for link in chain for base in type(link).__mro__}
     if any("Timeout" in name for name in bases):
         return Fault(ErrorClass.TIMEOUTS, message)
-    if bases & _REFUSED or any(str(link).startswith("Invalid endpoint") for link in chain):
+    if bases & _REFUSED or any(str(link).startswith(_REFUSALS) for link in chain):
         return Fault(ErrorClass.REFUSED, message)
     return Fault(ErrorClass.RESETS, message) if bases & _CLIENTS else None
 

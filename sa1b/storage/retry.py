@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import google_crc32c
 
+from sa1b.errors import printable
 from sa1b.storage.errors import (
     FULL,
     Counters,
@@ -261,7 +262,7 @@ class RetryState:
         now = self._policy.clock()
         if now + wait - self._read_start >= _FIRST_WARNING and abs(now - _warned[0]) >= _SILENCE:
             _warned[0] = now
-            _LOG.warning("%s: %s; retrying for up to %.0f s more", self, last_error, remaining)
+            _LOG.warning("%s; retrying for up to %.0f s more", printable(f"{self}: {last_error}"), remaining)
 
     def __str__(self) -> str:
         if not self._is_range:

@@ -71,7 +71,9 @@ def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet:
             "restore it from a copy"
         )
     of_layer = layer.columns["image_id"]
-    ids = of_layer[np.isin(of_layer, dataset.table.image_id.astype(np.int64))].tolist()
+    known = dataset.table.image_id  # may be damaged, and not sorted
+    rows = np.minimum(np.searchsorted(known, of_layer.astype(np.uint64)), max(len(known) - 1, 0))
+    ids = of_layer[known[rows] == of_layer.astype(np.uint64)].tolist() if len(known) else []
     check.absent = len(of_layer) - len(ids)
     if not records:
         check.images = len(ids)

@@ -139,6 +139,7 @@ def select(
         raise UsageError(f"--out {out}: is a file; name a folder, or a path that ends with .json")
     store = open_store(root)
     dataset = Dataset(root, layers=selection.layers)
+    dataset.check_table()
     layers = tuple((layer.info.name, layer.info.digest) for layer in dataset.layers)
     if images_where is not None and (fields := images_where.fields & _STORED_IMAGE):
         check_images(

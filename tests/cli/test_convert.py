@@ -69,6 +69,13 @@ def test_a_checkpoint_becomes_one_file_and_files_become_each_other(trained, tmp_
     assert_equal(torch.load(pth, weights_only=True), weights[10])
 
 
+def test_a_url_is_no_file_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("run", "--out", "https://user:PASS@host/a.pth?sig=SIGNED")
+    assert done.stderr == "error: --out https:/host/a.pth: must be a path of this machine, not a URL\n"
+    assert not [*tmp_path.iterdir()]
+
+
 def test_of_a_run_the_newest_good_checkpoint_is_taken(trained, tmp_path):
     folder, weights = trained
     assert_equal(find_weights(folder)[1], weights[20])

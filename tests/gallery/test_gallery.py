@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sa1b.errors import ManifestError, ShardError, SourceError, UsageError
@@ -340,7 +342,11 @@ def test_damage_in_a_shard_is_skipped_and_the_next_image_taken(inputs, make, tmp
     assert summary.skipped == {"damaged": 1}
     assert summary.shown == [image_id for image_id in second if image_id != first[0]]
     assert f"sa_{first[0]} in {sample.shard} at offset {sample.offset:,}" in page.text
-    next(root.glob("*.parquet")).unlink()
+    index = next(root.glob("*.parquet"))
+    pq.write_table(pa.table({"image_id": [1]}), index)
+    with pytest.raises(ShardError, match=rf"has no column area; run `.*sa1b index {root}` to rebuild it"):
+        make(root)
+    index.unlink()
     with pytest.raises(ShardError, match=rf"missing; run `.*sa1b index {root}` to rebuild it"):
         make(root)
 

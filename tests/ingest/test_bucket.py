@@ -438,6 +438,7 @@ def test_a_full_scratch_disk_stops_the_run_and_the_next_one_resumes(small_disk: 
         (["--out", "http://127.0.0.1:1/shards"], "can only be read; pass a folder, or a URL"),
         (["--out", "https://127.0.0.1:1/shards", "--finish"], "can only be read"),
         (["--out", "nonsense://bucket/shards"], "fsspec has no protocol 'nonsense'"),
+        (["--out", "github://x"], "github://x: GithubFileSystem.__init__() missing 2 required"),
         (
             ["--out", "PATH", "--scratch", "elsewhere"],
             "--scratch elsewhere: only for a dataset directory at a URL",

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
+from sa1b.errors import UsageError
 from sa1b.programs.seen.history import read_metrics, seen_images, spans, visits
 from sa1b.programs.seen.samples import seen_masks
 from sa1b.stream.order import Order
@@ -167,7 +169,7 @@ def test_the_command_answers_for_all_images_and_for_one(roots: tuple[Path, Path]
 
 
 def test_a_line_that_is_not_complete_is_left_out(tmp_path: Path) -> None:
-    start = {"run": {"step": 0, "data": {"stream": {"position": 0}, "global_batch": 2}}}
+    start = {"run": {"step": 0, "data": {"stream": {"position": 0}, "global_batch": 2, "sources": {}}}}
     lines = [json.dumps(start), '{"step": 1, "loss": 1.0}', '{"step": 2, "worst_image": {"id": 7}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     [span] = spans("run", read_metrics(str(tmp_path)), None)
@@ -186,3 +188,25 @@ def test_what_cannot_be_answered_is_refused(roots: tuple[Path, Path], tmp_path: 
     assert "demo/shards: no such folder; the run was started with this relative path" in seen(run).stderr
     (run / "metrics.jsonl").write_text('{"run": {"step": 0}}\n{"step": 1}\n')
     assert "has no record of its data" in seen(run).stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.replace(b'"global_batch"', b'"batch"'),
+        lambda data: data.replace(b'"block_size": 1', b'"block_size": 0'),
+        lambda data: data.replace(b'"root"', b'"toor"'),
+        lambda data: data.replace(b'"position": 0', b'"position": []'),
+        lambda data: data.replace(b'{"run": ', b'{"run": ]'),
+        lambda data: data.replace(b'{"step": ', b'{"step": \xff'),
+    ],
+)
+def test_damage_of_the_metrics_is_named(
+    roots: tuple[Path, Path], tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    run_of(tmp_path / "run", DataConfig(root=str(roots[1]), global_batch=2), [(0, 2, 0)])
+    data = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert spans("run", data, None)
+    assert change(data) != data
+    with pytest.raises(UsageError, match="metrics.jsonl.*: damaged"):
+        spans("run", change(data), None)

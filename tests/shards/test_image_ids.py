@@ -75,6 +75,13 @@ def test_lists_that_also_name_images_of_other_datasets(tmp_path, capsys, name):
         read_image_ids(path)
 
 
+def test_names_of_others_are_printed_without_secrets_and_control_characters(tmp_path, capsys):
+    path = tmp_path / "table.csv"
+    path.write_text("image\nsa_7.jpg\ns3://user:PASS@bucket/\x1b[31m.jpg\n")
+    assert read_image_ids(path).tolist() == [7]
+    assert r"(s3://bucket/\x1b[31m.jpg); they are left out" in capsys.readouterr().err
+
+
 def test_a_column_by_its_name(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("id,chosen\n1,7\n2,sa_9\n")

@@ -128,6 +128,8 @@ def test_error_responses_of_other_file_systems(error: Exception, error_class: Er
         (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"), ErrorClass.TIMEOUTS),
         (botocore.exceptions.NoCredentialsError(), ErrorClass.DENIED),
         (ValueError("Invalid endpoint: 127.0.0.1:9000"), ErrorClass.REFUSED),
+        (UnicodeError("encoding with 'idna' codec failed (UnicodeError: label empty)"), ErrorClass.REFUSED),
+        (type("HfUriError", (ValueError,), {})("Invalid HF URI 'hf://datasets/x'"), ErrorClass.REFUSED),
         (botocore.exceptions.ProfileNotFound(profile="p"), ErrorClass.DENIED),
         (botocore.exceptions.CredentialRetrievalError(provider="iam", error_msg="busy"), ErrorClass.RESETS),
         (botocore.exceptions.ParamValidationError(report="bucket"), ErrorClass.REFUSED),

@@ -79,6 +79,19 @@ def test_a_store_that_does_not_answer_is_reported_from_time_to_time(
     assert "s3://bucket/a.tar, bytes 512 to 522: connection reset; retrying for up to 2" in caplog.messages[0]
 
 
+def test_reports_have_no_secret_of_a_url(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sa1b.storage.retry._warned", [float("-inf")])
+    clock = Clock()
+    state = state_of(clock, CounterSet(), deadline=300)
+    state.url = "https://user:PASS@host/a.tar?X-Amz-Signature=SIGNED"
+    run(state, clock, Fault(ErrorClass.RESETS, f"cannot connect to {state.url}"), 3)
+    assert caplog.messages[0].startswith(
+        "https://host/a.tar, bytes 512 to 522: cannot connect to https://host/a.tar;"
+    )
+
+
 def test_random_waits_come_from_the_system_not_from_a_state_that_a_fork_copies() -> None:
     assert len({random_fraction() for _ in range(100)}) == 100
     assert pickle.loads(pickle.dumps(RetryPolicy())) == RetryPolicy()

@@ -2,11 +2,21 @@
 
 import pytest
 
+from sa1b.errors import ManifestError, TableError
+from sa1b.programs.export.export import export
+from sa1b.programs.export.source_tars import SourceTars
+from sa1b.programs.gallery.members import Choice
+from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.plan.order_reads import streams
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
+from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import table_name
 from sa1b.shards.sample_table import COLUMNS
-from tests.verify.checking import check, flip, kinds
+from sa1b.verify.layer_check import verify_layer
+from sa1b.views.selection import Selection, select
+from tests.shards.tiny_source import add_layer
+from tests.verify.checking import check, edit_json, flip, kinds
 
 
 def column(root, name, row):
@@ -37,6 +47,16 @@ def test_an_image_id_of_the_sample_table(root):
     found = check(root).findings
     assert {"table_digest", "table_ids_digest", "table_order", "table_row_missing"} <= kinds(check(root))
     assert 103 in [finding.image_id for finding in found]
+
+
+def test_a_table_that_is_not_sorted_in_a_directory_with_a_layer(root):
+    add_layer(root)
+    path, at = root / table_name(root), column(root, "image_id", 3)
+    data = bytearray(path.read_bytes())
+    data[at : at + 64] = bytes(64)
+    path.write_bytes(data)
+    assert {"table_digest", "table_order"} <= kinds(check(root, deep=True))
+    assert verify_layer(str(root), "round2", quiet=True).problems == []
 
 
 def test_a_byte_of_the_table_header_that_is_not_used(root):
@@ -88,3 +108,25 @@ def test_a_dataset_json_that_cannot_be_read(root, content):
 def test_a_missing_dataset_json(root):
     (root / "dataset.json").unlink()
     assert kinds(check(root)) == {"dataset_missing"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda root, new: export(root, new, SourceTars(), quiet=True),
+        lambda root, new: write_gallery(str(root), new.with_suffix(".html"), Choice(), quiet=True),
+        lambda root, new: select(root, Selection(masks_where="area > 5"), name="a", quiet=True),
+        lambda root, new: streams(str(root), None, (1,), {"global_batch": 2}),
+    ],
+)
+def test_programs_that_read_the_whole_table_verify_it_first(root, tmp_path, program):
+    """A shard that is not in dataset.json."""
+    flip(root / table_name(root), column(root, "shard", 3) + 1)
+    with pytest.raises(TableError, match="do not match their digest; run `.* to rebuild it"):
+        program(root, tmp_path / "new")
+
+
+def test_options_that_dataset_json_lacks_are_damage(root):
+    edit_json(root / "dataset.json", lambda document: document["options"].pop("image_size"))
+    with pytest.raises(ManifestError, match="damaged: options has no image_size"):
+        Dataset(root)

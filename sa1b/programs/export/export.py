@@ -132,6 +132,7 @@ def export(
     began = time.monotonic()
     Range(1).check("--workers", workers)
     dataset = open_dataset(root, layers=layers)
+    dataset.check_table()
     digests = [(layer.info.name, layer.info.digest) for layer in dataset.layers]
     table = dataset.table
     if annotations_only(dataset):

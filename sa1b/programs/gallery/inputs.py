@@ -25,7 +25,7 @@ from sa1b.report import Bar, first_names
 from sa1b.shards import manifest, quarantine
 from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images
-from sa1b.shards.index import index_file
+from sa1b.shards.index import IndexFormatError, index_file
 from sa1b.shards.manifest import dataset_around
 from sa1b.shards.sample import location_in_shard, submit
 from sa1b.shards.shard import index_path
@@ -104,6 +104,7 @@ def _advance(progress: Bar) -> Callable[[int], None]:
 
 def _dataset(root: Path | str, choice: Choice, progress: Bar, survey_all: bool) -> Gathered:
     dataset = Dataset(root, layers=choice.layers)
+    dataset.check_table()
     check_images(dataset, "a gallery")
     table, document = dataset.table, dataset.manifest
     totals, options = document["totals"], document["options"]
@@ -182,6 +183,8 @@ def _survey(reader: Reader, shard: str, survey: Survey, keep: npt.NDArray[np.uin
 def _batches(reader: Reader, shard: str, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     name = shard_files(shard)[1]
     with naming_index(reader, name), pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
+        if lost := {*columns}.difference(file.schema_arrow.names):
+            raise IndexFormatError(f"has no column {min(lost)}")
         yield from file.iter_batches(_BATCH_IMAGES, columns=list(columns))
 
 

@@ -278,7 +278,7 @@ def mixture(file: str, settings: dict[str, Any]) -> BatchStream:
 
 def _stream(root: str, view: str | None, block_size: int, settings: dict[str, Any]) -> Stream:
     try:
-        return Stream(
+        stream = Stream(
             root,
             view=view,
             block_size=block_size,
@@ -289,3 +289,5 @@ def _stream(root: str, view: str | None, block_size: int, settings: dict[str, An
         )
     except ValueError as error:
         raise with_flags(error, "--") from None
+    stream.dataset.check_table()
+    return stream

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -62,6 +63,30 @@ class Span:
         return self.position + (self.stop - self.first) * int(self.receipt["global_batch"])
 
 
+class _State(msgspec.Struct):
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int
+    ids_sha256: str
+
+
+class _Source(msgspec.Struct):
+    root: str
+    view: str | None
+
+
+class _Data(msgspec.Struct):
+    global_batch: Annotated[int, msgspec.Meta(ge=1)]
+    stream: dict[str, Any]
+    sources: dict[str, _Source]
+
+
+class _Start(msgspec.Struct):
+    """What every start has; others are read where they are used."""
+
+    step: int
+    data: _Data
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """One dataset of a run: its images and their order."""
@@ -98,7 +123,12 @@ def _documents(data: bytes, kind: bytes, *, last: bool = False) -> Iterator[Any]
     begin, at, find = b'{"%s": ' % kind, len(data) + 1 if last else 0, data.rfind if last else data.find
     while (at := find(begin, *((0, at - 1) if last else (at,)))) >= 0:
         if at == 0 or data[at - 1] == _NEWLINE:
-            yield json.loads(data[at : data.index(b"\n", at)])
+            try:
+                yield json.loads(data[at : data.index(b"\n", at)])
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"metrics.jsonl, line at byte {at:,}: damaged ({error}); restore the file from a copy"
+                ) from None
         at += 0 if last else 1
 
 
@@ -106,8 +136,18 @@ def spans(run: str, data: bytes, before: int | None) -> list[Span]:
     """The starts of a run from its metrics.jsonl, up to step `before`. UsageError: they have no record of
     their data, or there is no such step.
     """
-    starts = [line["run"] for line in _documents(data, b"run")]
-    done = next((int(line["step"]) for line in _documents(data, b"step", last=True)), 0)
+    try:
+        starts = [line["run"] for line in _documents(data, b"run")]
+        done = next((int(line["step"]) for line in _documents(data, b"step", last=True)), 0)
+        for start in starts:
+            if "data" in start:
+                msgspec.convert(start, _Start)
+                msgspec.convert(Span(0, 0, 0, start).states, dict[str, _State])
+                msgspec.convert(start["data"]["stream"]["position"], int)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"{run}/metrics.jsonl: damaged ({str(error)[:200]}); restore it from a copy"
+        ) from None
     if not starts or any("data" not in start for start in starts):
         raise UsageError(
             f"{run}/metrics.jsonl: has no record of its data, because an earlier version wrote it; start the "

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from sa1b.console import command, counted
@@ -86,9 +87,27 @@ class WorstSteps:
         )
 
 
+class _Image(msgspec.Struct):
+    id: int
+    position: int
+    loss: float | None = None
+
+
+class _Step(msgspec.Struct):
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    worst_image: _Image | None = None
+
+
 def worst_steps(run: str, data: bytes, count: int, by: By) -> WorstSteps:
     """The steps of a metrics.jsonl with the highest figure, those that are not finite first."""
-    lines = [json.loads(line) for line in re.findall(rb'^{"step": .*"grad_norm": .*}$', data, re.MULTILINE)]
+    found = re.findall(rb'^{"step": .*"grad_norm": .*}$', data, re.MULTILINE)
+    try:
+        lines = [json.loads(line) for line in found]
+        msgspec.convert(lines, list[_Step])
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{run}/metrics.jsonl: damaged ({error}); restore it from a copy") from None
     if not lines:
         raise UsageError(f"{run}/metrics.jsonl: has no step; pass a run that has trained")
     losses = np.array([np.nan if line["loss"] is None else line["loss"] for line in lines])
