@@ -66,8 +66,8 @@ class DataConfig:
         cache: Folder on a local disk that caches the data read from a URL; later epochs read it from there.
             Samples do not change.
         cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
-        text: Table of texts of images or masks, for models that read text: a Parquet file, a file of JSON
-            lines, or its URL. If an id has several texts (a list), each visit takes one of them.
+        text: Table of texts of images or masks, for models that read text: Parquet, JSON, JSON lines, CSV or
+            TSV, as path or URL. If an id has several texts (a list), each visit takes one of them.
         text_column: Column of the texts: strings, lists of strings, or embeddings (lists of numbers).
         text_key: Column of the ids; by default mask_id if the table has one, else image_id.
         text_tokens: Largest number of tokens of a text; longer texts are truncated.
