@@ -48,6 +48,22 @@ class BadType(UsageError, TypeError):
     """A Python function has no such argument, or one of another type."""
 
 
+def flag_types(main: Callable[..., int]) -> dict[str, Any]:
+    """The types of the arguments of a command for tyro. Descriptions say what happens without a flag, and the
+    help has no "{None}|INT" and "(default: None)".
+    """
+    import tyro
+
+    kinds: dict[Any, str] = {int | None: "INT", float | None: "FLOAT", str | None: "STR", Path | None: "PATH"}
+    types = get_type_hints(main, include_extras=True)
+    for name, parameter in signature(main).parameters.items():
+        if parameter.default is None:
+            bare, *notes = get_args(types[name]) if get_origin(types[name]) is Annotated else (types[name],)
+            given = next((note.metavar for note in notes if getattr(note, "metavar", None)), kinds.get(bare))
+            types[name] = Annotated[types[name], tyro.conf.arg(metavar=given, help_behavior_hint="")]
+    return types
+
+
 def share_of(flag: str, text: str | None) -> tuple[int, int] | None:
     """I and N of a flag I/N: part I, from 0 to N - 1, of the work of N processes; None without the flag."""
     if text is None:

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
-from sa1b.arguments import check_values, own_name, plain_words
+from sa1b.arguments import check_values, flag_types, own_name, plain_words
 from sa1b.errors import Sa1bError, UsageError, printable
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -79,7 +79,7 @@ def parse(
 
     # Not by functools.wraps, which leads tyro to the docstring of `main`.
     parsed.__doc__ = _unbroken(main.__doc__ or "")
-    parsed.__annotations__ = get_type_hints(main, include_extras=True)
+    parsed.__annotations__ = flag_types(main)
     vars(parsed)["__signature__"] = signature(main)
     words = plain_words(sys.argv[1:] if arguments is None else arguments)
     read: Callable[..., Any] = partial(

@@ -98,6 +98,8 @@ def test_help_teaches_and_imports_nothing_that_takes_long(verb: str) -> None:
     options = re.findall(r"^│ (--[a-z0-9-]+)", done.stdout, re.MULTILINE)
     assert options
     assert len(options) == len(set(options))
+    assert "{None}" not in done.stdout
+    assert "None)" not in done.stdout
     assert not early_breaks(done.stdout)
     assert "sa1b" in imported(done)
     assert not imported(done) & HEAVY
