@@ -6,20 +6,21 @@
 
 The real step runs on fake tensors, which have shapes and formats but no memory, with the operators and
 kernels of a CUDA device. An operator that is more than a view counts as one launch. It moves the bytes of its
-inputs and outputs once; those that an expanded tensor repeats count once, and so do those that several blocks
-of a kernel read from the cache. Operations are those of matrix products, convolutions and attention, also
-inside the project's own kernels. Blocks are known for these kernels only.
+inputs and outputs once; those that an expanded tensor repeats count once. Operations are those of matrix
+products, convolutions and attention, also inside the project's own kernels. Blocks, and what all blocks
+together load and store through the cache, are known for these kernels only.
 
-The shortest time of an operator is that of its bytes or of its operations, whichever is longer, at the rates
-of --bandwidth and --flops, by default those measured on an H100. CUDA graphs replay the launches of the
-iterations, so the host makes only the other ones.
+The shortest time of an operator is the longest of those of its bytes, of its bytes through the cache and of
+its operations, at the rates of --bandwidth, --cache and --flops. The first and the last one are by default
+those measured on an H100; the one of the cache is assumed. CUDA graphs replay the launches of the iterations,
+so the host makes only the other ones.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -64,16 +65,20 @@ _PRODUCTS_OF = {
     "upscale_forward": ("image", 1.625),
     "upscale_backward": ("image", 2.875),
 }
+BYTES = 2  # of a number in bfloat16
 _FILLED = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}  # read no input
 
 
 @dataclass(slots=True)
 class Sum:
-    """Of the calls of an operator: launches, blocks, bytes, operations, and seconds at least."""
+    """Of the calls of an operator: launches, blocks, bytes, bytes through the cache, operations, and seconds
+    at least.
+    """
 
     launches: int = 0
     blocks: int = 0
     bytes: float = 0
+    cached: float = 0
     flop: float = 0
     seconds: float = 0
 
@@ -90,6 +95,7 @@ class Account(TorchDispatchMode):
     Attributes:
         bandwidth: bytes a second.
         flops: operations a second.
+        cache: bytes a second between the cache of the device and its processors.
         inside: whether the iterations of interactive training are computed now.
         kept: tensors that the iterations keep for their backward pass, by storage.
         sums: (iterations, operator) -> their sum; kernels of the project have their names.
@@ -97,6 +103,7 @@ class Account(TorchDispatchMode):
 
     bandwidth: float = 3.02e12
     flops: float = 790e12
+    cache: float = 5.5e12
     inside: bool = False
     kept: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[tuple[bool, str], Sum] = field(default_factory=dict)
@@ -120,13 +127,14 @@ class Account(TorchDispatchMode):
             self.add(name, out if name in _FILLED else (args, kwargs, out), flop=flop)
         return out
 
-    def add(self, name: str, tensors: Any, *, flop: float = 0, blocks: int = 0) -> None:
+    def add(self, name: str, tensors: Any, *, flop: float = 0, blocks: int = 0, cached: float = 0) -> None:
         """Count a launch that reads or writes these tensors."""
         stored = {_key(x): _stored(x) for x in tree_leaves(tensors) if isinstance(x, Tensor)}
         moved = sum(stored.values())
-        seconds = max(moved / self.bandwidth, flop / self.flops)
+        cached = max(cached, moved)
+        seconds = max(moved / self.bandwidth, cached / self.cache, flop / self.flops)
         total = self.sums.setdefault((self.inside, name), Sum())
-        total += Sum(1, blocks, moved, flop, seconds)
+        total += Sum(1, blocks, moved, cached, flop, seconds)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Note a tensor that is saved for the backward pass."""
@@ -176,6 +184,43 @@ def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KER
         yield
 
 
+def through_cache(name: str, given: Mapping[str, Any], grid: Sequence[int]) -> float:
+    """Bytes that all programs of a kernel load and store, with these arguments by name; 0: not known."""
+    n, c, rank, programs = given.get("N", 0), given.get("CHANNELS", 0), given.get("RANK", 0), math.prod(grid)
+    numbers = 0
+    match name:
+        case "read_forward" | "read_of_rows":
+            rows = 2 if name == "read_forward" else 3
+            numbers = programs * rows * given["ROWS"] * (c + rank) + grid[0] * (2 * c + rank) * n
+        case "read_of_own":
+            numbers = (
+                programs * (2 + given["FEW"]) * given["ROWS"] * c + grid[0] * (3 + given["OTHER"]) * n * c
+            )
+        case "read_of_shared":
+            of_mask = grid[0] * 2 * given["BLOCKS"] * given["BLOCK"] * (c + rank)
+            of_mask += (2 * rank + given["OTHER"] * c) * n
+            numbers = grid[2] * (given["masks"] * of_mask + 3 * grid[1] * n * c)
+        case "image_to_tokens_forward" | "image_to_tokens_backward":
+            rows, tiles = given["HEADS"] * given["SIZE"], programs * given["STEPS"]
+            images = 3 if name == "image_to_tokens_forward" else 5
+            of_tile = given["TILE"] * (images * c + rank) + rank * c
+            numbers = programs * 2 * rows * c + tiles * of_tile
+        case "image_to_tokens_rows":
+            rows, tiles = given["HEADS"] * given["SIZE"], programs * given["STEPS"]
+            numbers = programs * 2.5 * rows * c + tiles * given["TILE"] * (
+                (2 if given["SHARED"] else 3) * c + rank
+            )
+        case "upscale_forward" | "upscale_backward":
+            n, c, width = given["count"], given["C"], given["WIDTH"]
+            matrices, of_token = (1, 0) if name == "upscale_forward" else (3, 4 * c)
+            of_token += width + 16 * given["K"]
+            numbers = (
+                grid[0] * (n * of_token + n // given["TILE"] * 4 * c * width)
+                + programs * matrices * 2 * c * c
+            )
+    return BYTES * numbers
+
+
 def of_step(preset: str, images: int, masks: int, account: Account, kernels: Sequence[str] = KERNELS) -> int:
     """Count a step of one micro-batch in bfloat16; returns its number of iterations."""
     config = PRESETS[preset]
@@ -199,7 +244,8 @@ def of_step(preset: str, images: int, masks: int, account: Account, kernels: Seq
         factor, products = _PRODUCTS_OF.get(kernel.__name__, ("", 0))
         products += given.get("FEW", False)  # the gradient of the rows too
         flop = 2 * products * given[factor].numel() * (given.get("N") or 4 * given["C"]) if products else 0
-        account.add(kernel.__name__, args, flop=flop, blocks=math.prod(grid))
+        cached = through_cache(kernel.__name__, given, grid)
+        account.add(kernel.__name__, args, flop=flop, blocks=math.prod(grid), cached=cached)
 
     with (
         as_on_a_gpu(launch, kernels),
@@ -238,6 +284,7 @@ def document(account: Account, step: str, images: int, masks: int) -> dict[str, 
         "launches of the host with CUDA graphs": every.launches - inner.launches,
         "blocks of kernels": every.blocks,
         "GB": every.bytes / 1e9,
+        "GB through the cache": every.cached / 1e9,
         "TFLOP": every.flop / 1e12,
         "ms at least": 1e3 * every.seconds,
         "ms at least, iterations": 1e3 * inner.seconds,
@@ -262,14 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--masks", type=int, default=64, help="of an image (%(default)s)")
     parser.add_argument("--without", nargs="*", choices=KERNELS, default=[], help="kernels that are not used")
     parser.add_argument("--bandwidth", type=float, default=3.02e12, help="bytes a second (%(default)g)")
+    parser.add_argument("--cache", type=float, default=5.5e12, help="bytes a second (%(default)g)")
     parser.add_argument("--flops", type=float, default=790e12, help="operations a second (%(default)g)")
     parser.add_argument("--top", type=int, default=25, help="operators that are listed (%(default)s)")
     parser.add_argument("--json", action="store_true", help="the totals as JSON")
     given = parser.parse_args(arguments)
-    for name in ("images", "masks", "bandwidth", "flops"):
+    for name in ("images", "masks", "bandwidth", "cache", "flops"):
         if not getattr(given, name) > 0:
             parser.error(f"--{name} {getattr(given, name)}: must be positive")
-    account = Account(given.bandwidth, given.flops)
+    account = Account(given.bandwidth, given.flops, given.cache)
     kernels = [name for name in KERNELS if name not in given.without]
     iterations = of_step(given.preset, given.images, given.masks, account, kernels)
     step = f"{given.preset}, {given.images} images of {given.masks} masks, {iterations} iterations, bfloat16"
@@ -279,13 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for name, value in totals.items():
         print(f"{name:58} {value if isinstance(value, str) else format(value, ',.1f').removesuffix('.0')}")
-    print(f"\n{'operator':44} {'launches':>8} {'blocks':>9} {'GB':>7} {'TFLOP':>6} {'ms':>6}")
+    print(f"\n{'operator':44} {'launches':>8} {'blocks':>9} {'GB':>7} {'cache':>7} {'TFLOP':>6} {'ms':>6}")
     rows = sorted(account.sums.items(), key=lambda row: -row[1].seconds)
     for (inside, name), one in rows[: given.top]:
         place = "iterations" if inside else "rest"
         print(
             f"{name[:32]:32} {place:11} {one.launches:8,} {one.blocks:9,} {one.bytes / 1e9:7.1f}"
-            f" {one.flop / 1e12:6.2f} {1e3 * one.seconds:6.1f}"
+            f" {one.cached / 1e9:7.1f} {one.flop / 1e12:6.2f} {1e3 * one.seconds:6.1f}"
         )
     return 0
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from benchmarks import account
 from benchmarks.account import KERNELS, Account
-from tests.masks.test_raster_triton import with_triton
+from tests.masks.test_raster_triton import python, with_triton
 
 
 def test_operators_are_counted_with_their_bytes_and_operations_and_views_are_not() -> None:
@@ -36,6 +36,19 @@ def test_attention_has_two_products_forward_and_five_backward() -> None:
 
 
 @with_triton
+def test_programs_load_and_store_in_the_interpreter_what_the_account_says() -> None:
+    assert python("-m", "tests.benchmarks.account_cases", TRITON_INTERPRET="1") == "9 kernels\n"
+
+
+def test_the_cache_can_take_longer_than_memory_and_operations() -> None:
+    counted = Account(bandwidth=1e3, flops=1e3, cache=1e3)
+    counted.add("kernel", [torch.zeros(10)], flop=20, blocks=1, cached=100)
+    counted.add("operator", [torch.zeros(10)])
+    total = counted.total()
+    assert (total.bytes, total.cached, total.seconds) == (80, 140, 0.14)
+
+
+@with_triton
 def test_the_kernels_are_counted_and_move_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     totals = []
     for without in ([], ["--without", *KERNELS]):
@@ -43,6 +56,8 @@ def test_the_kernels_are_counted_and_move_fewer_bytes(capsys: pytest.CaptureFixt
         totals.append(json.loads(capsys.readouterr().out))
     own, plain = totals
     assert own["blocks of kernels"] > 0 == plain["blocks of kernels"]
+    assert own["GB through the cache"] > own["GB"]
+    assert plain["GB through the cache"] == plain["GB"]
     name = "MB of a mask and iteration"
     assert own[name] < 0.7 * plain[name]
     assert own[f"{name}, neither products nor kernels"] < 0.4 * plain[f"{name}, neither products nor kernels"]
