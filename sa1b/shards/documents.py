@@ -144,6 +144,8 @@ class _Totals(Struct):
     masks: Count
     shard_bytes: Count
     index_bytes: Count
+    refused: Count
+    doubtful: Count
 
 
 class _Table(Struct):

@@ -84,7 +84,8 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
             continue
         name, tab, url = line.strip().partition("\t")
         name, url = name.strip(), url.strip()
-        if not tab or not name or not is_url(url) or len(url.split()) != 1 or fault_of_url(url):
+        is_one = is_url(url) and url.isprintable() and len(url.split()) == 1
+        if not tab or not name or not is_one or fault_of_url(url):
             raise SourceError(
                 f"{path}, line {number}: {printable(line)[:60]!r} must be a file name, a tab and a URL; "
                 "download the list of links again"

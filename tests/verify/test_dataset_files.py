@@ -126,7 +126,14 @@ def test_programs_that_read_the_whole_table_verify_it_first(root, tmp_path, prog
         program(root, tmp_path / "new")
 
 
-def test_options_that_dataset_json_lacks_are_damage(root):
-    edit_json(root / "dataset.json", lambda document: document["options"].pop("image_size"))
-    with pytest.raises(ManifestError, match="damaged: options has no image_size"):
+@pytest.mark.parametrize(
+    ("part", "key", "message"),
+    [
+        ("options", "image_size", "damaged: options has no image_size"),
+        ("totals", "doubtful", r"damaged: .*doubtful"),
+    ],
+)
+def test_what_dataset_json_lacks_is_damage(root, part, key, message):
+    edit_json(root / "dataset.json", lambda document: document[part].pop(key))
+    with pytest.raises(ManifestError, match=message):
         Dataset(root)
