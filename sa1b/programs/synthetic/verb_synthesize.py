@@ -26,7 +26,7 @@ def main(
     tars: Annotated[int, Range(1)] = 2,
     images_per_tar: int = 100,
     long_side: Annotated[int | None, Range(32, unit=" pixels")] = None,
-    first_tar: int = 0,
+    first_tar: Annotated[int, Range(0)] = 0,
     seed: int = 0,
     simple: bool = False,
     plain: bool = False,
