@@ -429,6 +429,7 @@ def test_importing_brings_no_torch():
         (("--tars", "0"), "--tars 0: must be at least 1"),
         (("--workers", "0"), "--workers 0: must be at least 1"),
         (("--first-tar", "-1"), "--first-tar -1: must be at least 0"),
+        (("--seed", "-1"), "--seed -1: must be at least 0"),
         (("--images-per-tar", "0"), f"--images-per-tar 0: must be from 1 to {IDS_PER_TAR}"),
     ],
 )

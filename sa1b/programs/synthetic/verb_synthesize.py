@@ -27,7 +27,7 @@ def main(
     images_per_tar: int = 100,
     long_side: Annotated[int | None, Range(32, unit=" pixels")] = None,
     first_tar: Annotated[int, Range(0)] = 0,
-    seed: int = 0,
+    seed: Annotated[int, Range(0)] = 0,
     simple: bool = False,
     plain: bool = False,
     phrases: bool = False,
