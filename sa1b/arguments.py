@@ -326,6 +326,8 @@ def fault_of_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_wrong = parts.scheme in ("http", "https") and parts.port == 0
+        if parts.scheme in ("s3", "s3a", "gs", "gcs") and "@" in parts.netloc:
+            return "a bucket has no user; pass credentials in the environment"
     except ValueError as error:
         return str(error)
     return "its port must be from 1 to 65535" if is_wrong else ""

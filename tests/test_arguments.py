@@ -91,6 +91,7 @@ def test_a_url_has_one_form(given: str, plain: str) -> None:
         ("file://other/x", "names no file of this machine; pass its path"),
         ("file://", "names no file of this machine"),
         ("s3://[x/y", "no valid URL"),
+        ("s3://key:PASS@bucket/y", "a bucket has no user; pass credentials in the environment"),
         ("http://host:99999/x", "no valid URL"),
         ("http://host:x/sa_1.tar", "no valid URL"),
     ],

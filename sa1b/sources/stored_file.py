@@ -86,9 +86,10 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
         name, url = name.strip(), url.strip()
         is_one = is_url(url) and url.isprintable() and len(url.split()) == 1
         if not tab or not name or not is_one or fault_of_url(url):
+            shown = printable(line).partition("?")[0][:60]  # without a signature, also of what is no URL
             raise SourceError(
-                f"{path}, line {number}: {printable(line)[:60]!r} must be a file name, a tab and a URL; "
-                "download the list of links again"
+                f"{path}, line {number}: {shown!r} must be a file name, a tab and a URL; download the list "
+                "of links again"
             )
         if not _TAR.fullmatch(name):
             others.append(name)

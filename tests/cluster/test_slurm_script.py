@@ -349,6 +349,7 @@ def test_flags_are_checked_when_the_script_is_printed() -> None:
         (["reshard", "--out", "x"], "SOURCE or --links: missing"),
         (["reshard", "--name", "a\nb", "d", "--out", "x"], "--name 'a\\nb': cannot be an option of sbatch"),
         (["reshard", "--logs", 'a"b', "d", "--out", "x"], "--logs 'a\"b': cannot be an option of sbatch"),
+        (["reshard", "--logs", "http://u:PASS@h/x", "d", "--out", "x"], "--logs http:/h/x: must be a path"),
         (["reshard", "--time", "", "d", "--out", "x"], "--time '': cannot be an option of sbatch"),
         (["reshard", "--sbatch=qos=high", "d", "--out", "x"], "write it as --sbatch=--qos=high"),
         (

@@ -62,6 +62,7 @@ def test_the_tars_of_a_list_sorted_and_the_other_files_of_it(tmp_path: Path) -> 
     ("text", "words"),
     [
         ("sa_000020.tar\thttps://[h/a", "must be a file name, a tab and a URL"),
+        ("sa_000020.tar\thttps:h/a?sig=SIGNED", "line 1: 'sa_000020.tar\\thttps:h/a' must be a file name"),
         ("sa_000020.tar\tfile:///a\0b", "must be a file name, a tab and a URL"),
         ("sa_000020.tar https://h/a", "line 1: 'sa_000020.tar https://h/a' must be a file name, a tab"),
         ("sa_000020.tar\t/a/b", "line 1"),

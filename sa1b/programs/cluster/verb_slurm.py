@@ -25,6 +25,7 @@ from sa1b.arguments import Range
 from sa1b.console import command, loading, parse
 from sa1b.errors import UsageError
 from sa1b.programs.cluster.slurm import MAX_ARRAY, Site, doctor_script, reshard_script, train_script
+from sa1b.sources.path_arguments import check_here
 
 TOUR = (170, "On a cluster", "print a job script", "sa1b slurm reshard downloads --out shards > job.sh")
 
@@ -116,6 +117,7 @@ def main(
             not value or not value.isprintable() or any(sign in value for sign in '"\\')
         ):
             raise UsageError(f'{flag} {value!r}: cannot be an option of sbatch; use no line breaks, " and \\')
+    check_here("--logs", Path(logs))
     for option in sbatch:
         if not option.startswith("-"):
             raise UsageError(f"--sbatch={option}: is no option of sbatch; write it as --sbatch=--{option}")
