@@ -24,7 +24,7 @@ from sa1b.names import is_source_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_dataset, is_folder, is_of_system
-from sa1b.sources.images import ImageFolder, ImageRows
+from sa1b.sources.images import ImageFolder, ImageRows, is_image_name
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 
@@ -147,6 +147,11 @@ class _Search:
 
     def run(self) -> list[Source]:
         if self.path.is_file():
+            if is_image_name(self.path.name) and not holds_tar(self.path):
+                raise SourceError(
+                    f"{self.path}: an image, not a source; name its folder, with --images-only for images "
+                    "without annotations"
+                )
             self._take(next(format for format in self.formats if format.takes(self.path)), self.path)
             return self.sources
         if not self.path.is_dir():
@@ -166,8 +171,8 @@ class _Search:
                 if isinstance(self.folder, ImageFolder)
                 else (
                     "no tar and no sa_<id>.jpg beside sa_<id>.json",
-                    "name the folder of the downloaded tars or of extracted pairs, or pass --images-only for "
-                    "images alone",
+                    "name the folder of the downloaded tars or of extracted pairs, a file in COCO's format, "
+                    "or pass --images-only for images alone",
                 )
             )
             raise SourceError(f"{self.path}: holds {what}{hint}; {way}")

@@ -299,6 +299,10 @@ def test_the_output_in_the_folder_of_images_and_folders_of_the_system_contain_no
     tar_of(photos / "b.tar", FILES)
     with pytest.raises(SourceError, match="holds images and b.tar too"):
         reshard(photos, tmp_path / "other")
+    with pytest.raises(
+        SourceError, match="a.jpg: an image, not a source; name its folder, with --images-only"
+    ):
+        reshard(photos / "a.jpg", tmp_path / "other")
     why = "a dataset directory, not a source"
     assert summary["not_taken"] == [{"path": str(photos / "shards"), "reason": why}]
 
