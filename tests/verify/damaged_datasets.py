@@ -49,7 +49,7 @@ from tests import processes
 from tests.shards import tiny
 from tests.shards.tiny_source import add_layer
 
-ROUNDS = 12  # of advice that is followed
+ROUNDS = 40  # of advice that is followed; in half of the cases one command, chosen at random, in each
 PART = (901, 903, 904, 907)  # the images that were fetched of sa_000009
 KINDS = {  # pattern of the files of a kind in a dataset directory
     "document": "dataset.json",
