@@ -113,6 +113,7 @@ def read_rows(text: str) -> Rows:
             "shard's .parquet file, or a file of tasks/"
         )
     dataset = Dataset(str(path.parent) if path.is_file() else text)
+    dataset.check_table()
     return _of_table(
         dataset.table, [dataset.reader.url(name) for name in dataset.shards], shard_sources(dataset)
     )

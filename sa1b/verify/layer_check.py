@@ -55,10 +55,11 @@ class LayerCheck:
 def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet: bool = False) -> LayerCheck:
     """Verify the digests of a layer and, with `records`, apply every record to the stored masks of its image.
 
-    StorageError: the store cannot be read.
+    StorageError: the store cannot be read. TableError: the sample table is damaged.
     """
     check = LayerCheck(name)
     dataset = Dataset(root.root if isinstance(root, Dataset) else root)
+    dataset.check_table()
     try:
         *parents, layer = open_layers(dataset.reader, dataset.table, [name])
         stored = digest(dataset.reader, layer.file)
@@ -71,9 +72,7 @@ def verify_layer(root: str | Dataset, name: str, *, records: bool = True, quiet:
             "restore it from a copy"
         )
     of_layer = layer.columns["image_id"]
-    known = dataset.table.image_id  # may be damaged, and not sorted
-    rows = np.minimum(np.searchsorted(known, of_layer.astype(np.uint64)), max(len(known) - 1, 0))
-    ids = of_layer[known[rows] == of_layer.astype(np.uint64)].tolist() if len(known) else []
+    ids = of_layer[np.isin(of_layer, dataset.table.image_id.astype(np.int64))].tolist()
     check.absent = len(of_layer) - len(ids)
     if not records:
         check.images = len(ids)
@@ -117,6 +116,7 @@ def check_layers(store: Store, report: VerifyReport, *, deep: bool, quiet: bool)
         return
     try:
         dataset = Dataset(store.root)
+        dataset.check_table()
     except Sa1bError as error:
         report.unchecked[LAYERS] = short(error)
         return

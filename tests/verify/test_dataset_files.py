@@ -1,5 +1,6 @@
 """Damage to dataset.json and the sample table."""
 
+import numpy as np
 import pytest
 
 from sa1b.errors import ManifestError, TableError
@@ -11,6 +12,7 @@ from sa1b.programs.plan.order_reads import streams
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
 from sa1b.shards.dataset import Dataset
+from sa1b.shards.locate import locate
 from sa1b.shards.manifest import table_name
 from sa1b.shards.sample_table import COLUMNS
 from sa1b.verify.layer_check import verify_layer
@@ -55,8 +57,11 @@ def test_a_table_that_is_not_sorted_in_a_directory_with_a_layer(root):
     data = bytearray(path.read_bytes())
     data[at : at + 64] = bytes(64)
     path.write_bytes(data)
-    assert {"table_digest", "table_order"} <= kinds(check(root, deep=True))
-    assert verify_layer(str(root), "round2", quiet=True).problems == []
+    report = check(root, deep=True)
+    assert {"table_digest", "table_order"} <= kinds(report)
+    assert "do not match their digest" in report.unchecked["layers"]
+    with pytest.raises(TableError, match="do not match their digest"):
+        verify_layer(str(root), "round2", quiet=True)
 
 
 def test_a_byte_of_the_table_header_that_is_not_used(root):
@@ -116,6 +121,7 @@ def test_a_missing_dataset_json(root):
         lambda root, new: export(root, new, SourceTars(), quiet=True),
         lambda root, new: write_gallery(str(root), new.with_suffix(".html"), Choice(), quiet=True),
         lambda root, new: select(root, Selection(masks_where="area > 5"), name="a", quiet=True),
+        lambda root, new: locate(np.array([103], np.uint64), [str(root)]),
         lambda root, new: streams(str(root), None, (1,), {"global_batch": 2}),
     ],
 )
