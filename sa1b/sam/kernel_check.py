@@ -41,9 +41,10 @@ def check_kernels(model: Sam) -> None:
     Raises:
         Sa1bError: a kernel has ended the process's use of the device.
     """
-    config, weight = model.config, model.mask_decoder.mask_tokens.weight
-    if not weight.is_cuda or isinstance(weight, FakeTensor) or torch.compiler.is_compiling():
+    first = next(model.parameters())
+    if not first.is_cuda or isinstance(first, FakeTensor) or torch.compiler.is_compiling():
         return
+    config, weight = model.config, model.mask_decoder.mask_tokens.weight
     if not config.kernels:
         LEFT_OUT.update(KERNELS)
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

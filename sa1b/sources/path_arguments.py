@@ -17,6 +17,7 @@ from sa1b.console import command, counted, show
 from sa1b.errors import UsageError
 from sa1b.report import first_names
 from sa1b.sources.stored_file import Link, read_links
+from sa1b.storage.atomic import check_not_special
 from sa1b.storage.open import open_store
 from sa1b.storage.protocols import endpoint_options, kind_of, protocol_of
 from sa1b.storage.store import Store
@@ -150,5 +151,7 @@ def check_report(path: Path | None) -> None:
     """Refuse a --report that cannot be written as a file, before the work."""
     if path is not None and path.is_dir():
         raise UsageError(f"--report {path}: is a folder; name a file, such as {path / 'report.html'}")
+    if path is not None:
+        check_not_special(path, "--report")
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"--report {path}: there is no folder {path.parent}; create it first")

@@ -39,10 +39,20 @@ def flush(path: Path) -> None:
 
 
 def commit(temporary: Path, final: Path) -> None:
-    """Rename a flushed file or folder to its final path on the same file system, and replace a file there."""
+    """Rename a flushed file or folder to its final path on the same file system, and replace a file there.
+    UsageError: a device, pipe or socket is there, such as /dev/null.
+    """
+    check_not_special(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary.replace(final)
     flush(final.parent)
+
+
+def check_not_special(path: Path, flag: str = "") -> None:
+    """UsageError: a device, pipe or socket is at this path, which a rename would remove; `flag` names it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        what = f"{flag} {path}".lstrip()
+        raise UsageError(f"{what}: a device, pipe or socket, not a file; name another file")
 
 
 @contextlib.contextmanager

@@ -28,7 +28,10 @@ def model_on_a_gpu(**settings):
     """What `check_kernels` reads of a model on a GPU."""
     weight = SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda:0")
     decoder = SimpleNamespace(mask_tokens=SimpleNamespace(weight=weight))
-    return SimpleNamespace(config=ModelConfig(**settings), mask_decoder=decoder)
+    parameters = [weight]
+    return SimpleNamespace(
+        config=ModelConfig(**settings), mask_decoder=decoder, parameters=lambda: iter(parameters)
+    )
 
 
 @with_triton
