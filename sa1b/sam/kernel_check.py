@@ -52,8 +52,9 @@ def check_kernels(model: Sam) -> None:
     kind = (*sizes, weight.device, weight.dtype, autocast, torch.is_grad_enabled())
     if kind in _checked or weight.dtype != torch.float32 or LEFT_OUT.issuperset(KERNELS):
         return
+    different = leave_out_different(model)
     _checked.add(kind)
-    for name, why in leave_out_different(model).items():
+    for name, why in different.items():
         _log.warning(
             "kernel sa1b.sam.%s_triton is not used on %s: %s; torch's operators take its place",
             *(name, torch.cuda.get_device_name(weight.device), why),
@@ -62,26 +63,26 @@ def check_kernels(model: Sam) -> None:
 
 def leave_out_different(model: Sam) -> dict[str, str]:
     """Add kernels to LEFT_OUT whose results or gradients differ from those of operators: name -> reason."""
-    before = set(LEFT_OUT)
-    kind = model.pixel_mean.device.type
-    LEFT_OUT.update(KERNELS)
-    with torch.autocast(kind, enabled=False):
-        exact = _results(model)
-    plain = _errors(_results(model), exact)
-    allowed = {name: LARGER * x + SMALL if math.isfinite(x) else math.inf for name, x in plain.items()}
-    LEFT_OUT.intersection_update(before)
-    if _difference(model, exact, allowed) is None:
-        return {}
-    LEFT_OUT.update(KERNELS)
-    reasons = {}
-    for name in KERNELS:  # each one together with those that have passed
-        if name in before:
-            continue
-        LEFT_OUT.discard(name)
-        if (why := _difference(model, exact, allowed)) is not None:
-            LEFT_OUT.add(name)
-            reasons[name] = why
-    return reasons
+    before, reasons = set(LEFT_OUT), dict[str, str]()
+    try:
+        LEFT_OUT.update(KERNELS)
+        with torch.autocast(model.pixel_mean.device.type, enabled=False):
+            exact = _results(model)
+        plain = _errors(_results(model), exact)
+        allowed = {name: LARGER * x + SMALL if math.isfinite(x) else math.inf for name, x in plain.items()}
+        LEFT_OUT.intersection_update(before)
+        if _difference(model, exact, allowed) is None:
+            return {}
+        LEFT_OUT.update(KERNELS)
+        for name in (name for name in KERNELS if name not in before):
+            LEFT_OUT.discard(name)  # tried together with those that have passed
+            if (why := _difference(model, exact, allowed)) is not None:
+                LEFT_OUT.add(name)
+                reasons[name] = why
+        return reasons
+    finally:
+        LEFT_OUT.clear()
+        LEFT_OUT.update(before | reasons.keys())
 
 
 def _difference(model: Sam, exact: dict[str, Tensor], allowed: dict[str, float]) -> str | None:

@@ -104,6 +104,13 @@ def test_too_little_memory_is_no_fault_of_a_kernel(monkeypatch):
         kernel_check._difference(None, {"logits": torch.ones(1)}, {})
 
 
+def test_a_comparison_that_fails_leaves_no_kernel_out(monkeypatch):
+    monkeypatch.setattr(kernel_check, "_results", mock.Mock(side_effect=torch.OutOfMemoryError("4 GB")))
+    with pytest.raises(torch.OutOfMemoryError):
+        leave_out_different(Sam(SMALL))
+    assert not LEFT_OUT
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["tiny", "vit_b"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
