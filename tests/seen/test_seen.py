@@ -184,8 +184,8 @@ def test_what_cannot_be_answered_is_refused(roots: tuple[Path, Path], tmp_path: 
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text.replace(str(roots[0]), str(roots[1])))
     assert "saved state with other images" in seen(run).stderr
-    (run / "metrics.jsonl").write_text(text.replace(str(roots[0]), "demo/shards"))
-    assert "demo/shards: no such folder; the run was started with this relative path" in seen(run).stderr
+    (run / "metrics.jsonl").write_text(text.replace(str(roots[0]), "missing/shards"))
+    assert "missing/shards: no such folder; the run was started with this relative path" in seen(run).stderr
     (run / "metrics.jsonl").write_text('{"run": {"step": 0}}\n{"step": 1}\n')
     assert "has no record of its data" in seen(run).stderr
 
