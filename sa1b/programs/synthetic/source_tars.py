@@ -29,7 +29,7 @@ from sa1b.masks.runs import Runs
 from sa1b.names import member_name
 from sa1b.programs.synthetic.phrases import Phrases
 from sa1b.programs.synthetic.scene import Mask, Shape, draw, plan
-from sa1b.storage.atomic import temporary_path, write_whole
+from sa1b.storage.atomic import commit, temporary_path, write_whole
 from sa1b.workers import Failure, supervise
 
 
@@ -253,7 +253,7 @@ def write_tar(
                 spill.seek(offset)
                 tar.addfile(_entry(name, length), io.BytesIO(spill.read(length)))
         summary.tar_bytes = temporary.stat().st_size
-        temporary.replace(path)
+        commit(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return summary
