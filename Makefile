@@ -6,7 +6,7 @@ BIN := .venv/bin
 # The processes of the tests take 3 GB together. A third one saves a tenth of the time of test-ci, which waits more.
 PROCESSES ?= 2
 
-FIGURES := demo reshard masks record stream order scale range_reads local_cache scaling recompute convergence pipeline
+FIGURES := demo reshard masks record stream order scale range_reads local_cache recompute convergence pipeline
 
 .PHONY: demo test test-ci test-all coverage bench gpu figures docs size lint clean
 
@@ -72,7 +72,7 @@ clean:
 	@echo "Installing PyTorch into .venv: minutes, and up to 6 GB of disk; docs/install.md shows the smaller CPU build"
 	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	@echo "Installing sa1b and the packages that it needs: about a minute"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

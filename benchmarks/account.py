@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -37,14 +37,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from sa1b.engine.config import build
-from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam import image_encoder
-from sa1b.sam.image_tokens import LEFT_OUT
 from sa1b.sam.interactive import Interactive
-from sa1b.sam.kernel_check import KERNELS
+from sa1b.sam.kernel_proof import KERNELS
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 _ATTENTION = "_scaled_dot_product"
@@ -160,7 +159,7 @@ def _stored(tensor: Tensor) -> int:
 
 
 @contextmanager
-def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KERNELS) -> Iterator[None]:
+def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Collection[str] = KERNELS) -> Iterator[None]:
     """Context in which the decoder has its form for a CUDA device.
 
     In place of a kernel's start, `launch(kernel, *arguments, grid=grid, **options)` is called; None: kernels
@@ -169,8 +168,7 @@ def as_on_a_gpu(launch: Callable[..., None] | None, kernels: Sequence[str] = KER
     from triton.runtime.jit import JITFunction
 
     def kernels_of(name: str, x: Tensor) -> ModuleType | None:
-        used = name in kernels and name not in LEFT_OUT
-        return import_module(f"sa1b.sam.{name}_triton") if used else None
+        return import_module(f"sa1b.sam.{name}_triton") if name in kernels else None
 
     def run(kernel: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
         assert launch is not None

@@ -9,9 +9,11 @@ from collections import defaultdict
 import pytest
 
 import sa1b
-from benchmarks import parts
-from sa1b.errors import ManifestError, TableError
-from sa1b.storage.errors import StorageError
+from sa1b.errors import ManifestError, TableError, check_installed
+
+check_installed()
+from benchmarks import parts  # noqa: E402
+from sa1b.storage.errors import StorageError  # noqa: E402
 
 TABLES = pytest.StashKey[list[str]]()
 FIGURES = pytest.StashKey[dict[str, dict[str, object]]]()
@@ -35,10 +37,7 @@ def pytest_addoption(parser):
     )
     group.addoption("--data", metavar="ROOT", help="folder or URL of shards to take images from")
     group.addoption(
-        "--images",
-        type=int,
-        default=IMAGES,
-        help=f"images to compare on ({IMAGES}); even, at least {LEAST}",
+        "--images", type=int, default=IMAGES, help=f"images to compare on ({IMAGES}); even, at least {LEAST}"
     )
     group.addoption("--rounds", type=int, default=ROUNDS, help=f"interleaved repetitions ({ROUNDS})")
     recording = parser.getgroup("recording", "figures of the single parts")
@@ -96,11 +95,8 @@ def pytest_collection_modifyitems(config, items):
 
 def is_quick(item):
     name, _, case = item.name.partition("[")
-    if item.path.name != "test_peers.py":
-        return False
-    return name == "test_everybody_delivers_the_same_tensors" or (
-        name == "test_comparison" and case.rstrip("]") in QUICK
-    )
+    quick = name == "test_comparison" and case.rstrip("]") in QUICK
+    return item.path.name == "test_peers.py" and (quick or name == "test_everybody_delivers_the_same_tensors")
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""The curves of two benchmarks as images for the documentation.
+"""The curves of a benchmark as an image for the documentation.
 
     python -m benchmarks.curves                                  the recorded figures of this repository
     python -m benchmarks.curves benchmarks/results/<machine>-parts.json
 
-Writes docs/images/convergence.svg and docs/images/time-to-score.svg, for light and dark pages: the figures of
-benchmarks/test_convergence.py and benchmarks/test_time_to_score.py.
+Writes docs/images/time-to-score.svg, for light and dark pages: the figures of
+benchmarks/test_time_to_score.py.
 """
 
 import json
@@ -34,21 +34,6 @@ class Line:
     label: str | None = None
 
 
-def convergence(figures: dict[str, Any]) -> str:
-    """One line for each form of compression, means of the loss over equally many steps.
-
-    Args:
-        figures: "steps", the steps of a mean, and "losses", name -> means in the order of steps.
-    """
-    steps = figures["steps"]
-    lines = [
-        Line(color, [((i + 0.5) * steps, loss) for i, loss in enumerate(losses)], f"{name}: {losses[-1]:.3f}")
-        for color, (name, losses) in enumerate(figures["losses"].items())
-    ]
-    end = steps * max(len(line.points) for line in lines)
-    return svg(lines, end, "steps", f"loss, mean of {steps} steps", "Loss with compressed gradients")
-
-
 def time_to_score(figures: dict[str, Any]) -> str:
     """One line for each loader and seed: mean IoU after three clicks over the seconds of training.
 
@@ -70,7 +55,7 @@ def time_to_score(figures: dict[str, Any]) -> str:
     return svg(lines, figures["seconds"], "seconds of training", "mean IoU, 3 clicks", what)
 
 
-IMAGES = {"convergence": convergence, "time to score": time_to_score}
+IMAGES = {"time to score": time_to_score}
 
 
 def svg(lines: Sequence[Line], end: float, x_axis: str, y_axis: str, what: str) -> str:

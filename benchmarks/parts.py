@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import material
-from sa1b.programs.scaling.result import Scaling
 from sa1b.storage.atomic import json_bytes, write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,17 +57,6 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
         if part in document["parts"]:
             for what, measured, compared in make(document["parts"][part]["figures"]):
                 yield f"| {what} | {measured} | {compared} | `{_command(name)}` |"
-
-
-def pipeline_lines(document: dict[str, Any]) -> Iterator[str]:
-    """The table of docs/parallel.md: waits of a pipeline's stages, micro-batches that the first keeps."""
-    yield "| stages, micro-batches | formula | `gpipe` waits | keeps | `1f1b` waits | keeps |"
-    yield "|---|---|---|---|---|---|"
-    for what, found in document["parts"]["pipeline"]["figures"].items():
-        yield (
-            f"| {what} | {found['formula']:.0%} | {found['gpipe']:.0%} | {found['gpipe, kept']} | "
-            f"{found['1f1b']:.0%} | {found['1f1b, kept']} |"
-        )
 
 
 def _command(name: str) -> str:
@@ -182,16 +170,6 @@ def _local_cache(found: dict[str, dict[str, float]]) -> Iterator[Row]:
         )
 
 
-def _convergence(found: dict[str, Any]) -> Iterator[Row]:
-    first, *others = ((name, line[-1]) for name, line in found["losses"].items())
-    steps, count = found["steps"], len(found["losses"][first[0]])
-    yield (
-        f"loss of the last {steps} of {steps * count} steps with compressed gradients, 2 ranks",
-        ", ".join(f"{name} {loss:.3f}" for name, loss in others),
-        f"{first[0]} {first[1]:.3f}",
-    )
-
-
 def _time_to_score(found: dict[str, Any]) -> Iterator[Row]:
     def last(kind: str) -> list[dict[str, Any]]:
         return [run[-1] for run in found["runs"][kind]]
@@ -219,39 +197,6 @@ def _recompute(found: dict[str, dict[str, float]]) -> Iterator[Row]:
             f"`--model.checkpoint-blocks {value}`: encoder of ViT-B, 2 images of 512; activations",
             text(found[value]),
             f"none: {text(found['none'])}",
-        )
-
-
-def _scaling(found: dict[str, Any]) -> Iterator[Row]:
-    """Rows for each kind of scaling and mode, with the efficiency in each precision."""
-    points = Scaling.of_document(found).points
-    queued = max(point.result.queued for ranks in points.values() for point in ranks)
-    busy = f"; a rank waited for its CPU up to {queued:.0%} of the time" if queued >= 0.03 else ""
-    for kind, mode in dict.fromkeys((one.kind, one.mode) for one in points):
-        last = {
-            one.precision: ranks[-1] for one, ranks in points.items() if (one.kind, one.mode) == (kind, mode)
-        }
-        count = max(point.case.ranks for point in last.values())
-        yield (
-            f"training step, {kind} scaling, {mode}, {count} ranks of one thread: efficiency",
-            ", ".join(f"{precision} {point.efficiency:.0%}" for precision, point in last.items()),
-            "share of the step: "
-            + ", ".join(
-                f"{precision} {(point.result.communication or 0.0) / point.result.step:.0%} exposed "
-                f"communication, {point.result.data / point.result.step:.0%} data"
-                for precision, point in last.items()
-            )
-            + busy,
-        )
-
-
-def _pipeline(found: dict[str, dict[str, float]]) -> Iterator[Row]:
-    """A row for the most micro-batches of each number of stages."""
-    for case, row in {name.split(",")[0]: (name, row) for name, row in found.items()}.values():
-        yield (
-            f"pipeline of equal stages that sleep, {case}: part of a step in which they wait",
-            f"gpipe {row['gpipe']:.0%}, 1f1b {row['1f1b']:.0%}",
-            f"(S - 1) / (M + S - 1) = {row['formula']:.0%}",
         )
 
 
@@ -285,10 +230,7 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     ("range reads", _range_reads, "test_range_reads"),
     ("loader at 20 ms", _far_loader, "test_range_reads"),
     ("local cache", _local_cache, "test_local_cache"),
-    ("scaling", _scaling, "test_scaling"),
-    ("convergence", _convergence, "test_convergence"),
     ("time to score", _time_to_score, "test_time_to_score"),
     ("recompute", _recompute, "test_recompute"),
-    ("pipeline", _pipeline, "test_pipeline"),
     ("demo", _demo, "test_demo"),
 ]  # fmt: skip

@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.landscape import landscape
+from sa1b import reshard
 from sa1b.masks import Runs, bbox_sa1b
-from sa1b.programs.gallery.members import Choice
-from sa1b.programs.gallery.page import write_gallery
+from sa1b.programs.gallery.verb_gallery import main as gallery
 
 REPOSITORY = Path(__file__).parents[1]
 OUT = REPOSITORY / "docs" / "images"
@@ -69,7 +69,6 @@ def shoot(page: Path, folder: Path, scheme: int, opened: str) -> Image.Image:
         raise FileNotFoundError("no Chromium on PATH: install the package chromium")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]
     flags.append(f"--blink-settings=preferredColorScheme={scheme}")
-    size = f"--window-size={WINDOW[0]},{WINDOW[1]}"
     shot = f"--screenshot={folder / 'shot.png'}"
     copy = folder / "page.html"
     copy.write_text(page.read_text(encoding="utf-8").replace("</head>", f"{STYLE}</head>"), encoding="utf-8")
@@ -77,7 +76,7 @@ def shoot(page: Path, folder: Path, scheme: int, opened: str) -> Image.Image:
         browser,
         *flags,
         f"--user-data-dir={folder / 'profile'}",
-        size,
+        f"--window-size={WINDOW[0]},{WINDOW[1]}",
         shot,
         f"{copy.as_uri()}{opened}",
     ]
@@ -95,7 +94,8 @@ def main() -> None:
             page, kind, opened = folder / "gallery.html", "gallery", "#sa_1/7"
             (folder / "photos").mkdir()
             write_pair(folder / "photos")
-            write_gallery(folder / "photos", page, Choice(count=1))
+            reshard([folder / "photos"], folder / "shards", workers=1, quiet=True)
+            gallery(str(folder / "shards"), out=page)
         for suffix, scheme in SCHEMES.items():
             if suffix and kind == "predictions":
                 continue  # the page has a link in Markdown, which has one image

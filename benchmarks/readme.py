@@ -3,10 +3,9 @@
     python -m benchmarks.readme                                   from the files that the marks name
     python -m benchmarks.readme benchmarks/results/<machine>.json     from those of another machine
 
-The marks are `<!-- figures: FILE -->`, `<!-- figures: FILE headline -->` for three lines of it, or
-`<!-- figures: FILE pipeline -->` for the table of one part, and `<!-- end of figures -->`. Only this script
-writes the text between them; a test compares it with the file. FILE is a result of
-`pytest benchmarks/test_peers.py`, or a file of single parts, see benchmarks/parts.py.
+The marks are `<!-- figures: FILE -->`, or `<!-- figures: FILE headline -->` for three lines of it, and
+`<!-- end of figures -->`. Only this script writes the text between them; a test compares it with the file.
+FILE is a result of `pytest benchmarks/test_peers.py`, or a file of single parts, see benchmarks/parts.py.
 """
 
 import json
@@ -17,12 +16,11 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks.parts import lines as parts_lines
-from benchmarks.parts import pipeline_lines
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / name for name in ("README.md", "docs/benchmarks.md", "docs/parallel.md")]
+PAGES = [REPOSITORY / name for name in ("README.md", "docs/benchmarks.md")]
 _BLOCK = re.compile(
-    r"<!-- figures: (?P<path>\S+?)(?P<part> headline| pipeline)? -->\n.*?<!-- end of figures -->", re.DOTALL
+    r"<!-- figures: (?P<path>\S+?)(?P<part> headline)? -->\n.*?<!-- end of figures -->", re.DOTALL
 )
 
 
@@ -155,10 +153,6 @@ def rewritten(text: str, machine: str | None = None) -> str:
         document = json.loads((REPOSITORY / path).read_text())
         if found["part"] == " headline":
             lines = headline(document)
-        elif found["part"]:
-            if "pipeline" not in document["parts"]:
-                return found[0]
-            lines = list(pipeline_lines(document))
         else:
             lines = list(parts_lines(document)) if "parts" in document else comparison(document)
         mark = f"<!-- figures: {path}{found['part'] or ''} -->"

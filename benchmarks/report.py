@@ -1,43 +1,26 @@
-"""The results as one self-contained HTML page: verdict, bars, growth curves, scaling of training, tables.
+"""The results as one self-contained HTML page: verdict, bars, growth curves, tables.
 
 python benchmarks/report.py benchmarks/results/<machine>.json
 """
 
 import json
-import math
+import re
 import sys
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks import material, tables
-from sa1b.programs.scaling.page import charts
-from sa1b.programs.scaling.result import Scaling
+from matplotlib.figure import Figure
+
+from benchmarks import tables
 
 FRAME = Path(__file__).with_name("report.html")
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 62, 14, 12, 46
 _KINDS = {"ours": "sa1b", "peer": "others", "tuned": "others, tuned further", "limit": "limits"}
 
 
-def write(document: dict[str, Any], path: Path) -> None:
-    """The page of one machine's results, with the scaling of training if `<machine>-parts.json` has it.
-
-    Args:
-        document: results of the comparison.
-        path: path of the page, in the folder of the results.
-    """
-    found = path.with_name(f"{material.name_of(document['machine'])}-parts.json")
-    parts = json.loads(found.read_bytes())["parts"] if found.exists() else {}
-    path.write_text(page(document, parts.get("scaling", {}).get("figures")))
-
-
-def page(document: dict[str, Any], scaling: dict[str, Any] | None = None) -> str:
-    """The page of one machine's results.
-
-    Args:
-        document: results of the comparison.
-        scaling: results of `sa1b bench scaling --json`.
-    """
+def page(document: dict[str, Any]) -> str:
+    """The page of one machine's results."""
     machine = document["machine"]
     parts = {
         "TITLE": f"{machine['processor']}, {machine['cores']} cores",
@@ -46,7 +29,6 @@ def page(document: dict[str, Any], scaling: dict[str, Any] | None = None) -> str
         "COMPARISON": "".join(_question(each) for each in document["comparison"]),
         "STAGES": _stages(document["stages"]),
         "CURVES": "".join(_curve(each) for each in document["growth"]),
-        "SCALING": "" if scaling is None else charts(Scaling.of_document(scaling)),
         "TABLES": "".join(
             f"<details><summary>{escape(text.strip().splitlines()[0])}</summary><pre>"
             f"{escape(text.strip().partition(chr(10))[2])}</pre></details>"
@@ -154,68 +136,23 @@ def _stages(times: dict[str, dict[str, float]]) -> str:
 
 def _curve(curve: dict[str, Any]) -> str:
     """Lines over a logarithmic axis in both directions where the values span a decade."""
-    points = [point for line in curve["series"].values() for point in line]
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-    x_of, x_ticks = _axis([x for x, _ in points], _LEFT, right, own=True)
-    y_of, y_ticks = _axis([y for _, y in points], bottom, _TOP)
-    grid = "".join(
-        f'<path class="grid" d="M{_LEFT} {y_of(tick):.1f}H{right}"/>'
-        f'<text x="{_LEFT - 6}" y="{y_of(tick):.1f}" dy=".35em" text-anchor="end">'
-        f"{tables.number(tick)}</text>"
-        for tick in y_ticks
-    )
-    along = "".join(
-        f'<path class="tick" d="M{x_of(tick):.1f} {bottom}v4"/>'
-        f'<text x="{x_of(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tables.number(tick)}</text>'
-        for tick in x_ticks
-    )
-    lines, key = [], []
-    for i, (name, line) in enumerate(curve["series"].items()):
-        path = "L".join(f"{x_of(x):.1f} {y_of(y):.1f}" for x, y in line)
-        dots = "".join(
-            f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5">'
-            f"<title>{escape(name)}: {tables.number(y)} at {tables.number(x)}</title></circle>"
-            for x, y in line
-        )
-        lines.append(f'<g class="line l{i}"><path d="M{path}"/>{dots}</g>')
-        key.append(f'<span><b class="l{i}"></b>{escape(name)}</span>')
-    return (
-        f'<figure class="card"><figcaption>{escape(curve["title"])}</figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(curve["title"])}">'
-        f'{grid}<path class="tick" d="M{_LEFT} {bottom}H{right}"/>{along}{"".join(lines)}'
-        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">'
-        f"{escape(curve['axis'])}</text>"
-        f'<text transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
-        f'{escape(curve["unit"])}</text></svg><p class="key">{"".join(key)}</p></figure>'
-    )
-
-
-def _axis(values: list[float], start: float, stop: float, *, own: bool = False) -> tuple[Any, list[float]]:
-    """The position of a value between start and stop, and the labelled values: `own` or round values."""
-    low, high = min(values), max(values)
-    if low > 0 and high / low >= 10:
-        low, high = (low, high) if own else (10.0 ** math.floor(math.log10(low)), high)
-        span = math.log(high / low) * (1.0 if own else 1.05)
-
-        def place(value: float) -> float:
-            return start + math.log(value / low) / span * (stop - start)
-
-        decades = [
-            10.0**n for n in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high)) + 1)
-        ]
-        return place, sorted(set(values)) if own else decades
-    if not own:
-        low, high = 0.0, 1.1 * high
-    width = high - low or 1.0
-
-    def linear(value: float) -> float:
-        return start + (value - low) / width * (stop - start)
-
-    step = 10.0 ** math.floor(math.log10(width / 2))
-    step *= next(factor for factor in (1, 2, 5, 10) if width / (step * factor) <= 6)
-    return linear, sorted(set(values)) if own else [n * step for n in range(int(high / step) + 1)]
+    figure = Figure(figsize=(4.6, 3), layout="constrained")
+    axes = figure.subplots()
+    for name, line in curve["series"].items():
+        axes.plot(*zip(*line, strict=True), "o-", label=name)
+    points = zip(*(point for line in curve["series"].values() for point in line), strict=True)
+    for values, scale in zip(points, (axes.set_xscale, axes.set_yscale), strict=True):
+        if min(values) > 0 and max(values) >= 10 * min(values):
+            scale("log")
+    axes.set(xlabel=curve["axis"], ylabel=curve["unit"])
+    axes.legend(fontsize="small")
+    file = StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    picture = re.sub("<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+    title = f"<figcaption>{escape(curve['title'])}</figcaption>"
+    return f'<figure class="card">{title}{picture[picture.index("<svg") :]}</figure>'
 
 
 if __name__ == "__main__":
     source = Path(sys.argv[1])
-    write(json.loads(source.read_text()), source.with_name("report.html"))
+    source.with_name("report.html").write_text(page(json.loads(source.read_text())))

@@ -44,6 +44,7 @@ QUESTIONS = {
     "a-1024": ("(a) masks at 1024 x 1024, 1024-px JPEGs", "1024", 1024),
     "b-1024": ("(b) masks at 256 x 256, 1024-px JPEGs", "1024", 256),
     "b-original": ("(b) masks at 256 x 256, original-size JPEGs", "original", 256),
+    "c-original": ("(c) images and masks at 512 x 512, original-size JPEGs", "original", 512),
     "runs-original": ("Masks as runs, original-size JPEGs", "original", None),
     "runs-1024": ("Masks as runs, 1024-px JPEGs", "1024", None),
 }
@@ -116,7 +117,7 @@ def document(
     try:
         RESULTS.mkdir(exist_ok=True)
         path.write_bytes(json_bytes(made))
-        report.write(made, RESULTS / "report.html")
+        (RESULTS / "report.html").write_text(report.page(made))
         shown.append(f"\n{path}\n{RESULTS / 'report.html'}")
     except OSError as error:
         shown.append(f"\nThe results could not be written: {error}")
@@ -152,7 +153,7 @@ def test_comparison(images: material.Material, document: dict[str, Any], options
         pytest.skip("only with --full")
     title, kind, size = QUESTIONS[key]
     having(images, kind)
-    task = Task(size=size)
+    task = Task(size=size, image_size=512 if size == 512 else 1024)
     entries, missing = [], {}
     for name, contender in CONTENDERS.items():
         if size is None and (contender.kind != "ours" or contender.function == "drawn"):

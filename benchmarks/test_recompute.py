@@ -2,7 +2,7 @@
 
 For each value of `--model.checkpoint-blocks`: processor time of the encoder of ViT-B, forward and backward,
 for two images of 512 pixels on one thread, and memory of the tensors at the peak of a training step with
-them (sa1b.engine.planner.fake_step). Every round measures every value.
+them (sa1b.engine.planner). Every round measures every value.
 """
 
 import time
@@ -12,9 +12,8 @@ from statistics import median
 import torch
 
 from sa1b.engine.config import build
-from sa1b.engine.planner import fake_step
+from sa1b.engine.planner import measure
 from sa1b.engine.settings import ParallelConfig
-from sa1b.programs.scaling.rank import synthetic_batch
 from sa1b.recipes.presets import PRESETS
 
 VALUES = ("none", "every:2", "all")
@@ -33,7 +32,7 @@ def test_recompute(figures: dict[str, dict[str, object]]) -> None:
         )
         for value in VALUES
     }
-    images = synthetic_batch(IMAGES, MASKS, SIZE, SIZE // 4, 0, torch.device("cpu")).images.float() / 255
+    images = torch.rand(IMAGES, 3, SIZE, SIZE)
     seconds: dict[str, list[float]] = {value: [] for value in VALUES}
     encoders = {value: build(config, None).model.image_encoder.train() for value, config in configs.items()}
     for _ in range(ROUNDS + 1):
@@ -42,7 +41,7 @@ def test_recompute(figures: dict[str, dict[str, object]]) -> None:
             encoder(images).square().mean().backward()
             seconds[value].append(time.process_time() - start)
             encoder.zero_grad()
-    memory = {value: fake_step.measure(config, 1) for value, config in configs.items()}
+    memory = {value: measure(config, 1) for value, config in configs.items()}
     found = {
         value: {
             "seconds": median(seconds[value][1:]),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from sa1b.shards import sample_table as table
+from sa1b.stream.sample import SampleOptions
 
 SHARDS, COUNT, BATCH = 11_000, 11_200_000, 256
 ROOT = Path(__file__).parents[1]
@@ -35,18 +36,14 @@ def make(folder: Path) -> tuple[Path, str]:
     (root / "new.bin").write_bytes(data)
     made = table.open_table(root / "new.bin")
     (root / "new.bin").rename(root / f"samples-{made.digest[:16]}.bin")
-    shard = {
-        "images": 1,
-        "masks": 1,
-        "bytes": 1,
-        "sha256": "0" * 64,
-        "index_bytes": 1,
-        "index_sha256": "0" * 64,
-    }
+    shard = dict.fromkeys(("images", "masks", "bytes", "index_bytes"), 1)
+    shard |= dict.fromkeys(("sha256", "index_sha256"), "0" * 64)
+    options = {"images_per_shard": 1024, "image_size": None, "quality": None}
+    options |= dict.fromkeys(("keep_json", "index_runs", "decode_images"), False)
     document = {
         "format": "sa1b-shards-1",
         "versions": {},
-        "options": {},
+        "options": options,
         "sources": {f"sa_{number:06d}": "0" * 64 for number in range(SHARDS)},
         "totals": {
             "images": COUNT,
@@ -75,19 +72,18 @@ def make(folder: Path) -> tuple[Path, str]:
         "block_size": 1,
         "epochs": None,
         "bytes_sha256": made.digest,
-        "options": {},
+        "options": SampleOptions().record(),
     }
-    source = {str(root): {"root": str(root), "view": None}}
+    source = {str(root): {"root": str(root), "view": None, "images": COUNT}}
+    config = {"parallel": {"mode": "ddp", "shares": None}, "data": {"micro_batch": None}}
     figures = {f"figure_{number}": 0.123456789 for number in range(40)}
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(100_000):
             if step in STARTS:
-                data_of = {
-                    "sources": source,
-                    "global_batch": BATCH,
-                    "stream": {**state, "position": step * BATCH},
-                }
-                file.write(json.dumps({"run": {"step": step, "data": data_of}}) + "\n")
+                stream = {**state, "position": step * BATCH}
+                data_of = {"sources": source, "global_batch": BATCH, "stream": stream}
+                start = {"step": step, "world_size": 8, "config": config, "data": data_of}
+                file.write(json.dumps({"run": start}) + "\n")
             file.write(json.dumps({"step": step + 1, **figures}) + "\n")
     return run, made.digest
 

@@ -1,19 +1,14 @@
-"""Operators and bytes of an iteration of interactive training, and processor time of the forms of AdamW.
+"""Operators and bytes of an iteration of interactive training.
 
 `pytest benchmarks/test_train_step.py -s` prints them. The iteration is a later one, forward and backward, at
 the sizes of ViT-B: 16 masks, 12 tokens, bfloat16. Operators that only change the view of a tensor do not
 count. The bytes are those of all inputs and outputs of the others, which a step without compilation moves.
 
-816 operators, 323 MB for each mask, of which 128 MB are matrix products. One thread of a busy Xeon at 2.3
-GHz: AdamW over 14 million parameters takes 17 to 20 ms in its fused form, 76 to 80 ms with lists of tensors,
-and 56 to 59 ms with a loop.
+816 operators, 323 MB for each mask, of which 128 MB are matrix products.
 """
 
-import time
 from dataclasses import replace
-from statistics import median
 
-import pytest
 import torch
 
 from benchmarks.account import PRODUCTS, Account
@@ -44,20 +39,3 @@ def test_an_iteration() -> None:
     print(f"{products.bytes / MASKS / 1e6:.0f} MB in products")
     for (_, name), one in sorted(account.sums.items(), key=lambda row: -row[1].bytes)[:12]:
         print(f"  {name:28} {one.launches:4} {one.bytes / MASKS / 1e6:6.1f} MB")
-
-
-@pytest.mark.parametrize("form", ["fused", "foreach", "loop"])
-def test_adamw(form: str) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    parameters = [torch.nn.Parameter(torch.randn(768, 768)) for _ in range(24)]
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, fused=form == "fused", foreach=form == "foreach")
-    seconds = []
-    for _ in range(8):  # the first one also allocates
-        began = time.process_time()
-        optimizer.step()
-        seconds.append(time.process_time() - began)
-    torch.set_num_threads(threads)
-    print(f"\n{form}: {1e3 * median(seconds[1:]):.0f} ms of processor time")

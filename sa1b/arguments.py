@@ -37,9 +37,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-Number = TypeVar("Number", int, float)
-
-
 class BadValue(UsageError, ValueError):
     """The value of an argument of a Python function is not valid."""
 
@@ -72,23 +69,6 @@ def share_of(flag: str, text: str | None) -> tuple[int, int] | None:
     if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
         raise UsageError(f"{flag} {text}: must have the form I/N with I from 0 to N - 1, such as 0/8")
     return int(number), int(count)
-
-
-def numbers_of(flag: str, text: str, kind: Callable[[str], Number], least: int) -> tuple[Number, ...]:
-    """The numbers of a flag N,N,..., ascending, each once; `kind`: int or float."""
-    values: set[Number] = set()
-    for word in text.split(","):
-        try:
-            number = kind(word)
-            if not least <= number < inf:
-                raise ValueError
-        except ValueError:
-            what = "whole numbers" if kind is int else "numbers"
-            raise UsageError(
-                f"{flag} {word.strip()!r}: must be {what} of at least {least}, separated by commas"
-            ) from None
-        values.add(number)
-    return tuple(sorted(values))
 
 
 # Arguments of PyTorch's DataLoader and of the segment-anything package -> what has their meaning here.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_type_hints
 
 from sa1b.arguments import check_values, flag_types, own_name, plain_words
-from sa1b.errors import Sa1bError, UsageError, printable
+from sa1b.errors import Sa1bError, UsageError, check_installed, printable
 
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + 13  # 128 + SIGPIPE; Windows has no such signal
@@ -309,8 +309,7 @@ def end(code: int, text: str, file: TextIO | None = None) -> NoReturn:
 
 
 def broken_pipe() -> int:
-    """The exit code after the reader closed the pipe. Later output is discarded."""
-    # Python flushes stdout again when it exits.
+    """The exit code after the reader closed the pipe. Later output, also that at exit, is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
@@ -318,6 +317,7 @@ def broken_pipe() -> int:
 @contextmanager
 def loading() -> Iterator[None]:
     """Context of slow imports, in which Ctrl-C ends the process at once."""
+    check_installed()
     # Otherwise a KeyboardInterrupt during the import of a compiled module may become another exception.
     before = end_at_interrupt()
     try:
@@ -339,8 +339,8 @@ def end_at_interrupt() -> "Callable[..., object] | int | None":
 
 def before_training() -> None:
     """Prepare the signals of a process that imports what training needs, until the run handles them."""
-    # Ctrl-C ends it at once, because there is no state to save. SIGUSR2 asks a run for a table, for which it
-    # is too early; by default the signal would end the process.
+    check_installed()
+    # SIGUSR2 asks a run for a table, for which it is too early; by default the signal would end the process.
     end_at_interrupt()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 

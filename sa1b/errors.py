@@ -1,6 +1,8 @@
 """Expected errors, with a class for each action that the user must take, and which text may be printed."""
 
 import re
+import sys
+from importlib.util import find_spec
 
 # Of a URL, also as a path, which has one slash: up to the last "@" before the path. A password may contain
 # any character but "/".
@@ -21,6 +23,14 @@ def printable(text: str) -> str:
     if ":/" in text:
         text = _PART.sub(r"\1", _QUERY.sub(r"\1", _USER.sub(r"\1", text)))
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], _SIGNATURE.sub(r"\1...", text))
+
+
+def check_installed() -> None:
+    """End this process with one line if what all commands import is missing: in a clone before its set-up."""
+    if missing := [name for name in ("torch", "numba", "tyro") if find_spec(name) is None]:
+        way = "in a clone, run `make demo` and `source .venv/bin/activate`"
+        sys.stderr.write(f"error: the package {missing[0]} is missing; {way}\n")
+        sys.exit(2)
 
 
 class Sa1bError(Exception):

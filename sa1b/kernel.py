@@ -62,7 +62,8 @@ def cache_folder() -> Path | None:
     """The folder of compiled kernels; None if this process cannot use a cache."""
     package = Path(__file__).parent
     try:
-        folder = _home() / source_digest(package)[:16]
+        named = os.environ.get("NUMBA_CACHE_DIR")
+        folder = (Path(named) / "sa1b" if named else user_folder() / "kernels") / source_digest(package)[:16]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         tempfile.TemporaryFile(dir=folder).close()
         # The process runs code from this folder, which therefore must belong to the user.
@@ -82,11 +83,10 @@ def source_digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _home() -> Path:
-    if named := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(named) / "sa1b"
+def user_folder() -> Path:
+    """The user's cache: $XDG_CACHE_HOME/sa1b, else ~/.cache/sa1b; RuntimeError: no home folder."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(named) if Path(named).is_absolute() else Path.home() / ".cache") / "sa1b" / "kernels"
+    return (Path(named) if Path(named).is_absolute() else Path.home() / ".cache") / "sa1b"
 
 
 @cache

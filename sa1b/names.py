@@ -13,15 +13,8 @@ from collections.abc import Container
 from typing import NamedTuple
 
 MASK_KEYS = (  # of an annotation in SA-1B, in their order
-    "bbox",
-    "area",
-    "segmentation",
-    "predicted_iou",
-    "point_coords",
-    "crop_box",
-    "id",
-    "stability_score",
-)
+    "bbox", "area", "segmentation", "predicted_iou", "point_coords", "crop_box", "id", "stability_score",
+)  # fmt: skip
 SHARD_PREFIX = "sa1b-"
 ID_END = 2**63  # ids of images and masks are smaller
 _IMAGE_PREFIX = "sa_"

@@ -18,26 +18,27 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 
-from sa1b.console import before_training, broken_pipe, command, counted
-
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))  # of a clone that is not installed
+    from sa1b.console import before_training
+
     before_training()
 
 import torch
 from torch import Tensor
 
+from sa1b.console import broken_pipe, command, counted
 from sa1b.engine import config as settings
 from sa1b.engine import vocabulary
-from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.ranks import network
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.gradients import Buffers, clear, micro_batch, reduction_of, warm_up
+from sa1b.engine.step.gradients import Buffers, clear, micro_batch, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
-from sa1b.engine.step.run import PLANNER, Run, fitted, watched
+from sa1b.engine.step.run import PLANNER, Run, check_fit, watched
 from sa1b.engine.watch.control import HealthError
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import OTHER, Phases
@@ -56,21 +57,20 @@ from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.recipes.scorer import score, scored_model
 from sa1b.report import AboveBar
+from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
 from sa1b.stream.plan import process_rank
 
 TOUR = (
-    140,
-    "Train",
+    100,
+    "Training",
     "train a model",
     "sa1b train --preset tiny --data.root shards --out run\n"
     "                several GPUs: torchrun --nproc_per_node=8 -m sa1b.train ...",
 )
 
-# Steps between collections of Python's cyclic garbage. Processor time of the collections on two ranks, tiny
-# model: 0.2 to 0.3 ms a step and at most 16 ms at once; Python's own took 1.6 to 2.1 and 242 ms.
-GARBAGE_STEPS = 100
+GARBAGE_STEPS = 100  # between collections, of at most 16 ms; Python's own took 242 ms
 RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step
 
 
@@ -78,7 +78,6 @@ def train(run: Run) -> None:
     """The training loop, until the last step or until a rank is asked to stop."""
     config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
     optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
-    wrapper, reduction = run.wrapper, reduction_of(module)
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     phases.enter(OTHER, step=run.step)
     run.evaluate_if_missing()
@@ -92,10 +91,8 @@ def train(run: Run) -> None:
         profiler.before(run.step)
         phases.begin(run.step)
         buffers.keep()
-        lr = lr_at(config.optim, config.data.global_batch, run.step)
-        set_lr(optimizer, lr)
-        totals: dict[str, Tensor] = {}
-        ids: list[Tensor] = []
+        set_lr(optimizer, lr := lr_at(config.optim, config.data.global_batch, run.step))
+        totals, ids = dict[str, Tensor](), list[Tensor]()
         for number, batch in phases.numbered("data", feed.step()):
             with phases.part("compute", number), micro_batch(module, last=number == feed.micro_batches):
                 sums = run.forward_backward(batch, number)
@@ -103,11 +100,8 @@ def train(run: Run) -> None:
             ids.append(batch.ids)
         with phases.part("sync"):
             norm = run.train_step.finish(totals["count"])
-            numbers = run.numbers(ids)
-            images = sum(map(len, ids)) if wrapper is None or wrapper.counts else 0
+            images, numbers = sum(map(len, ids)), run.numbers()
             figures = control.exchange(totals, norm, images, numbers, run.worst())  # waits for the device
-        if wrapper is not None:
-            wrapper.check(run.step + 1, figures.ranks, config.folder)
         with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
@@ -115,13 +109,10 @@ def train(run: Run) -> None:
                 update_ema(optimizer, config.optim, run.step)
                 buffers.share()
             else:
-                if reduction is not None:
-                    reduction.undo()
                 buffers.restore()
                 if run.health.skipped == 1:
-                    run.metrics.say(
-                        f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
-                    )
+                    skipped = f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
+                    run.metrics.say(skipped)
             scaler.update()
             clear(module, optimizer)
             if run.step % GARBAGE_STEPS == 0:
@@ -137,13 +128,13 @@ def train(run: Run) -> None:
 
 def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    return _run(fitted(config, process_rank()[1]), callbacks)
+    check_fit(config, process_rank()[1])
+    return _run(config, callbacks)
 
 
 def _run(config: Config, callbacks: Sequence[Callback]) -> int:
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
-    code = 0
-    phases = Phases()
+    code, phases = 0, Phases()
     gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
     connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
     connection.apply()
@@ -157,6 +148,7 @@ def _run(config: Config, callbacks: Sequence[Callback]) -> int:
         with watched(config, rank_info, phases):
             score(config, partial(scored_model, config), rank_info, phases)
     else:
+        prove_for_run(config, rank_info.device, rank_info.local_rank)
         with watched(config, rank_info, phases):
             code = train_and_close(begin(config, rank_info, phases, callbacks))
     stop()  # not after an error, because this rank would wait for the others
@@ -205,7 +197,7 @@ def train_and_close(run: Run) -> int:
         if run.step > begun:
             print("\n".join(how_it_ended(run)), flush=True)
     elif control.stopping and rank_info.rank == 0:
-        print(how_it_stopped(run.step, config.deadline, control.stop), flush=True)
+        print(how_it_stopped(run.step, run.checkpoint, config.deadline, control.stop), flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)
@@ -214,7 +206,7 @@ def train_and_close(run: Run) -> int:
 def how_it_ended(run: Run) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
     config, out, name = run.config, run.config.out.rstrip("/"), PurePath(run.config.out).name
-    lines = [f"checkpoint: {out}/checkpoints/{folder_name(run.step)}", f"result: {run.metrics.result}"]
+    lines = [f"checkpoint: {run.checkpoint}", f"result: {run.metrics.result}"]
     lines += run.best.lines(out)
     if seen := run.feed.seen():
         parts = [
@@ -256,9 +248,14 @@ def main(
     config: Config | None = None
     try:
         words = sys.argv[1:] if arguments is None else arguments
+        if not words and presets is PRESETS and Path("demo/shards/dataset.json").exists():
+            words = ["--preset", "tiny", "--data.root", "demo/shards"]
+            sys.stderr.write("" if rank else f"{shlex.join(words)}: without arguments, after `make demo`\n")
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
-        config = fitted(settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu), world_size)
+        parsed: Config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
+        check_fit(parsed, world_size)
+        config = parsed
         return _run(config, callbacks)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
@@ -269,8 +266,8 @@ def main(
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return broken_pipe()
         tell_torchrun(error)
-        # One write, so that lines of several ranks do not mix.
-        sys.stderr.write(explain(error, rank, world_size))
+        images = 1 if config is None or config.evaluate_only else config.micro_batches(world_size)[0]
+        sys.stderr.write(explain(error, rank, world_size, images))  # at once: lines of ranks do not mix
         return 1
 
 

@@ -1,11 +1,8 @@
 """Supervised worker processes: one process per task, so that no task hangs or is lost silently.
 
-A process pool that loses a worker may wait forever or lose the worker's task. Here every task has its own
-process and pipe. A process that ends without a result is started again. After `retries` retries the task is
-reported as lost, and the other tasks continue. A process that reports no progress for `stall_timeout` seconds
-is killed, and its task is retried once. If the parent process dies, its workers exit.
-
-An event takes 6 to 20 microseconds of the parent's time, for any number of tasks.
+Every task has its own process and pipe. A process that ends without a result is started again. After
+`retries` retries the task is reported as lost, and others continue. A process without progress for
+`stall_timeout` seconds is killed, and its task is retried once. With the parent, its workers exit.
 """
 
 import contextlib

@@ -28,8 +28,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sa1b import workers
-from tests import forked_workers, processes, skipped
+from tests import (
+    forked_workers,  # before the package
+    gate,
+    processes,
+    skipped,
+)
 
 # The same examples wherever CI is set. No example has a deadline: a busy machine is slow, and the first call
 # of a kernel compiles it.
@@ -43,13 +47,7 @@ OF_A_GPU = ("gpu", "cuda_host")
 _SECONDS = 5.0  # of a test that is not among them, after which the last lines of `make test` name it
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _workers_of_tests() -> Iterator[None]:
-    """Worker processes of the test process start as forks: see forked_workers.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "_CONTEXT", workers._CONTEXT)
-        forked_workers.use_server()
-        yield
+forked_workers.use_server()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,8 +79,15 @@ def is_long(name: str) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers are compared with -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    is_asked = "gate" in config.option.markexpr  # to read all files takes 5 s
     for item in items:
+        if item.get_closest_marker("gate"):
+            raise pytest.UsageError(f"{item.nodeid}: the marker gate is computed, see tests/gate.py")
+        name = item.nodeid.partition("::")[2].partition("[")[0]
+        is_quick = not any(map(item.get_closest_marker, ("slow", "ceph")))
+        if is_asked and is_quick and isinstance(item, pytest.Function) and gate.is_gate(item.path, name):
+            item.add_marker(pytest.mark.gate)
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -1,29 +1,49 @@
 """Worker processes that start as forks of a process with ingest's modules and compiled kernels.
 
 The package starts a new interpreter for each worker, which takes 0.8 s of processor time: tests/test_workers.py
-and the commands that tests start with `subprocess` do so. `use_server` is for a process that runs tests and
-has threads; `use_fork` is for a command that was forked itself.
+and the commands that tests start with `subprocess` do so. Import this module before the package: what the
+package then asks multiprocessing for is the context that `use_server` or `use_fork` has chosen. The first is for
+a process that runs tests and has threads, the second for a command that was forked itself.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakSet
 
-from sa1b import workers
+
+class _Chosen:
+    """The context of the package's workers."""
+
+    def __init__(self) -> None:
+        self.context: Any = _get_context("spawn")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.context, name)
+
+
+def _chosen_by_the_package(method: str | None = None) -> Any:
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    return _chosen if method == "spawn" and asks.startswith("sa1b.") else _get_context(method)
+
+
+_get_context = multiprocessing.get_context
+_chosen = _Chosen()
+multiprocessing.get_context = _chosen_by_the_package
 
 
 def use_server() -> None:
     """From now on, workers of this process are children of a server, which starts with the first worker."""
-    context = multiprocessing.get_context("forkserver")
+    context = _get_context("forkserver")
     context.set_forkserver_preload(["pytest", "tests.warm_up"])
-    workers._CONTEXT = context  # type: ignore[assignment]
+    _chosen.context = context
 
 
 def use_fork() -> None:
     """From now on, workers of this process are forks of it."""
-    workers._CONTEXT = _Fork()  # type: ignore[assignment]
+    _chosen.context = _Fork()
 
 
 class _Fork:
@@ -34,7 +54,7 @@ class _Fork:
     """
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("fork")
+        self.context = _get_context("fork")
         self.ends: WeakSet[Connection] = WeakSet()
 
     def Pipe(self) -> tuple[Connection, Connection]:

@@ -1,10 +1,14 @@
-"""Registers, spills and shared memory of the Triton kernels, compiled ahead of time for several GPUs.
+"""Registers, spills, shared memory and machine code of the Triton kernels, compiled ahead of time for several GPUs.
 
     python -m tests.kernel_resources           writes tests/kernel_resources.json
 
 A training step of a decoder with the sizes of ViT-B, and the rasteriser, run on the CPU with the operators of
 a CUDA device. Each launch compiles its kernel for each GPU and starts nothing. Triton's `ptxas` assigns the
 registers, so figures are compared only with those of the same version of Triton.
+
+`lost_values` reads machine code. ptxas 12.8, of Triton 3.6 and 3.7, miscompiles products of sm_90 some of whose
+operands have rows of 32 numbers: the descriptor of an operand comes from uniform registers that nothing writes,
+or the stack pointer serves as a zero. PTX is right; results are wrong, or the process ends.
 """
 
 import json
@@ -27,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.account import as_on_a_gpu
 from sa1b.engine.config import build
-from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.run import TrainStep
 from sa1b.masks import raster_triton
@@ -42,8 +46,12 @@ GPUS = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 PRECISIONS = ("bf16", "fp16", "fp32")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _RUN = JITFunction.run
-Resources = dict[str, list[int]]  # kernel with its sizes -> see `FIGURES`
 FIGURES = "registers", "bytes of stack", "bytes of shared memory", "threads"
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S+)\s*([^;]*?)\s*;")
+# Their results lie in uniform registers, as those of all instructions whose names start with U.
+_TO_UNIFORM = "U", "R2UR", "S2UR", "LDCU", "REDUX", "CREDUX", "VOTEU"
+# They set the stack pointer at the start. LLVM has PRMT take undefined bytes, for which any register will do.
+_OF_STACK = re.compile(r"(?:LDC|MOV|IMAD\.MOV|IADD3|VIADD)\S* R1,|PRMT")
 
 
 class _NoDevice:
@@ -62,9 +70,11 @@ class _NoDevice:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources:
-    """The resources of all kernels on a GPU of this compute capability."""
-    found: Resources = {}
+def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> dict[str, tuple[list[int], str]]:
+    """What `FIGURES` names and the machine code of all kernels on a GPU of this compute capability, by name and
+    sizes.
+    """
+    found: dict[str, tuple[list[int], str]] = {}
 
     def launch(kernel: Any, *arguments: Any, **options: Any) -> None:
         compiled = _RUN(kernel, *arguments, warmup=True, **options)
@@ -74,7 +84,8 @@ def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources
             f"{x:g}" if isinstance(x, float) else x for x in arguments if isinstance(x, int | float | str)
         ]
         words = [kernel.__name__, *sorted(formats), *constants, *(f"{name}={x}" for name, x in sizes.items())]
-        found[" ".join(map(str, words))] = _resources(compiled)
+        if (key := " ".join(map(str, words))) not in found:
+            found[key] = _read(compiled)
 
     driver.set_active(_NoDevice(capability))
     modules = tokens_to_image_triton, image_to_tokens_triton
@@ -84,6 +95,8 @@ def of_gpu(capability: int, precisions: Iterable[str] = PRECISIONS) -> Resources
             stack.enter_context(patch)
         for precision in precisions:
             _train(precision)
+            with mock.patch.object(image_to_tokens_triton, "gcd", return_value=1):
+                _train(precision)  # programs of one tile, as for images of 640 pixels
         _rasterize()
     return found
 
@@ -103,23 +116,51 @@ def _rasterize() -> None:
     with mock.patch.object(raster_triton, "COMPILED", False):
         for dtype in (torch.uint8, torch.bfloat16, torch.float32):
             raster_triton.rasterize_frame(runs, offsets, 3, 4, 1024, 1024, dtype=dtype)
+        sizes, flip = torch.tensor([[3], [4]]), torch.tensor([True])
+        raster_triton.rasterize_frame(runs, offsets, *sizes, 1024, 1024, flip=flip)
 
 
-def _resources(compiled: Any) -> list[int]:
+def _read(compiled: Any) -> tuple[list[int], str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [_TOOLS / "cuobjdump", "-res-usage", file.name]
+        command = [_TOOLS / "cuobjdump", "-res-usage", "-sass", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", printed)}
-    return [usage["REG"], usage["STACK"], compiled.metadata.shared, 32 * compiled.metadata.num_warps]
+    return [usage["REG"], usage["STACK"], compiled.metadata.shared, 32 * compiled.metadata.num_warps], printed
+
+
+def lost_values(code: str) -> list[str]:
+    """The instructions of machine code that read a uniform register which no instruction before them writes, or
+    the stack pointer outside of an address.
+    """
+    written, lost = set[int](), []
+    for name, operands in _INSTRUCTION.findall(code):
+        kind, *forms = name.split(".")
+        read, results = set[int](), set[int]()
+        wide = 4 if "128" in forms else 2 if {"64", "WIDE"} & {*forms} else 1
+        for index, operand in enumerate(operands.split(",")):
+            first, size = 0, 2 if re.search(r"\bg?desc\[", operand) else wide if kind == "UIADD3" else 1
+            if kind == "HGMMA" and "gdesc[" in operand:  # of both operands; one in registers has none
+                first, size = (2, 2) if index > 1 else (0, 4)
+            result = index == 0 and kind.startswith(_TO_UNIFORM) and "[" not in operand
+            for register in map(int, re.findall(r"\bUR(\d+)", operand)):
+                if result:
+                    results.update(range(register, register + wide))
+                else:
+                    read.update(range(register + first, register + first + size))
+        outside = re.search(r"\bR1\b", re.sub(r"\[[^]]*]", "", operands))
+        if not read <= written or (outside and not _OF_STACK.match(f"{name} {operands}")):
+            lost.append(f"{name} {operands}")
+        written |= results
+    return lost
 
 
 if __name__ == "__main__":
     document = {
         "triton": triton.__version__,
         "figures": FIGURES,
-        "gpus": {f"sm_{one}": of_gpu(one) for one in GPUS},
+        "gpus": {f"sm_{one}": {name: x for name, (x, _) in of_gpu(one).items()} for one in GPUS},
     }
     text = json.dumps(document, indent=1)
     RECORDED.write_text(re.sub(r"\n\s+(\d+)(,?)(?:\n\s+(?=\]))?", r"\1\2", text) + "\n")  # a kernel, a line

@@ -21,11 +21,14 @@ interpreter options (`python -W error`), and commands with other values of the v
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
 import multiprocessing.process
 import os
+import pkgutil
+import re
 import runpy
 import select
 import signal
@@ -45,27 +48,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sa1b import console, verbs
-from tests import forked_workers
+from tests import forked_workers  # before the package
 
 REPOSITORY = Path(__file__).parents[1]
 PRELOADED = (
-    "sa1b.cli",
     "tests.train.preloaded",
-    # Modules that only some settings load. torch's part of "zero1" compiles functions: 0.4 s.
-    "sa1b.engine.ranks.compression",
-    "sa1b.engine.ranks.pipeline",
-    "sa1b.engine.ranks.zero1",
-    "sa1b.engine.watch.stragglers",
-    "sa1b.engine.watch.watchdog",
-    "sa1b.train",
-    "sa1b.programs.doctor.all_checks",
-    "sa1b.programs.export.source_tars",
-    "sa1b.programs.gallery.page",
-    "sa1b.ingest.reshard",
-    "sa1b.programs.synthetic.source_tars",
-    "sa1b.verify.verify",
-    "sa1b.views.view",
     "tests.warm_up",  # with the compiled kernels of ingest
     "torch.distributed.checkpoint.format_utils",
     "torch.distributed.run",
@@ -417,6 +404,7 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
     os.chdir(settings["folder"])
     os.environ.clear()
     os.environ.update(settings["environment"])
+    faulthandler.enable()  # a child that dies says where
     tempfile.tempdir = None  # look up TMPDIR again
     forked_workers.use_fork()
     vars(multiprocessing.process)["ORIGINAL_DIR"] = settings["folder"]
@@ -433,6 +421,13 @@ def _become(settings: dict[str, Any], streams: list[int]) -> None:
     else:
         sys.argv, sys.path[0] = [first, *words], str(Path(first).resolve().parent)
         runpy.run_path(first, run_name="__main__")
+
+
+def _of_the_package() -> Iterator[str]:
+    """All modules but those that need packages which a machine may lack."""
+    for one in pkgutil.walk_packages([str(REPOSITORY / "sa1b")], "sa1b."):
+        if not re.search(r"_triton$|\.integrations|__main__|lightning|ray_tasks", one.name):
+            yield one.name
 
 
 def _use_huge_pages() -> None:
@@ -486,12 +481,8 @@ if __name__ == "__main__":
     # Before the imports, which may set variables.
     about = json.dumps({"pid": os.getpid(), "read_at_start": read_at_start(os.environ)}).encode()
     gc.disable()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *_of_the_package()):
         importlib.import_module(name)
-    for verb in verbs.in_order():
-        verbs.module_of(verb)
-    # The first one imports and compiles what the others of a process use.
-    console.parse(verbs.module_of("reshard").main, ["a.tar", "--out", "root"], "reshard")
     gc.collect()
     gc.freeze()  # a child's collections do not copy the memory of these modules
     gc.enable()

@@ -126,6 +126,7 @@ REASONS = {
     "stream/columns.py _remove": TEMPORARY,
     "programs/synthetic/source_tars.py write_tar": FINAL,
     "programs/synthetic/source_tars.py write_tars": TEMPORARY,
+    "programs/transfer/dataset_copy.py _finish": NAMED,
     "programs/transfer/dataset_copy.py _object": TEMPORARY,
     "programs/transfer/dataset_copy.py _quarantine": "files with the names that `Quarantine` gives",
     "verify/recover.py rebuild_index": TEMPORARY,

@@ -58,10 +58,7 @@ CORE = (
     *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation", "technique")),
     *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "folder", "tensors")),
 )
-TECHNIQUES = (
-    *("ranks.zero1", "ranks.compression", "ranks.pipeline"),
-    *("planner", "watch.stragglers", "watch.watchdog"),
-)
+TECHNIQUES = ("planner", "watch.stragglers", "watch.watchdog")
 
 
 def files_of(technique: str) -> list[Path]:

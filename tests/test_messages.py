@@ -133,8 +133,6 @@ def test_a_command_that_needs_a_dataset_directory_has_it() -> None:
 CAUGHT = {
     "engine/checkpoint/sealed_folder.py": "the readers of a checkpoint, as damage of its file",
     "grounding/alignment.py": "the command line, which names the flag",
-    "programs/doctor/all_checks.py": "the doctor, as a finding",
-    "programs/doctor/check.py": "the doctor, as a finding",
     "sam/model.py": "the command line, which names the flag",
     "sam/published.py": "recipes/weights.py, which names the file",
     "sam/recipe.py": "the command line, which names the flag",

@@ -11,6 +11,12 @@ def test_lines_files_docstrings_and_circles_are_within_the_budget() -> None:
     assert {name: value for name, value in size.figures().items() if value > budgets[name]} == {}
 
 
+def test_no_room_is_larger_than_its_ceiling_and_each_has_one() -> None:
+    found, ceilings = size.rooms(), size.budgets()["rooms"]
+    assert {room: lines for room, lines in found.items() if lines > ceilings.get(room, 0)} == {}
+    assert set(ceilings) == set(found)
+
+
 def test_data_that_goes_back_is_within_the_budget(tmp_path: Path) -> None:
     found = {name: len(route.returns) for name, route in size.routes(tmp_path).items()}
     assert len(found) == 5

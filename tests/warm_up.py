@@ -5,13 +5,14 @@ import tempfile
 from pathlib import Path
 
 import sa1b.verify.verify  # noqa: F401
+from tests.ingest import inside
 from tests.shards import tiny
 
 
 def _ingest() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny.make_tar(Path(folder) / "sa_000000.tar", range(2))
-        tiny.ingest_tar(Path(folder) / "sa_000000.tar", Path(folder) / "root")
+        inside.ingest_tar(Path(folder) / "sa_000000.tar", Path(folder) / "root")
 
 
 _ingest()

@@ -3,10 +3,9 @@
 Every step is a command that also works on real tars. The demo prints each command before it runs it. The demo
 may be run again; finished steps are recognised.
 
-The images are simple scenes: a few large objects with smooth outlines and plain surfaces, without SA-1B's
-statistics. On the 33 held-out images (410 masks) the model reaches a mean IoU of 0.62 at one click and 0.86
-at five. On scenes with SA-1B's statistics (25 held-out images, 277 masks of at least 0.5 % of the image) the
-same model and losses reach 0.50 and 0.74 after 289 steps of 4 images.
+The images are simple scenes of a few large objects. On the 33 held-out images (410 masks) the model reaches a
+mean IoU of 0.62 at one click and 0.86 at five. On scenes with SA-1B's statistics (25 held-out images, 277
+masks of at least 0.5 % of the image) the same model and losses reach 0.50 and 0.74 after 289 steps of 4.
 """
 
 import json
@@ -31,8 +30,7 @@ def main(folder: Positional[Path] = Path("demo"), workers: int = 2) -> int:
         folder: Folder for all files; created if it is missing.
         workers: Worker processes.
     """
-    source, shards, gallery = folder / "source", folder / "shards", folder / "gallery.html"
-    run = folder / "run"
+    source, shards, run, gallery = (folder / name for name in ("source", "shards", "run", "gallery.html"))
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")  # git ignores the folder in any repository

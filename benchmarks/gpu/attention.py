@@ -28,12 +28,12 @@ from sa1b.sam.transformer import TwoWayLayer, layer_norm
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-5}  # relative, of the results and of all gradients
 # Modules and constants of the kernels of `image_to_tokens`, and values that may be faster.
 PLACES: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = (
-    ("image_to_tokens", "FORWARD_PLACES", ((32, 1, 8, 1), (64, 1, 8, 3), (64, 8, 8, 1))),
-    ("image_to_tokens", "BACKWARD_PLACES", ((32, 1, 8, 1), (32, 64, 8, 1))),
+    ("image_to_tokens", "FORWARD_PLACES", ((64, 1, 8, 3), (64, 16, 8, 1))),
+    ("image_to_tokens", "BACKWARD_PLACES", ((64, 1, 8, 1), (64, 16, 8, 1))),
     ("image_to_tokens", "ROWS_PLACES", ((32, 128, 8, 1), (64, 64, 8, 1))),
     ("tokens_to_image", "FORWARD_PLACES", ((32, 8, 2), (64, 8, 1))),
     ("tokens_to_image", "ROWS_PLACES", ((32, 8, 1), (64, 8, 1))),
-    ("tokens_to_image", "OWN_PLACES", ((32, 8, 1), (64, 8, 1))),
+    ("tokens_to_image", "OWN_PLACES", ((64, 8, 1),)),
     ("tokens_to_image", "SHARED_PLACES", ((32, 8, 1), (32, 8, 2))),
 )
 Form = Callable[[RelativeAttention, Tensor], Tensor]

@@ -20,7 +20,7 @@ PARTS = (
     _checks("tests", "cuda_tests:work", 120, "pytest -m gpu"),
     _checks("race", "loader:race", 80, "2,000 batches, a busy default stream, a slow caller", "material"),
     _checks("equal", "loader:equal", 60, "batches on the device equal those on the CPU", "material"),
-    _checks("modes", "training:modes", 80, "none, ddp, zero1 and fsdp compute the same", "material"),
+    _checks("modes", "training:modes", 80, "none, ddp and fsdp compute the same", "material"),
     _checks("commands", "commands:work", 120, "commands that train, evaluate, label and adapt", "material"),
     _checks("failure", "training:failure", 60, "a run out of memory ends with its reason", "material"),
     _checks("precision", "training:precision", 80, "tf32, bf16 and fp16 beside fp32", "material"),

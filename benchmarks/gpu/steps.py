@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,29 +24,28 @@ from sa1b.engine.step.gradients import clear
 from sa1b.engine.step.run import Run
 from sa1b.engine.watch.phase import Phases
 from sa1b.recipes import presets
-from sa1b.sam import image_tokens
-from sa1b.sam.kernel_check import KERNELS
+from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.stream.batch import Batch
 
 Change = Callable[[], AbstractContextManager[Any]]
 WITHOUT_GRAPHS = ("--model.no-cuda-graphs",)
+WITHOUT_KERNELS = ("--model.kernels", "none")
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def work(setting: Setting, record: Record) -> None:
     """Micro-batches of 8, 4, 2 and 1 images; 8 and 1 without CUDA graphs, 8 with other kernels."""
-    without_kernels = partial(patch.object, image_tokens, "LEFT_OUT", set(KERNELS))
     cases: list[tuple[str, int, Change, tuple[str, ...]]] = [
         ("8 images", 8, nullcontext, ()),
         ("8 images, without CUDA graphs", 8, nullcontext, WITHOUT_GRAPHS),
         ("1 image", 1, nullcontext, ()),
         ("1 image, without CUDA graphs", 1, nullcontext, WITHOUT_GRAPHS),
-        ("8 images, kernels of torch", 8, without_kernels, ()),
+        ("8 images, kernels of torch", 8, nullcontext, WITHOUT_KERNELS),
         ("4 images", 4, nullcontext, ()),
         ("2 images", 2, nullcontext, ()),
         ("8 images, without cuDNN attention", 8, partial(sdpa_kernel, WITHOUT_CUDNN), ()),
     ]
-    for label, images, changed, flags in setting.pick(cases, [("2 images", 2, without_kernels, ())]):
+    for label, images, changed, flags in setting.pick(cases, [("2 images", 2, nullcontext, WITHOUT_KERNELS)]):
         with record.attempt(label), ExitStack() as stack:
             stack.enter_context(changed())
             run, batch = stack.enter_context(_run(setting, images, flags))
@@ -61,6 +59,7 @@ def _run(setting: Setting, images: int, more: tuple[str, ...]) -> Iterator[tuple
     flags += ("--data.masks", setting.pick(64, 4), "--optim.steps", 1000, *more)
     config = settings.parse([*map(str, flags)], None, presets.PRESETS, "train")
     rank_info = start(config.parallel)
+    prove_for_run(config, rank_info.device, rank_info.local_rank)
     run = Run(settings.agree(config.resolved(), rank_info), rank_info, Phases())
     run.module.train()
     try:

@@ -23,7 +23,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
 from sa1b.engine import config as settings
-from sa1b.engine.planner.fake_step import measure
+from sa1b.engine.planner import measure
 from sa1b.engine.settings import autocast, set_float32
 from sa1b.engine.watch.hardware import peak_flops
 from sa1b.recipes import presets
@@ -230,9 +230,7 @@ def costliest_kernels(events: Iterable[Mapping[str, Any]], most: int = 40) -> st
 
 def modes(setting: Setting, record: Record) -> None:
     """One process, twice, and a group of one rank in each mode: equal within rounding."""
-    names = {"none": "none", "none again": "none", "ddp": "ddp", "zero1": "zero1", "fsdp": "fsdp"}
-    if setting.tiny:
-        del names["zero1"]
+    names = {"none": "none", "none again": "none", "ddp": "ddp", "fsdp": "fsdp"}
     runs = _small_runs(setting, {label: ("--parallel.mode", mode) for label, mode in names.items()})
     reference = runs["none"]
     for label in list(names)[1:]:

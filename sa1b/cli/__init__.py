@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if not words:
         end(2, _tour(), sys.stderr)  # an error, because a script may have passed an empty variable
     first = words[0]
-    # A verb of two words comes first: `bench scaling` never reads a folder scaling, `bench ./scaling` does.
+    # A verb of two words comes first: `plan train` never reads a folder train, `plan ./train` does.
     if " " in (both := " ".join(words[:2])) and both in verbs.paths():
         _run(both, words[2:])
     if first in verbs.paths():

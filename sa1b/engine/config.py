@@ -21,7 +21,7 @@ import tyro
 from torch import nn
 
 from sa1b.arguments import Range, plain_root, plain_words, was_url
-from sa1b.console import command, usage_errors
+from sa1b.console import command, counted, usage_errors
 from sa1b.engine import vocabulary
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
@@ -129,7 +129,15 @@ class Config(ABC):
         """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
         UsageError: the global batch does not fit this number of ranks.
         """
-        return parallel.micro_batches(self.data, self.parallel, world_size)
+        return parallel.micro_batches(self.data, world_size)
+
+    def step_images(self, world_size: int) -> str:
+        """The images of a step as a product, in one line."""
+        batch, (size, count) = self.data.global_batch, self.micro_batches(world_size)
+        product = counted(count, "micro-batch", "es")
+        times = "x" if batch == world_size * count * size else "of up to"
+        product = f"{counted(world_size, 'rank')} x {product} {times} {counted(size, 'image')}"
+        return f"{counted(batch, 'image')} = {product}"
 
     def roots(self) -> list[str]:
         """The dataset directories of the run."""
@@ -180,7 +188,7 @@ def parse(
     Args:
         presets: name -> settings; the first is the default.
         prog: name of the command in the help; by default the command that started this process.
-        root: --data.root if the flag is missing; if empty, the flag is required.
+        root: --data.root if the flag is missing, and --data.text; if empty, the flags are required.
         world_size: number of ranks of the run; by default of this process group.
         on_cpu: the default preset of a run that starts from random weights; None: the first one.
     UsageError: a flag cannot be read, or flags do not fit together; the message names them.
@@ -204,7 +212,8 @@ def parse(
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if root:
-            default = replace(default, data=replace(default.data, root=root))
+            text = root if default.reads_text else None
+            default = replace(default, data=replace(default.data, root=root, text=text))
         prog = prog or vocabulary.program()
         stack.enter_context(usage_errors(prog, "--data.root"))
         config: Config = tyro.cli(
@@ -285,13 +294,6 @@ def _check(config: Config) -> None:
             "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
             "--evaluation.images"
         )
-    divided = parallel.mode_of(config.parallel).divides_steps
-    if not divided and (config.evaluation.view is not None or config.evaluate_only):
-        flag = "--evaluate-only" if config.evaluate_only else "--evaluation.view"
-        raise UsageError(
-            f"{flag}: does not work with --parallel.mode pipeline, in which no rank has the complete model; "
-            f"train without it, and evaluate with --evaluate-only --parallel.mode ddp"
-        )
     if config.json_output and not config.evaluate_only:
         raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
     if config.evaluation.view is not None and config.evaluation.view == config.data.view:
@@ -343,7 +345,6 @@ def _is_inside(out: Path, root: str) -> bool:
 
 
 def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """All flags of type float."""
     if isinstance(document, dict):
         for name, value in document.items():
             yield from _numbers(value, f"{path}.{name}" if path else name.replace("_", "-"))

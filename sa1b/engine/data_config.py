@@ -18,11 +18,11 @@ from sa1b.stream.tokenizer import BYTES
 from sa1b.workers import memory_limit
 
 
-def with_flags(error: ValueError, prefix: str = "--data.") -> UsageError:
+def with_flags(error: ValueError) -> UsageError:
     """Convert an error about arguments of `Stream` to one about the flags that set them."""
     names = "|".join(setting.name for setting in fields(DataConfig))
-    message = re.sub(rf"\b({names})=", lambda match: f"{prefix}{match[1].replace('_', '-')} ", str(error))
-    return UsageError(message if message.startswith(prefix) else f"--data: {message}")
+    message = re.sub(rf"\b({names})=", lambda match: f"--data.{match[1].replace('_', '-')} ", str(error))
+    return UsageError(message if message.startswith("--data.") else f"--data: {message}")
 
 
 def available_memory() -> float:
@@ -56,7 +56,7 @@ class DataConfig:
         block_size: Neighbouring images that are read together, for disks that are slow at random reads.
         target_size: Size in pixels of the square in which losses and scores are computed; by default a
             quarter of the image size, which is the size of the decoder's masks.
-        threads: Threads of each rank that read and decode; by default its share of the CPUs of the job.
+        threads: Threads of each rank that read and decode; by default its share of the CPUs, at most 8.
         prefetch: Micro-batches that are prepared in advance.
         decode: Where JPEG files are decoded: cpu, or gpu (needs the extra gpu). auto: on the CPU, until rates
             on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.

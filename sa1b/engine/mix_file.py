@@ -10,7 +10,7 @@ A source has the settings of `--data.` that differ from the flags, and the field
 relative to the current folder, as in flags.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import msgspec
 
 from sa1b.engine.data_config import DataConfig
 from sa1b.errors import UsageError
+from sa1b.stream.mix import Mix
 from sa1b.stream.mixture import fraction_of
 
 # Settings of a step or a process, which all sources share.
@@ -63,12 +64,13 @@ class MixSource:
 
 
 def read_mix(
-    config: DataConfig, flag: str = "--data.mix"
+    config: DataConfig, history: Sequence[Sequence[int]] = ()
 ) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
     """The sources and the schedule, position -> weights, of the file. UsageError names file and source.
-    `flag`: the name of the flag in messages.
+    `history`: step and position from which a run has each global
+    batch, for `from_step`. Of two changes at one position, the later one in the file holds.
     """
-    flag = f"{flag} {config.mix}"
+    flag = f"--data.mix {config.mix}"
     try:
         text = Path(str(config.mix)).read_bytes()
         mixture = msgspec.yaml.decode(text, type=_File)
@@ -92,11 +94,12 @@ def read_mix(
             raise UsageError(f"{flag}: schedule: a change must have either from_step or from_position")
         position, where = change.from_position, f"{flag}: schedule: from_position {change.from_position}"
         if change.from_step is not None:
-            position = change.from_step * config.global_batch
+            known = [one for one in history if one[0] <= change.from_step] or [(0, 0, config.global_batch)]
+            position = known[-1][1] + (change.from_step - known[-1][0]) * known[-1][2]
             where = f"{flag}: schedule: from_step {change.from_step}"
         assert position is not None
-        if position < 1 or position in schedule:
-            raise UsageError(f"{where}: must be above 0, and each position only once")
+        if position < 1:
+            raise UsageError(f"{where}: must be above 0")
         if change.weights.keys() != mixture.sources.keys():
             raise UsageError(
                 f"{where}: has weights of {', '.join(change.weights)}; write one for each of "
@@ -152,3 +155,17 @@ def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig)
 
 def _settings(defaults: Mapping[str, Any]) -> list[str]:
     return [*_Source.__struct_fields__, *(name for name in defaults if name not in _SHARED)]
+
+
+def reschedule(mix: Mix, config: DataConfig, state: Mapping[str, Any]) -> list[list[int]]:
+    """Let the steps of the schedule be those of the run, whose batch may have changed before or now."""
+    history: list[list[int]] = state["history"]
+    size = config.global_batch
+    step, position, batch = history[-1]
+    if batch != size:
+        history = [*history, [step + (state["position"] - position) // batch, state["position"], size]]
+    if len(history) > 1:
+        sources, schedule = read_mix(config, history=history)
+        weighted = {source.name: (mix.streams[source.name], source.weight) for source in sources}
+        mix.plan = Mix(weighted, schedule=schedule).plan
+    return history

@@ -143,39 +143,6 @@ class LimitedModel(Protocol):
     def largest(self) -> Mapping[str, float]: ...
 
 
-@runtime_checkable
-class Divisible(Model, Protocol):
-    """A model that can be divided into the stages of a pipeline: a beginning, equal blocks, and an end.
-
-    `forward(*inputs)` equals `end(through(begin(*inputs), range(depth), *inputs), *inputs)`. One tensor, the
-    stream, passes from block to block. Each part uses only the parameters and saved buffers for which
-    `layer_of` returns 0 (`begin`), i + 1 (block i) or None (`end`); other buffers are on all ranks. Random
-    values depend only on the inputs, which all ranks have.
-
-    Attributes:
-        depth: Number of blocks.
-    """
-
-    @property
-    def depth(self) -> int: ...
-
-    def stream(self, *inputs: Any) -> Tensor:
-        """A tensor on the meta device with the shape and dtype of the stream, also under autocast."""
-        ...
-
-    def begin(self, *inputs: Any) -> Tensor:
-        """The stream before the first block."""
-        ...
-
-    def through(self, stream: Tensor, blocks: range, *inputs: Any) -> Tensor:
-        """The stream after these blocks, from the stream before them."""
-        ...
-
-    def end(self, stream: Tensor, *inputs: Any) -> dict[str, Tensor]:
-        """The result of `forward`, from the stream after the last block."""
-        ...
-
-
 class Scorer(Protocol):
     """The results of an evaluation: sums over all images, and masks to show."""
 
@@ -196,44 +163,9 @@ class Scorer(Protocol):
         ...
 
 
-class Wrapper(nn.Module):
-    """A module around a model that takes steps in its own way, for modes whose ranks have other parameters.
-
-    Every rank reads all images of a step.
-
-    Attributes:
-        module: the model.
-        last: whether the next micro-batch is the last one of its step; see `micro_batch` of
-            `sa1b.engine.step.gradients`.
-        counts: whether the images and sums of this rank count; those of one rank do.
-        elsewhere: names, in `weights()`, of the trained parameters that only other ranks have.
-    """
-
-    last = True
-    counts = True
-    elsewhere: frozenset[str] = frozenset()
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward_backward(self, inputs: tuple[Any, ...], divisor: float) -> dict[str, Tensor]:
-        """Take a micro-batch; see `sa1b.engine.step.gradients.forward_backward`."""
-        raise NotImplementedError
-
-    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
-        """Further numbers that the ranks exchange after a step, from the ids of its images."""
-        return {}
-
-    def check(self, step: int, ranks: Mapping[str, list[float]], folder: Path) -> None:
-        """Check the numbers of all ranks after a step: by name, one of each rank. An error is raised on all
-        ranks, with the run's folder in its message.
-        """
-
-
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP or a `Wrapper`; FSDP changes the module in place and adds no wrapper."""
-    return module.module if isinstance(module, DistributedDataParallel | Wrapper) else module
+    """The module inside DDP; FSDP changes the module in place and adds no wrapper."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def declared(module: nn.Module) -> Model:

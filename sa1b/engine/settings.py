@@ -66,8 +66,6 @@ def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
     return GradScaler(device.type, enabled=precision == "fp16")
 
 
-Schedule = Literal["1f1b", "gpipe"]
-
 # Flags that have an effect in some modes only, with their defaults and these modes.
 _FLAGS_OF_MODES = (
     ("shard", "full", ("fsdp",)),
@@ -75,15 +73,11 @@ _FLAGS_OF_MODES = (
     ("offload", "none", ("fsdp",)),
     ("wrap", "block", ("fsdp",)),
     ("reduce", "fp32", ("fsdp",)),
-    ("static_graph", False, ("ddp", "zero1")),
-    ("find_unused", False, ("ddp", "zero1")),
-    ("broadcast_buffers", False, ("ddp", "zero1")),
-    ("bucket", 25, ("ddp", "zero1")),
-    ("compress", "none", ("ddp", "zero1")),
-    ("compress_after", 1000, ("ddp", "zero1")),
-    ("schedule", "1f1b", ("pipeline",)),
-    ("shares", None, ("none", "ddp", "zero1", "fsdp")),
-    ("sync_batchnorm", False, ("none", "ddp", "zero1", "fsdp")),
+    ("static_graph", False, ("ddp",)),
+    ("find_unused", False, ("ddp",)),
+    ("broadcast_buffers", False, ("ddp",)),
+    ("bucket", 25, ("ddp",)),
+    ("compress", "none", ("ddp",)),
 )
 
 _SECONDS = Range(above=0, unit=" seconds")
@@ -94,10 +88,8 @@ class ParallelConfig:
     """Ranks, devices and precision.
 
     Attributes:
-        mode: none: one process. ddp: every rank has the complete model. zero1: as ddp, but each rank keeps
-            and updates a share of the optimizer state (ZeRO-1). fsdp: ranks have shards of the model,
-            gradients and optimizer state. pipeline: each rank has some of the encoder blocks, the last one
-            also the decoder; every rank reads all images of a step, and micro-batches pass through all ranks.
+        mode: none: one process. ddp: every rank has the complete model. fsdp: ranks have shards of the model,
+            gradients and optimizer state.
         precision: Number format of the matrix products; weights and optimizer are always float32.
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
@@ -112,21 +104,13 @@ class ParallelConfig:
             model, in float32.
         reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
             bytes and rounds the gradient.
-        schedule: For pipeline: order of the micro-batches' forward and backward passes. 1f1b: a backward pass
-            as soon as possible, which keeps fewer activations; needs a micro-batch for each rank. gpipe: all
-            forward passes first.
-        shares: Shares of a step, one for each rank, such as 2,1,1 for a first rank that is twice as
-            fast; --data.micro-batch is that of the largest share. By default all ranks have the same.
-        compress: For ddp and zero1: how gradients are compressed while they are sent. fp16, bf16: rounded to
-            these formats. powersgd:4: approximated by matrices of rank 4; the error is added to the next
-            gradient. Not with --parallel.precision fp16, whose scale changes.
-        compress_after: For powersgd: number of first steps without compression, about a tenth of the run.
-        bucket: For ddp and zero1: MiB of gradients that are sent together.
-        static_graph: For ddp and zero1: promise that every step runs the same graph, so that torch can
+        compress: For ddp: number format to which gradients are rounded while they are sent.
+        bucket: For ddp: MiB of gradients that are sent together.
+        static_graph: For ddp: promise that every step runs the same graph, so that torch can
             optimise it.
-        find_unused: For ddp and zero1: search the graph of each step for parameters without a gradient, for
+        find_unused: For ddp: search the graph of each step for parameters without a gradient, for
             models with a branch that only some steps use. SAM has none.
-        broadcast_buffers: For ddp and zero1: after each step, all ranks take the buffers of rank 0, such as
+        broadcast_buffers: For ddp: after each step, all ranks take the buffers of rank 0, such as
             the statistics of BatchNorm layers. Each rank normalises with its own images.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
             reading, compiling and connecting; also the limit of the write of a checkpoint.
@@ -141,7 +125,7 @@ class ParallelConfig:
             ethernet.
     """
 
-    mode: Literal["none", "ddp", "zero1", "fsdp", "pipeline"] = "none"
+    mode: Literal["none", "ddp", "fsdp"] = "none"
     precision: Precision = "fp32"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     shard: Literal["full", "grad_op"] = "full"
@@ -149,10 +133,7 @@ class ParallelConfig:
     offload: Literal["none", "cpu", "pinned"] = "none"
     wrap: Annotated[str, tyro.conf.arg(metavar="block|size:NUMBER|none")] = "block"
     reduce: Literal["fp32", "bf16"] = "fp32"
-    schedule: Schedule = "1f1b"
-    shares: Annotated[str | None, tyro.conf.arg(metavar="NUMBER,...")] = None
-    compress: str = "none"
-    compress_after: Annotated[int, Range(0)] = 1000
+    compress: Literal["none", "fp16", "bf16"] = "none"
     bucket: Annotated[int, Range(1, unit=" MiB")] = 25
     static_graph: bool = False
     find_unused: bool = False
@@ -169,7 +150,7 @@ class ParallelConfig:
         if self.mode == "none" and world_size > 1:
             raise UsageError(
                 f"--parallel.mode none: is for one process, this run has {world_size}; "
-                "pass --parallel.mode ddp, zero1, fsdp or pipeline"
+                "pass --parallel.mode ddp or fsdp"
             )
         for flag, default, modes in _FLAGS_OF_MODES:
             if self.mode not in modes and getattr(self, flag) != default:
@@ -181,11 +162,6 @@ class ParallelConfig:
             if getattr(self, option) and getattr(self, other):
                 names = [f"--parallel.{flag.replace('_', '-')}" for flag in (option, other)]
                 raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
-        if self.compress_after != 1000 and not self.compress.startswith("powersgd"):
-            raise UsageError(
-                f"--parallel.compress-after: is for --parallel.compress powersgd, not {self.compress}; "
-                "drop it"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +333,14 @@ class EvaluationConfig:
             )
         if self.coco is not None and self.view is not None:
             raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
+
+    def how(self, scores: Collection[str]) -> dict[str, str | int | None]:
+        """Protocol, place of clicks and most masks of an image (None: all) of a mean IoU; else nothing."""
+        if "masks" not in scores:
+            return {}
+        protocol, limit = (self.protocol, self.masks) if self.coco is None else ("sam", None)
+        clicks = "centres" if protocol == "sam" else "random pixels"
+        return {"protocol": protocol, "clicks": clicks, "masks_per_image": limit}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,7 @@ _BATCH = (
 _RANKS = (
     "start the ranks with torchrun --nproc_per_node=N -m sa1b.train, and pass --parallel.mode ddp or fsdp"
 )
-_STRATEGY = (
-    "pass --parallel.mode none, ddp, zero1, fsdp or pipeline; for fsdp, also --parallel.shard full or grad_op"
-)
+_STRATEGY = "pass --parallel.mode none, ddp or fsdp; for fsdp, also --parallel.shard full or grad_op"
 _WORKERS = "pass --data.threads, threads that read and decode on each rank"
 _ANSWERS = {
     "epochs|num-epochs|max-epochs|num-train-epochs|n-epochs": "pass --optim.epochs",

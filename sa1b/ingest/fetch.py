@@ -27,7 +27,7 @@ from sa1b.ingest.start_checks import (
     release_options,
     start,
 )
-from sa1b.ingest.summary import ReshardSummary
+from sa1b.ingest.summary import AGAIN, ReshardSummary
 from sa1b.ingest.tar_search import Search, Searched, homes_of, read_searched
 from sa1b.report import failed_lines, first_names, rate_text
 from sa1b.shards.documents import Options
@@ -98,27 +98,21 @@ class FetchSummary:
             f"  bytes    {self.work.stored_bytes:,} ({rate_text(self.work.stored_bytes, self.work.seconds)})",
         ]
         if len(self.refused):
-            lines.append(
-                f"refused: {first_names(self._named(self.refused), 5)}; "
-                f"see {self.root}/quarantine/<source>/refused.jsonl"
-            )
+            names = [name for name, task in self.work.tasks.items() if task.counts["refused"]]
+            paths = [f"{self.root}/quarantine/{name}/refused.jsonl" for name in (*names, *self.work.failed)]
+            lines.append(f"refused: {first_names(self._named(self.refused), 5)}; see {first_names(paths)}")
         if len(self.missing):
             what = "not found so far" if self.work.interrupted else "missing"
             lines.append(f"{what}: {first_names(self._named(self.missing), 5)}; --json prints all of them")
         return "\n".join([*lines, *failed_lines(self.work.failed), self._ending()])
 
     def _ending(self) -> str:
-        again = "run the same command again to resume"
-        if self.work.interrupted:
-            return f"Interrupted. Nothing is damaged; {again}."
-        if self.work.disk_full:
-            return f"Stopped: the disk is full or not writable. Free some space, then {again}."
-        if self.work.store_error:
-            return f"Stopped: {self.work.store_error}. Nothing is damaged; {again}."
+        if stopped := self.work.stopped():
+            return stopped
         if not self.stored:
             return f"None of the images is stored: {self.root}/{DATASET} was not written."
         if self.work.failed:
-            return f"Not all sources were read: {self.root}/{DATASET} can be read; {again}."
+            return f"Not all sources were read: {self.root}/{DATASET} can be read; {AGAIN}."
         return f"Complete: {self.root}/{DATASET}"
 
 
@@ -182,15 +176,7 @@ def fetch(
         while names_now := again or search.next_sources(missing):
             again = []
             sources = _sources(
-                names_now,
-                local,
-                remote,
-                missing,
-                store=store,
-                work=work,
-                run=run,
-                sought=sought,
-                everywhere=everywhere,
+                names_now, local, remote, missing, store, work, run, sought, everywhere=everywhere
             )
             check_names(store, tasks, sources)
             check_reading(store, tasks, sources, policy, "")

@@ -153,8 +153,7 @@ def _claimed(store: Store) -> set[str]:
 
 
 def _known_before(root: Root) -> set[str] | None:
-    """Sources that dataset.json lists as finished or pending, so that none of them disappears silently; None:
-    it cannot be read."""
+    """Sources that dataset.json lists, so that none disappears silently; None: it cannot be read."""
     with contextlib.suppress(ManifestError, OSError, KeyError, TypeError):
         document = read_dataset(root)
         return {str(name) for name in (*document["sources"], *document.get("pending", []))}
@@ -218,9 +217,6 @@ def drop_source(root: Root, name: str) -> Finished:
     name = stored_source(store, name)
     own_claim = task_name(name, "claim")
 
-    def take() -> Claim | None:
-        return Claim.take(store, own_claim)
-
     def remove_rows() -> None:  # they can be rebuilt, so no process that takes the claim now loses by it
         if (current := holder(store, own_claim)) is None or not current.is_live():
             store.remove(task_name(name, "samples"))
@@ -229,7 +225,7 @@ def drop_source(root: Root, name: str) -> Finished:
         shards = sorted(stored_shards(store, name))
         store.remove(*(file for shard in shards for file in shard_files(shard)))
 
-    claim = _freeing(take, remove_rows)
+    claim = _freeing(lambda: Claim.take(store, own_claim), remove_rows)
     if claim is None:
         current, path = holder(store, own_claim), store.url(own_claim)
         terms = path if current is None else current.terms(path)

@@ -141,14 +141,14 @@ def by_name(discovered: Discovered, links: Iterable[Link]) -> tuple[dict[str, So
 def check_out(paths: Sequence[Path], store: Store) -> None:
     """UsageError for an output folder that
 
-    - is one of the paths: shards and sources would mix;
-    - has one of the paths in a subfolder that reshard writes;
+    - is one of the paths, or has one in a subfolder that reshard writes: shards and sources would mix;
     - lies in one of the paths and contains files of a source, which would not be converted;
     - lies in another dataset directory.
 
-    A dataset directory inside a SOURCE folder is not searched for sources, see `discover`. It may be there if
-    it contains none.
+    A dataset directory inside a SOURCE folder is not searched (`discover`); it may be there without sources.
     """
+    if str(store).startswith("memory:"):
+        raise UsageError(f"--out {store}: workers do not share this memory; name a folder or a bucket")
     if not store.is_local:
         return
     root = store.scratch

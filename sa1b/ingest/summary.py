@@ -1,19 +1,23 @@
 """Summary of a run of ingest, as a table, as JSON and as an exit code."""
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from sa1b.console import command, counted
 from sa1b.ingest.finish import Finished
 from sa1b.ingest.tar_search import Searched
-from sa1b.report import fact_lines, first_lines
+from sa1b.report import fact_lines, first_lines, first_names
 from sa1b.shards.documents import Task
 from sa1b.shards.manifest import DATASET, QUARANTINE, READING
+from sa1b.shards.quarantine import REFUSED, WARNINGS, read_lines
 from sa1b.sources.discovery import NotTaken
+from sa1b.storage.errors import StorageError
 from sa1b.storage.open import open_store
-from sa1b.storage.store import Root
+from sa1b.storage.store import Root, Store
 
+AGAIN = "run the same command again to resume"
 _LISTED = 20  # files in the table that were not taken
 
 
@@ -140,29 +144,41 @@ class ReshardSummary:
         if self.done:
             rows.append(("rate", f"{self._rate():,.1f} MB/s of source, {self.seconds:,.1f} s"))
         rows += [(f"refused: {reason}", f"{count:,}") for reason, count in totals["refused"].items()]
-        rows += [(f"warning: {reason}", f"{count:,}, kept") for reason, count in totals["warnings"].items()]
+        masks = self._warned_masks(store)
+        for reason, count in totals["warnings"].items():
+            with_masks = f" with {counted(masks[reason], 'mask')}" if masks[reason] else ""
+            rows.append((f"warning: {reason}", f"{counted(count, 'image')}{with_masks}, kept"))
         rows += [(f"left out: {what}", f"{count:,}") for what, count in totals.get("left_out", {}).items()]
         for name, damages in totals["damaged_sources"].items():
-            rows += [
-                (f"damage in {name}", f"at offset {damage['offset']:,}: {damage['message']}")
-                for damage in damages[:5]
-            ]
-            if len(damages) > 5:
-                rows.append(("", f"and {len(damages) - 5} more"))
+            found = [f"at offset {damage['offset']:,}: {damage['message']}" for damage in damages]
+            rows += [(f"damage in {name}", line) for line in first_lines(found, 5, "and {:,} more")]
         for name, ends in self.retried.items():
             rows.append((f"retried {name}", "; ".join(ends)))
         lines = fact_lines(rows)
         used, kept = 2 * totals["images"], totals["refused_members"]
         lines.append(f"{totals['members']:,} members in = {used:,} in shards + {kept:,} in quarantine")
-        if totals["refused"] or totals["damaged_sources"]:
-            lines.append(f"quarantine: {store.url(QUARANTINE)}/<source>/refused.jsonl")
+        refused = [task.name for task in self._chosen() if task.counts["refused"] or task.damage]
+        warned = [task.name for task in self._chosen() if task.warnings]
+        for what, names, file in (("quarantine", refused, REFUSED), ("warnings", warned, WARNINGS)):
+            paths = first_names([store.url(f"{QUARANTINE}/{name}/{file}") for name in names])
+            lines += [f"{what}: {paths}"] if names else []
         for name, why in self.failed.items():
             lines.append(f"FAILED {name}: {why}")
-            if store.is_folder(refused := f"{QUARANTINE}/{name}"):
-                lines.append(f"  refused members: {store.url(refused)}")
+            if store.is_folder(folder := f"{QUARANTINE}/{name}"):
+                lines.append(f"  refused members: {store.url(folder)}")
         lines += self._not_taken()
         lines.append(self._ending(root))
         return "\n".join(lines)
+
+    def _warned_masks(self, store: Store) -> Counter[str]:
+        """Masks of each warning, which only the lists in quarantine have."""
+        masks: Counter[str] = Counter()
+        with suppress(StorageError, OSError, TypeError):
+            for task in (task for task in self._chosen() if task.warnings):
+                with store.files(f"{QUARANTINE}/{task.name}/{WARNINGS}") as (path,):
+                    for entry in (entry for _, entry in read_lines(path) if entry is not None):
+                        masks[entry["reason"]] += entry.get("mask_count", 0)
+        return masks
 
     def _not_taken(self) -> list[str]:
         count = len(self.not_taken)
@@ -172,17 +188,18 @@ class ReshardSummary:
         lines = (f"  {line}" for line in first_lines(paths, _LISTED))
         return [f"not taken: {counted(count, 'path')}; exclude with --ignore PATTERN", *lines]
 
+    def stopped(self) -> str:
+        """Why the run stopped early; an empty string if it did not."""
+        if self.interrupted:
+            return f"Interrupted. Nothing is damaged; {AGAIN}."
+        if self.disk_full:
+            return f"Stopped: the disk is full or not writable. Free some space, then {AGAIN}."
+        return f"Stopped: {self.store_error}. Nothing is damaged; {AGAIN}." if self.store_error else ""
+
     def _ending(self, root: Root) -> str:
         dataset = open_store(root).url(DATASET)
-        if self.interrupted:
-            return "Interrupted. Nothing is damaged; run the same command again to resume."
-        if self.disk_full:
-            return (
-                "Stopped: the disk is full or not writable. Free some space, then run the same command again "
-                "to resume."
-            )
-        if self.store_error:
-            return f"Stopped: {self.store_error}. Nothing is damaged; run the same command again to resume."
+        if stopped := self.stopped():
+            return stopped
         if self.task is not None and self.finished is None:
             done = f"Task {self.task[0]} of {self.task[1]} is done."
             if self.finishes:

@@ -138,9 +138,7 @@ class Search:
     def _nearest(
         self, ids: Ids, waiting: npt.NDArray[np.int64], low: int, high: int, last: int | None
     ) -> set[str]:
-        """The names of the sources to read next: for each id, the nearest to its estimate of the waiting
-        sources between two positions. `last`: last id of the source at position `low`.
-        """
+        """For each id, the waiting source nearest to its estimate; `last`: last id of the source at `low`."""
         waiting = waiting[(waiting > low) & (waiting < high)]
         if not len(ids) or not len(waiting):
             return set()

@@ -25,7 +25,7 @@ from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS
 
-TOUR = (50, "Make shards", "convert some images only", "sa1b fetch downloads --ids ids.txt --out some")
+TOUR = (30, "Data", "convert some images only", "sa1b fetch downloads --ids ids.txt --out some")
 
 
 def main(

@@ -38,7 +38,7 @@ from sa1b.sources.stored_file import CONNECTIONS
 from sa1b.storage.claim import LONGEST, TIMEOUT
 from sa1b.storage.store import Store
 
-TOUR = (40, "Make shards", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
+TOUR = (20, "Data", "convert source tars", "sa1b reshard downloads --out shards --workers 4")
 
 TIMEOUTS = Range(above=0, most=LONGEST, unit=" seconds")
 

@@ -1,12 +1,12 @@
 """Datasets for the training code of other projects, fed from shards."""
 
 import operator
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
-from typing import Any, SupportsIndex, TypedDict, cast
+from math import inf
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from sa1b.views.view import open_view
 
 PREFIX = "sa1b-shard://"  # of the paths of images that iopath opens
 _KEPT = 4  # images that this process has read last, by their paths
-_read: OrderedDict[str, bytes] = OrderedDict()
+_read: dict[str, bytes] = {}
 
 
 class ViewOptions(TypedDict, total=False):
@@ -35,14 +35,12 @@ class ViewOptions(TypedDict, total=False):
 takes_view = partial(check_arguments, options=ViewOptions)  # decorates functions with **options
 
 
-def position_of(index: object, count: int) -> int:
-    """The position of an index, which may be negative as in a list. IndexError: out of range; BadType: no
-    integer.
-    """
+def position_of(index: Any, count: int) -> int:
+    """The position of an index, which may be negative as in a list."""
     try:
         if isinstance(index, bool):
             raise TypeError
-        return range(count)[operator.index(cast(SupportsIndex, index))]
+        return range(count)[operator.index(index)]
     except TypeError:
         raise BadType(f"index {index!r}: must be an integer, not {type(index).__name__}") from None
     except IndexError:
@@ -53,7 +51,7 @@ class ViewSamples:
     """A view of a dataset directory, by default all images; takes the arguments of `sa1b.open`. Picklable."""
 
     def __init__(self, root: str, view: str | None = None, **options: Any) -> None:
-        if view is not None and not isinstance(view, str):
+        if not isinstance(view, str | None):
             raise BadType(f"view={view!r}: not a name; pass the name of a view, or None")
         self.dataset = open_dataset(root, **options)
         check_images(self.dataset, "training of another project")
@@ -79,20 +77,18 @@ class ViewSamples:
             self._last = position, sample
         return sample
 
-    def kept(self, sample: Sample, smallest: int = 1, largest: float = 1.1) -> npt.NDArray[np.int64]:
-        """The masks that meet the condition of the view, have at least `smallest` pixels, and are smaller
-        than the part `largest` of the image; above 1: of any size.
+    def kept(self, sample: Sample, smallest: int = 1, largest: float = inf) -> npt.NDArray[np.int64]:
+        """The masks that meet the view's condition, of at least `smallest` pixels and less than the part
+        `largest` of the image.
         """
-        annotations = sample.annotations
-        kept = annotations.area >= smallest
-        if largest <= 1.0:
-            kept &= annotations.area / (annotations.width * annotations.height) < largest
+        found = sample.annotations
+        kept = (found.area >= smallest) & (found.area / (found.width * found.height) < largest)
         if self.view.masks_where is not None:
-            kept &= self.view.masks_where.masks(annotations)
+            kept &= self.view.masks_where.masks(found)
         return np.flatnonzero(kept)
 
     def with_masks(self, position: int, smallest: int = 1) -> tuple[Sample, npt.NDArray[np.int64]]:
-        """The sample at a position, and the masks as for `kept`; BadValue: there are none."""
+        """The sample at a position and its masks as of `kept`; BadValue: there are none."""
         sample = self.sample(position)
         kept = self.kept(sample, smallest)
         if not len(kept):
@@ -103,11 +99,12 @@ class ViewSamples:
 
     def path(self, sample: Sample) -> str:
         """A path by which iopath opens the image in this process, until others have been read."""
-        path = f"{PREFIX}{self.dataset.root}#{sample.image_id}"
-        _read[path] = sample.jpeg
-        while len(_read) > _KEPT:
-            _read.popitem(last=False)
         register()
+        path = f"{PREFIX}{self.dataset.root}#{sample.image_id}"
+        _read.pop(path, None)
+        _read[path] = sample.jpeg
+        for old in list(_read)[:-_KEPT]:
+            del _read[old]
         return path
 
 
@@ -127,10 +124,9 @@ def register() -> None:
     files = module_of("iopath.common.file_io", "the package iopath")
 
     def open_image(self: Any, path: str, mode: str = "r", buffering: int = -1, **_: Any) -> BytesIO:
-        try:
-            return BytesIO(_read[path])
-        except KeyError:
-            raise UsageError(f"{path}: not read in this process; load its masks before the image") from None
+        if path not in _read:
+            raise UsageError(f"{path}: not read in this process; load its masks before the image")
+        return BytesIO(_read[path])
 
     methods = {
         "_get_supported_prefixes": lambda self: [PREFIX],
@@ -138,6 +134,5 @@ def register() -> None:
         "_isfile": lambda self, path, **_: True,
         "_get_local_path": lambda self, path, force=False, **_: path,
     }
-    files.g_pathmgr.register_handler(
-        type("ShardImages", (files.PathHandler,), methods)(), allow_override=True
-    )
+    handler = type("ShardImages", (files.PathHandler,), methods)()
+    files.g_pathmgr.register_handler(handler, allow_override=True)

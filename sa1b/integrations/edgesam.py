@@ -1,16 +1,4 @@
-"""Shards for the training of EdgeSAM, in place of its `SA1BDataset` and the extracted files.
-
-Before the lines of EdgeSAM's `training/train.py` and `training/save_embedding.py`:
-
-    import data.build
-    from sa1b.integrations.edgesam import SplitShards
-
-    data.build.SA1BDataset = SplitShards
-
-Then `DATA.DATA_PATH` names the dataset directory or its URL; its views `train` and `val` are the splits. With
-the same random state, samples equal those of `SA1BDataset` on the exported files, bit for bit. Only masks
-that are returned are rasterised, directly at the size of training.
-"""
+"""Shards for the training of EdgeSAM, in place of its `SA1BDataset` and the extracted files."""
 
 from collections.abc import Sequence
 from math import inf
@@ -21,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sa1b.arguments import BadType, BadValue, number, numbers, of_type, whole_number
+from sa1b.arguments import BadValue, number, numbers, of_type, whole_number
 from sa1b.integrations import ViewOptions, ViewSamples, position_of, takes_view
 from sa1b.masks.raster import painted, rasterize_read
 from sa1b.names import image_name
@@ -29,25 +17,12 @@ from sa1b.shards.annotation_columns import BBOX_IS_INT
 
 
 class SplitShards:
-    """The images of a view by position: the contract of EdgeSAM's `SA1BDataset`.
+    """The images of a view by position: EdgeSAM's `SA1BDataset`, whose arguments it takes.
 
     Args:
         data_root: folder that `sa1b reshard` made, or its URL. Images must have a mask.
-        img_size: pixels of the longer side of the resized image, and of the sides of the padded one.
         split: the view, if `view` is not given.
-        num_samples: the first images only; below 1: all.
-        sort_by_area: order prompts by the area of their boxes, descending.
-        filter_by_area: least and largest area of boxes in the resized image; None: any.
-        pixel_mean: subtracted from the channels of the image.
-        pixel_std: divides the channels of the image.
-        load_gt_mask: also return the masks.
-        max_allowed_prompts: largest number of prompts of an image, chosen by torch's generator; below 1: all.
-        fix_seed: seed the generator with the position of each sample.
-        mask_nms_thresh: above 0 and with masks: order the masks by area and leave out each one that is
-            covered by others to a larger part.
-        box_jitter: move the sides of boxes by normal random values of a tenth of their length.
-        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
-            `cache` and `cache_bytes` of `sa1b.open`.
+        options: `view`, the name of a view, and arguments of `sa1b.open`.
     """
 
     @takes_view
@@ -68,22 +43,20 @@ class SplitShards:
         box_jitter: bool = False,
         **options: Unpack[ViewOptions],
     ) -> None:
-        if "view" not in options and not isinstance(split, str):
-            raise BadType(f"split={split!r}: not a name; pass the name of a view")
         self.img_size = whole_number("img_size", img_size, 1)
         self.sort_by_area = of_type("sort_by_area", sort_by_area, bool)
         self.box_jitter = of_type("box_jitter", box_jitter, bool)
         self.pixel_mean = torch.tensor(numbers("pixel_mean", pixel_mean, 3)).view(-1, 1, 1)
         self.pixel_std = torch.tensor(numbers("pixel_std", pixel_std, 3, above=0)).view(-1, 1, 1)
-        self.areas = _areas(filter_by_area)
+        self.areas = _areas((None, None) if filter_by_area is None else filter_by_area)
         self.load_gt_mask = of_type("load_gt_mask", load_gt_mask, bool)
         self.mask_nms_thresh = number("mask_nms_thresh", mask_nms_thresh, -inf)
         self.max_allowed_prompts = whole_number("max_allowed_prompts", max_allowed_prompts, None)
         self.fix_seed = of_type("fix_seed", fix_seed, bool)
-        num_samples = whole_number("num_samples", num_samples, None)
+        first = whole_number("num_samples", num_samples, None)
         options.setdefault("view", split)
         self.samples = ViewSamples(data_root, **options)
-        self.count = min(len(self.samples), num_samples if num_samples > 0 else len(self.samples))
+        self.count = min(len(self.samples), first if first > 0 else len(self.samples))
 
     def __len__(self) -> int:
         return self.count
@@ -100,6 +73,7 @@ class SplitShards:
         position = position_of(idx, self.count)
         sample, masks = self.samples.with_masks(position, smallest=0)
         annotations = sample.annotations
+        height, width = annotations.height, annotations.width
         if self.load_gt_mask and self.mask_nms_thresh > 0:
             masks = masks[np.argsort(-annotations.area[masks])]
             masks = masks[painted(annotations.runs(masks), self.mask_nms_thresh)[1]]
@@ -107,17 +81,14 @@ class SplitShards:
         boxes = torch.from_numpy(annotations.bbox[masks].astype(np.int64 if whole else np.float64))
         points = torch.from_numpy(annotations.point_coords[masks])[:, None]
         if self.box_jitter:
-            boxes = _jittered(boxes, annotations.width, annotations.height)
+            boxes = _jittered(boxes, width, height)
         if self.sort_by_area:
             order = torch.argsort(boxes[:, 2] * boxes[:, 3], descending=True)
             boxes, points, masks = boxes[order], points[order], masks[order.numpy()]
-        scale = self.img_size / max(annotations.height, annotations.width)
-        size = int(annotations.height * scale + 0.5), int(annotations.width * scale + 0.5)
-        by = torch.tensor([size[1] / annotations.width, size[0] / annotations.height])
-        boxes = (boxes.float().reshape(-1, 2, 2) * by).reshape(-1, 4)
-        points = points.float() * by
-        pixels = torch.from_numpy(sample.image).permute(2, 0, 1)[None].float()
-        image = F.interpolate(pixels, size, mode="bilinear", align_corners=False, antialias=True)[0]
+        scale = self.img_size / max(height, width)
+        size = int(height * scale + 0.5), int(width * scale + 0.5)
+        by = torch.tensor([size[1] / width, size[0] / height])
+        boxes, points = (boxes.float().reshape(-1, 2, 2) * by).reshape(-1, 4), points.float() * by
 
         area = boxes[:, 2] * boxes[:, 3]
         inside = (area >= self.areas[0]) & (area <= self.areas[1])
@@ -126,44 +97,44 @@ class SplitShards:
             if self.fix_seed:
                 torch.manual_seed(position)
             chosen = chosen[torch.randint(0, len(chosen), (self.max_allowed_prompts,))]
-        boxes, masks = boxes[chosen], masks[chosen.numpy()]
+        pixels = torch.from_numpy(sample.image).permute(2, 0, 1)[None].float()
+        image = F.interpolate(pixels, size, mode="bilinear", align_corners=False, antialias=True)[0]
         annotation = {
-            "prompt_box": torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1),
+            "prompt_box": _corners(boxes[chosen]),
             "prompt_point": points[chosen],
             "info": annotations.keep(np.zeros(len(annotations), np.bool_)).to_json()["image"],
             "img_size_before_pad": torch.tensor(image.shape),
         }
-        if self.load_gt_mask:
-            sources = (
-                torch.arange(side).float()[None, None] for side in (annotations.height, annotations.width)
+        if self.load_gt_mask:  # only these masks are rasterised, at the rows and columns that are read
+            read = (
+                F.interpolate(torch.arange(side).float()[None, None], low)[0, 0].long().numpy()
+                for side, low in zip((height, width), size, strict=True)
             )
-            read = [
-                F.interpolate(source, side)[0, 0].long().numpy()
-                for source, side in zip(sources, size, strict=True)
-            ]
-            annotation["gt_mask"] = self._padded(
-                torch.from_numpy(rasterize_read(annotations.runs(masks), *read))
-            )
+            small = rasterize_read(annotations.runs(masks[chosen.numpy()]), *read)
+            annotation["gt_mask"] = self._padded(torch.from_numpy(small))
         return self._padded((image - self.pixel_mean) / self.pixel_std), annotation
 
     def _padded(self, pixels: Tensor) -> Tensor:
         return F.pad(pixels, (0, self.img_size - pixels.shape[-1], 0, self.img_size - pixels.shape[-2]))
 
 
-def _areas(given: Sequence[float | None] | None) -> tuple[float, float]:
-    if given is None:
-        return -inf, inf
+def _areas(given: Sequence[float | None]) -> tuple[float, float]:
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 2:
         raise BadValue(f"filter_by_area={given!r}: must be the least and the largest area, or None")
-    least, most = (None if value is None else number("filter_by_area", value) for value in given)
-    if least is not None and most is not None and least > most:
+    limits = zip(given, (-inf, inf), strict=True)
+    least, most = (open_end if one is None else number("filter_by_area", one) for one, open_end in limits)
+    if least > most:
         raise BadValue(f"filter_by_area={given!r}: the first area must be the smaller one; exchange them")
-    return -inf if least is None else least, inf if most is None else most
+    return least, most
+
+
+def _corners(boxes: Tensor) -> Tensor:
+    return torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1)
 
 
 def _jittered(boxes: Tensor, width: int, height: int) -> Tensor:
     """Boxes x, y, width, height with moved sides, from two random values for each pair of sides."""
-    corners = torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), dim=1)
+    corners = _corners(boxes)
     sizes = corners[:, 2:] - corners[:, :2]
     for axis, limit in enumerate((width, height)):
         by = (sizes[:, axis, None] * 0.1 * torch.randn(len(boxes), 2)).clip(min=-20, max=20)

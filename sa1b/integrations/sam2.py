@@ -1,18 +1,7 @@
-"""Shards for SAM 2's own training code, in place of its `SA1BRawDataset` and the extracted files.
+"""Shards for SAM 2's own training code, in place of its `SA1BRawDataset` and the extracted files."""
 
-In a training configuration of SAM 2 (`sam2/configs/sam2.1_training/...yaml`):
-
-    video_dataset:
-      _target_: sa1b.integrations.sam2.ShardRawDataset
-      root: shards                  # or a URL
-      view: train
-
-The images are the stored JPEG files, opened by SAM 2's code through iopath. Masks are decoded when they are
-used, from runs. Both equal those of `SA1BRawDataset` on the exported files, bit for bit.
-"""
-
+from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, Unpack
 
 import torch
@@ -30,8 +19,7 @@ class ShardRawDataset:
         root: folder that `sa1b reshard` made, or its URL.
         num_frames: copies of the image in a video.
         mask_area_frac_thresh: masks of at least this fraction of the image are left out; above 1: none.
-        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
-            `cache` and `cache_bytes` of `sa1b.open`.
+        options: `view`, the name of a view, and arguments of `sa1b.open`.
     """
 
     @takes_view
@@ -57,15 +45,15 @@ class ShardRawDataset:
         project = module_of("training.dataset.vos_raw_dataset", "SAM 2's training code")
         frames = [project.VOSFrame(index, image_path=path) for index in range(self.num_frames)]
         video = project.VOSVideo(str(sample.image_id), sample.image_id, frames)
-        kept = self.samples.kept(sample, largest=self.mask_area_frac_thresh)
-        return video, Segments(sample, kept.tolist())
+        return video, Segments(sample, self.samples.kept(sample, largest=self.mask_area_frac_thresh).tolist())
 
 
+@dataclass
 class Segments:
-    """SAM 2's segment loader of one image: `load` gives a mapping from number to mask."""
+    """SAM 2's segment loader of one image."""
 
-    def __init__(self, sample: Sample, kept: list[int]) -> None:
-        self.sample, self.kept = sample, kept
+    sample: Sample
+    kept: list[int]
 
     def load(self, frame_idx: int) -> Any:
         """The masks by number, uint8 [height, width] each, as an object of SAM 2's `LazySegments`."""
@@ -78,14 +66,13 @@ class Segments:
 
 @cache
 def _lazy_segments() -> Any:
-    """A subclass of SAM 2's `LazySegments`, which its sampler recognises, that decodes runs."""
-    base: Any = import_module("training.dataset.vos_segment_loader").LazySegments
+    """A subclass of SAM 2's `LazySegments`, which its sampler recognises, that decodes runs on use."""
 
-    def mask(self: Any, number: int) -> torch.Tensor:
+    def mask(self: Any, number: int) -> Any:
         if number not in self.cache:
             runs = self.sample.annotations.runs([self.segments[number]])
             self.cache[number] = torch.from_numpy(rasterize(runs)[0])
-        segments: torch.Tensor = self.cache[number]
-        return segments
+        return self.cache[number]
 
+    base = module_of("training.dataset.vos_segment_loader", "SAM 2's training code").LazySegments
     return type("RunSegments", (base,), {"__getitem__": mask})

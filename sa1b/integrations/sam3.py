@@ -1,20 +1,4 @@
-"""Shards for SAM 3's training code, in place of its `COCO_FROM_JSON`, a file in COCO's format and the images.
-
-In a training configuration of SAM 3 (`sam3/train/configs/...yaml`):
-
-    dataset:
-      _target_: sam3.train.data.sam3_image_dataset.Sam3ImageDataset
-      img_folder: ""
-      ann_file: "sa1b-shard://"
-      coco_json_loader:
-        _target_: sa1b.integrations.sam3.PhraseLoader
-        root: shards                # or a URL
-        view: train
-        phrases: phrases.parquet    # without it, the phrases that the masks had in a file in COCO's format
-
-An image is a datapoint with a query for each of its phrases; the objects of a query are the masks with it.
-Nothing of the dataset is in memory but the image that is read.
-"""
+"""Shards for SAM 3's training code, in place of its `COCO_FROM_JSON` and the files that it reads."""
 
 import json
 from typing import Any, Unpack
@@ -44,8 +28,7 @@ class PhraseLoader:
         include_negatives: also queries without a mask.
         category_chunk_size: of a datapoint, the number of categories at most; None: all. An image has a
             datapoint for each chunk.
-        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
-            `cache` and `cache_bytes` of `sa1b.open`.
+        options: `view`, the name of a view, and arguments of `sa1b.open`.
     """
 
     @takes_view
@@ -67,18 +50,16 @@ class PhraseLoader:
             if not isinstance(column, str) or column in ("", "mask_id"):
                 raise BadValue(f"column={column!r}: not the name of a column of strings")
             given, stored = {column: phrases}, options.get("storage_options")
-            self.column = open_columns(given, stored, key="mask_id", argument="phrases")[column]
+            self.column = open_columns(given, stored, key="mask_id", texts=True, argument="phrases")[column]
             if str(self.column.kind) not in ("string", "large_string"):
                 raise BadValue(f"column={column!r}: holds {self.column.kind}; name a column of strings")
-        of_type("categories", categories, bool)
-        reading = self.samples.dataset.manifest.get(READING, {}).values() if categories else ()
-        listed = [category for source in reading for category in source.get("categories", ())]
-        self.names: dict[int, str] = {category["id"]: category["name"] for category in reversed(listed)}
-        if categories and not self.names:
+        sources = self.samples.dataset.manifest.get(READING, {}).values()
+        listed = [category for source in sources for category in source.get("categories", ())]
+        if of_type("categories", categories, bool) and not listed:
             raise BadValue(f"categories=True: {root} has none; they come from a file in COCO's format")
-        if category_chunk_size is not None:
-            category_chunk_size = whole_number("category_chunk_size", category_chunk_size, 1)
-        self.chunk = category_chunk_size or max(len(self.names), 1)
+        self.names = {one["id"]: one["name"] for one in reversed(listed)} if categories else {}
+        chunk = len(self.names) or 1 if category_chunk_size is None else category_chunk_size
+        self.chunk = whole_number("category_chunk_size", chunk, 1)
         self.chunks = -(-len(self.names) // self.chunk) or 1
         register()
 
@@ -130,23 +111,19 @@ class PhraseLoader:
 
     def _groups(self, annotations: Annotations, masks: Any, chunk: int) -> dict[tuple[int, str], list[int]]:
         """Category and text of the queries, and which of `masks` each has."""
-        origin = annotations.origin()
-        if self.names:
-            ids = sorted(self.names)[chunk * self.chunk : (chunk + 1) * self.chunk]
-            keys = [] if origin is None else origin["category_id"][masks].tolist()
-            groups: dict[Any, list[int]] = {key: [] for key in ids}
-        else:
-            if self.column is not None:
-                keys = self.column.lookup(annotations.mask_id[masks])
-            else:
-                fields = [] if origin is None else origin["fields"][masks].tolist()
-                keys = [json.loads(field).get("text_input") for field in fields]
-            texts = (annotations.texts() or []) if self.column is None else []
-            if not texts and not keys and self.column is None:
+        origin, texts, keys = annotations.origin(), list[str](), list[Any]()
+        ids = sorted(self.names)[chunk * self.chunk : (chunk + 1) * self.chunk]
+        if self.column is not None and not ids:
+            keys = self.column.lookup(annotations.mask_id[masks])
+        elif origin is not None:
+            keys = origin["category_id" if ids else "fields"][masks].tolist()
+        if self.column is None and not ids:
+            keys, texts = [json.loads(fields).get("text_input") for fields in keys], annotations.texts() or []
+            if not texts and not keys:
                 raise BadValue(
                     f"image {annotations.image_id}: has no phrases; pass phrases=, a table by mask_id"
                 )
-            groups = {text: [] for text in [*texts, *keys] if text is not None}
+        groups: dict[Any, list[int]] = {key: [] for key in ids or [*texts, *keys] if key is not None}
         for number, key in enumerate(keys):
             if key in groups:
                 groups[key].append(number)

@@ -1,17 +1,4 @@
-"""Shards for `SamModel` and `Sam2Model` of Hugging Face's transformers and its `Trainer`.
-
-    processor = SamProcessor.from_pretrained("facebook/sam-vit-base")
-    trainer = Trainer(
-        SamModel.from_pretrained("facebook/sam-vit-base"),
-        TrainingArguments("out", remove_unused_columns=False, max_steps=1000),
-        train_dataset=SamShards("shards", processor, view="train"),
-        compute_loss_func=mask_loss,
-    )
-
-A sample has the arguments that the processor makes of the image and its prompts, and the masks as "labels":
-those that it makes of `segmentation_maps`, bit for bit, but without decoding masks at the size of the image.
-For SAM 2, pass a `Sam2Processor` and a `Sam2Model`.
-"""
+"""Shards for `SamModel` and `Sam2Model` of Hugging Face's transformers and its `Trainer`."""
 
 import reprlib
 from typing import Any, Literal, Unpack
@@ -38,8 +25,7 @@ class SamShards:
         masks: number of masks of a sample. They are chosen by torch's generator, with repetition if an image
             has fewer.
         prompt: the exact box of each mask, or a uniform random pixel of it as a point.
-        options: `view`, the name of a view, whose condition on masks applies; `layers`, `storage_options`,
-            `cache` and `cache_bytes` of `sa1b.open`.
+        options: `view`, the name of a view, and arguments of `sa1b.open`.
     """
 
     @takes_view
@@ -67,8 +53,7 @@ class SamShards:
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         """The arguments of the model for one image, without the dimension of the batch, and "labels", int64
-        [masks, M, M] of 0 and 1, where M is the side of the predicted masks. ValueError: the image has no
-        mask.
+        [masks, M, M] of 0 and 1, where M is the side of the predicted masks. BadValue: it has no mask.
         """
         sample, kept = self.samples.with_masks(position)
         order = torch.randperm(len(kept)).numpy()
@@ -95,15 +80,13 @@ class SamShards:
         encoded = self.processor(images=image, **given, return_tensors="pt")
         arguments: dict[str, Tensor] = {name: value[0] for name, value in encoded.items()}
         settings = self.processor.image_processor
+        padding = (0, 0, 0, 0)
         if low := settings.mask_size.get("longest_edge"):
             longer = max(image.shape[:2])
             rows, columns = (int(side * low / longer + 0.5) for side in image.shape[:2])  # as the processor
             padding = (0, low - columns, 0, low - rows)
         else:  # of SAM 2: the image is stretched
-            (rows, columns), padding = (
-                (settings.mask_size[side] for side in ("height", "width")),
-                (0, 0, 0, 0),
-            )
+            rows, columns = (settings.mask_size[side] for side in ("height", "width"))
         masks = torch.from_numpy(rasterize(runs, rows, columns).astype(np.int64))
         return arguments | {"labels": F.pad(masks, padding)}
 

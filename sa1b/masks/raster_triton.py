@@ -296,43 +296,48 @@ def launch(
         raise BadValue(f"masks at {height} x {width} pixels: too large for int64; use smaller sizes")
     count, runs, offsets = offsets.numel() - 1, runs.contiguous(), offsets.contiguous()
     sizes = source_sizes(offsets, *source)
-    many = isinstance(flip, Tensor)
-    mirror = flips(flip, count, device).contiguous().view(torch.uint8) if many else int(flip)
+    mirror: Size = (
+        int(flip)
+        if not isinstance(flip, Tensor)
+        else flips(flip, count, device).contiguous().view(torch.uint8)
+    )
     out = buffer((count, height, width), out, dtype, device)
     if count == 0:
         return out
 
-    keys = torch.empty(len(runs), dtype=torch.int64, device=device)
-    places = torch.empty((count, 8), dtype=torch.int64, device=device)
     pixels = out.view(WORDS[out.element_size()])
     columns = min(TILE_COLUMNS, max(32, 1 << (width - 1).bit_length()))
     step = max(1, STEP_PIXELS // columns)
     rows = max(step, TILE_ROWS)
     programs = -(-height // rows) * -(-width // columns)
     tiling = {"ROWS": rows, "STEP": step, "COLUMNS": columns, "ONE": ONES[out.dtype], "num_warps": WARPS}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        keys, places = measured(runs, offsets, sizes, taken, mirror, (image_size or 0, height, width))
+        fill[(count * programs,)](offsets, places, keys, pixels, height, width, programs, **tiling)
+    return out
+
+
+def measured(
+    runs: Tensor,
+    offsets: Tensor,
+    sizes: tuple[Size, Size],
+    taken: Tensor | None,
+    mirror: Size,
+    target: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """Keys and places of N masks, see `measure_masks`."""
+    keys = torch.empty(len(runs), dtype=torch.int64, device=runs.device)
+    places = torch.empty((offsets.numel() - 1, 8), dtype=torch.int64, device=runs.device)
     reading = {
         "SIZES": isinstance(sizes[0], Tensor),
         "TAKEN": taken is not None,
-        "FLIPS": many,
+        "FLIPS": isinstance(mirror, Tensor),
         "BLOCK": RUNS_BLOCK,
         "num_warps": RUNS_WARPS,
     }
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        measure_masks[(count,)](
-            runs,
-            offsets,
-            *sizes,
-            0 if taken is None else taken,
-            mirror,
-            keys,
-            places,
-            image_size or 0,
-            height,
-            width,
-            **reading,
-        )
-        fill[(count * programs,)](offsets, places, keys, pixels, height, width, programs, **tiling)
-    return out
+    first = 0 if taken is None else taken
+    measure_masks[(len(places),)](runs, offsets, *sizes, first, mirror, keys, places, *target, **reading)
+    return keys, places
 
 
 def source_sizes(offsets: Tensor, height: Size, width: Size) -> tuple[Size, Size]:

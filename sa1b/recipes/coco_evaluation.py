@@ -88,9 +88,7 @@ def read_coco(
             raise _EntryError(f"has id {number}, which an earlier image also has")
         path = folder / _field(entry, "file_name", str)
         height, width = _field(entry, "height", int), _field(entry, "width", int)
-        images[number] = EvaluatedImage(
-            id=number, path=path, height=height, width=width, annotations=[], detections=[]
-        )
+        images[number] = EvaluatedImage(number, path, height, width, annotations=[], detections=[])
 
     def take_annotation(entry: Any) -> None:
         image = _image_of(entry, images)
@@ -208,7 +206,7 @@ def evaluate_coco(
     return {**score.result(), "empty": int(empty)}
 
 
-def detection_line(scores: Mapping[str, float]) -> str:
+def detection_line(scores: Mapping[str, Any]) -> str:
     """Average precisions in one line."""
     labels = ("AP", "AP50", "AP75", "small", "medium", "large")
     return ", ".join(f"{label} {scores[name]:.3f}" for name, label in zip(_AP, labels, strict=True))

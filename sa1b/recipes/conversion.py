@@ -279,7 +279,8 @@ def card(where: str, facts: Mapping[str, str], snippet: str) -> str:
     if scores:
         view, evaluation = config["evaluation"]["view"] if config else None, scores[-1]["evaluation"]
         parts.append(f"After step {scores[-1]['step']:,}, on the held-out view `{view}`:\n")
-        parts += _rows({name: f"{value:.4g}" for name, value in evaluation.items()})
+        numbers = {name: value for name, value in evaluation.items() if isinstance(value, float)}
+        parts += _rows({**evaluation, **{name: f"{value:.4g}" for name, value in numbers.items()}})
     else:
         parts.append("No evaluation is recorded.")
     return "\n".join([*parts, "\n## Licence", _LICENCE])

@@ -192,8 +192,8 @@ def _coco_scores(
 
 def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:
     if rank_info.rank == 0:
-        line = detection_line if "ap" in scores else score_line
-        print(json.dumps(scores) if config.json_output else line(scores))
+        line, shown = detection_line if "ap" in scores else score_line, scores | config.evaluation.how(scores)
+        print(json.dumps(shown) if config.json_output else line(shown))
 
 
 def scored_model(config: Config) -> nn.Module:

@@ -23,7 +23,7 @@ from sa1b.sources.path_arguments import check_here, takes_endpoint
 
 Form = Literal["segment-anything", "transformers", "onnx", "safetensors"]
 
-TOUR = (150, "Train", "write weights as one file", "sa1b convert run --out sam.safetensors")
+TOUR = (110, "Training", "write weights as one file", "sa1b convert run --out sam.safetensors")
 
 
 @takes_endpoint

@@ -121,7 +121,7 @@ def _built(
         1 if data["text_width"] else open_tokenizer(data["tokenizer"]).vocabulary
     )
     return Grounding(
-        ModelConfig(**{**model, "global_blocks": tuple(model["global_blocks"])}),
+        ModelConfig(**{**model, "global_blocks": tuple(model["global_blocks"]), "kernels": "auto"}),
         sizes,
         GroundingRecipe(**recipe),
         vocabulary=vocabulary or 1,
@@ -206,10 +206,10 @@ class EmbeddingsConfig:
                 f"step, and --optim.freeze is {' '.join(frozen) or 'not given'}; pass --optim.freeze "
                 "image_encoder"
             )
-        if self.cache is not None and mode in ("fsdp", "pipeline"):
+        if self.cache is not None and mode == "fsdp":
             raise UsageError(
                 f"--embeddings.cache {self.cache}: needs the whole image encoder on each rank, not "
-                f"--parallel.mode {mode}; pass --parallel.mode ddp"
+                f"--parallel.mode fsdp; pass --parallel.mode ddp"
             )
         _check_cache("embeddings", self, model)
 

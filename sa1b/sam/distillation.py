@@ -64,9 +64,6 @@ class Distillation(Interactive):
         teacher = encoder_flops(self.teacher.config) if self._cache is None else 0.0
         return images * (3 * encoder_flops(self.model.config) + teacher)
 
-    def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        return self._learn(self.model.image_encoder.embedding(stream), images, targets.sizes)
-
     def forward(
         self,
         images: Tensor,

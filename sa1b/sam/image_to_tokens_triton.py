@@ -37,10 +37,10 @@ class Places(NamedTuple):
     stages: int
 
 
-FORWARD_PLACES = Places(32, 16, 8, 2)
-BACKWARD_PLACES = Places(32, 16, 8, 1)
+# On an H100, ptxas 12.8 loses descriptors of products if an operand in shared memory has rows of 32 numbers.
+FORWARD_PLACES = BACKWARD_PLACES = Places(64, 8, 8, 1)
 ROWS_PLACES = Places(32, 128, 8, 2)  # of the gradients of keys, biases and values
-# With less than MEMORY bytes of shared memory; a program of the last kernel then has half of the heads.
+# With less than MEMORY bytes of shared memory, without such products. The last: half of the heads a program.
 SMALL_PLACES = Places(32, 1, 8, 1), Places(32, 1, 8, 1), Places(32, 128, 8, 1)
 
 
@@ -366,7 +366,7 @@ class ImageToTokens(torch.autograd.Function):
                 shared, position if placed is None else placed, features, keys, low, biases, values, of_sum,
                 of_keys, of_low, of_biases, of_values, ctx.masks, precision_of(shared), placed is not None,
                 ctx.rank, blocks, heads // blocks, size, tokens, channels, tile, steps, num_warps=warps,
-                num_stages=stages,
+                num_stages=1 if ctx.rank else stages,  # with features, two are too large for a B200
             )  # fmt: skip
         of_keys, of_low, of_biases, of_values = (
             summed(x)[:, :, : ctx.real].to(shared.dtype) for x in (of_keys, of_low, of_biases, of_values)

@@ -17,7 +17,7 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor], Tensor]
 HALF = torch.bfloat16, torch.float16
 RANK = 16  # of the features with which kernels read a shared image
-LEFT_OUT: set[str] = set()  # kernels that are not used in this process, see sa1b.sam.kernel_check
+IN_USE: set[str] = set()  # kernels that the model uses now, see sa1b.sam.kernel_proof
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,10 +186,8 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def kernels_of(name: str, x: Tensor) -> ModuleType | None:
-    """A module of kernels for x, if it is not of LEFT_OUT; None on other devices than CUDA, in a compiled
-    graph, and without triton.
-    """
-    if not x.is_cuda or torch.compiler.is_compiling() or name in LEFT_OUT:
+    """A module of kernels for x, if it is in use; None on other devices than CUDA and in a compiled graph."""
+    if not x.is_cuda or torch.compiler.is_compiling() or name not in IN_USE:
         return None
     return _imported(f"sa1b.sam.{name}_triton")
 

@@ -21,12 +21,20 @@ from torch.func import functional_call
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
 from sa1b.sam.clicks import kept_branches
-from sa1b.sam.early_gradients import EarlyGradients, with_gradients
 from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.image_encoder import encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.iteration import Graphs, Iteration, IterationOutcome, first_prompts, pick, scene_of
-from sa1b.sam.kernel_check import check_kernels
+from sa1b.sam.iteration import (
+    EarlyGradients,
+    Graphs,
+    Iteration,
+    IterationOutcome,
+    first_prompts,
+    pick,
+    scene_of,
+    with_gradients,
+)
+from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest
 from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
@@ -119,37 +127,6 @@ class Interactive(nn.Module):
         frozen = [name for name, part in parts.items() if is_frozen(part)]
         return step_flops(self.model.config, self.recipe, images, masks, frozen)
 
-    # The parts of a pipeline: see sa1b.engine.model.Divisible. Micro-batches have at least one image.
-
-    @property
-    def depth(self) -> int:
-        """Blocks of the image encoder."""
-        return self.model.config.depth
-
-    def stream(self, images: Tensor, targets: Targets, image_keys: Tensor) -> Tensor:
-        """The tokens of the image encoder: float32 [B, side, side, width], also under autocast."""
-        config = self.model.config
-        return torch.empty(len(images), config.side, config.side, config.width, device="meta")
-
-    def begin(self, images: Tensor, targets: Targets, image_keys: Tensor) -> Tensor:
-        """The tokens before the first block."""
-        self.model.check_images(images, None, targets.sizes)
-        return self.model.image_encoder.tokens(self.model.pixels(images, targets.sizes))
-
-    def through(
-        self, stream: Tensor, blocks: range, images: Tensor, targets: Targets, image_keys: Tensor
-    ) -> Tensor:
-        """The tokens after these blocks."""
-        return self.model.image_encoder.through(stream, blocks, self._kept(image_keys))
-
-    def end(self, stream: Tensor, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        """Neck, decoder and losses; see `forward`."""
-        check_kernels(self.model)
-        _check_sizes(images, targets)
-        pixels = self.model.pixels(images, targets.sizes)
-        embeddings = self.model.with_features(pixels, self.model.image_encoder.embedding(stream))
-        return self._iterate(embeddings, images.shape[-1], targets)
-
     def forward(
         self,
         images: Tensor,
@@ -184,7 +161,7 @@ class Interactive(nn.Module):
         Raises:
             ValueError: the targets are smaller than the decoder's masks.
         """
-        check_kernels(self.model)
+        use_kernels(self.model)
         if protocol is not None:
             with torch.no_grad():
                 return protocol(self.model, images, targets.sizes)

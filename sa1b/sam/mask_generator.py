@@ -22,7 +22,7 @@ from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import LogitAxis, areas, logit_axis, runs_of_logits
 from sa1b.masks.runs import Runs, joined
 from sa1b.sam.clicks import FOREGROUND, NOTHING
-from sa1b.sam.kernel_check import check_kernels
+from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS
 from sa1b.sam.model import Sam
 from sa1b.sam.prediction import check_model, framed_image, rgb_pixels
@@ -158,7 +158,7 @@ def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
 @torch.no_grad()
 def generate(model: Sam, pixels: npt.NDArray[np.uint8], config: GeneratorConfig) -> GeneratedMasks:
     """`generate_masks` from pixels uint8 [height, width, 3]."""
-    check_kernels(model)
+    use_kernels(model)
     height, width = pixels.shape[:2]
     # The model computes the next points meanwhile: the kernels release the GIL.
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -61,8 +61,8 @@ class ModelConfig:
         cuda_graphs: Record the iterations of training as CUDA graphs, one for each number of masks, so that
             one call of the host launches all kernels. Only on a CUDA device, for iterations that are not
             compiled and need no loss scale.
-        kernels: Use the kernels of the mask decoder on a CUDA device. One that differs there from torch's
-            operators, which need more time and memory, is left out.
+        kernels: Use Triton kernels on a CUDA device in place of torch's operators, which need more time and
+            memory. auto: those that are right there, by a comparison before the first run. all: also others.
         lora_rank: Rank of the changes that fine-tuning learns for the weights of the attention (LoRA), such
             as 8; these weights and all others of their part are frozen. 0: the weights themselves are
             trained.
@@ -85,7 +85,7 @@ class ModelConfig:
     compile_blocks: bool = False
     compile_decoder: bool = False
     cuda_graphs: bool = True
-    kernels: bool = True
+    kernels: Literal["auto", "none", "all"] = "auto"
     lora_rank: Annotated[int, Range(0)] = 0
     lora_targets: Literal["both", "image_encoder", "mask_decoder"] = "both"
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 from sa1b.arguments import BadValue, check_arguments
 from sa1b.masks.grid import framed_size
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
-from sa1b.sam.kernel_check import check_kernels
+from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS, MASKS, SINGLE
 from sa1b.sam.model import Sam
 
@@ -72,7 +72,6 @@ def embed_image(model: Sam, image: Any) -> ImageEmbedding:
 
 
 def _embedding(model: Sam, pixels: npt.NDArray[np.uint8]) -> ImageEmbedding:
-    check_kernels(model)
     height, width = pixels.shape[:2]
     size = model.config.image_size
     rows, columns = framed_size(height, width, size)
@@ -120,6 +119,7 @@ def predict(
         ValueError: an argument has a wrong shape, dtype or range; the message names it.
     """
     check_model(model)
+    use_kernels(model)
     if all_candidates and multimask is False:
         raise BadValue("multimask=False: has a single mask; drop it, or all_candidates")
     pixels = None if isinstance(image, ImageEmbedding) else rgb_pixels(image)

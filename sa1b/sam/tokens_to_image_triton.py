@@ -46,11 +46,11 @@ class Places(NamedTuple):
     stages: int
 
 
-# By the number of rows, a power of two. A warp has 16 rows of 64 or 128.
+# By the number of rows, a power of two. A warp has 16 rows of 64 or 128. For OWN's tiles see image_to_tokens.
 _FEW = Places(64, 8, 2)
 FORWARD_PLACES = {16: _FEW, 32: _FEW, 64: Places(32, 4, 2), 128: Places(64, 8, 2)}
 ROWS_PLACES = {16: Places(32, 8, 2), 32: Places(32, 8, 2), 64: Places(32, 4, 2), 128: Places(32, 8, 2)}
-OWN_PLACES = {16: Places(32, 8, 2), 32: Places(32, 8, 2), 64: Places(32, 4, 2), 128: Places(32, 8, 2)}
+OWN_PLACES = {16: Places(32, 8, 2), 32: Places(32, 8, 2), 64: Places(64, 8, 2), 128: Places(64, 8, 1)}
 SHARED_PLACES = Places(64, 8, 1)
 LARGEST_TILE = 64
 

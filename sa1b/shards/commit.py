@@ -135,7 +135,7 @@ def commit_quarantine(name: str, staged: Path, root: Root) -> None:
     store = open_store(root)
     folder = staged / QUARANTINE
     if folder.exists():
-        for path in [*folder.iterdir(), folder]:
+        for path in folder.iterdir():
             flush(path)
         store.commit_folder(folder, f"{QUARANTINE}/{name}", is_quarantine_file)
     else:

@@ -5,6 +5,7 @@ code relies on the check. Unknown keys are ignored.
 """
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,9 +21,9 @@ SEAL = "document_sha256"  # the digest of the document of a view or a layer with
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 TableName = Annotated[str, Meta(pattern=r"^samples-[0-9a-f]{16}\.bin\Z")]
-
-
 _Document = TypeVar("_Document")
+# msgspec crashes if the garbage collector runs while two threads meet a type for the first time.
+_FIRST_CONVERSION = threading.Lock()
 
 
 class FieldError(ValueError):
@@ -67,10 +68,7 @@ class Options:
 
     def document(self) -> dict[str, Any]:
         """The options as in dataset.json and task files."""
-        fields = asdict(self)
-        if not self.annotations_only:
-            del fields["annotations_only"]
-        return fields
+        return {name: value for name, value in asdict(self).items() if value or name != "annotations_only"}
 
     def flags(self) -> dict[str, str]:
         """Field -> the flag that sets it so, as typed on reshard's command line."""
@@ -277,7 +275,8 @@ class LayerInfo(Struct):
 
 def converted(document: Any, kind: type[_Document]) -> _Document:
     try:
-        return msgspec.convert(document, kind)
+        with _FIRST_CONVERSION:
+            return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error).replace("`$.", "`")) from None
 

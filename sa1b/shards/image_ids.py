@@ -129,15 +129,9 @@ def _split(file: str | Path) -> tuple[Path, str | None]:
 
 def _binary(path: Path) -> npt.NDArray[np.uint64]:
     data = path.read_bytes()
-    if len(data) % 8:
-        raise UsageError(
-            f"{path}: not the ids of a view, the size is no multiple of 8 bytes; pass an .ids file of a view"
-        )
-    ids = np.frombuffer(data, "<u8").astype(np.uint64)
-    if (ids >= np.uint64(ID_END)).any():
-        raise UsageError(
-            f"{path}: not the ids of a view, an id is 2**63 or more; pass an .ids file of a view"
-        )
+    ids = np.frombuffer(data[: len(data) // 8 * 8], "<u8").astype(np.uint64)
+    if len(data) % 8 or (ids >= np.uint64(ID_END)).any():
+        raise UsageError(f"{path}: not the ids of a view; pass an .ids file of a view")
     return ids
 
 
@@ -167,7 +161,6 @@ def _from_lines(path: Path) -> pa.ChunkedArray:
 
 
 def _from_csv(path: Path, delimiter: str, column: str | None) -> pa.ChunkedArray:
-    options = arrow_csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False)
     # Only the chosen column has to be UTF-8.
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         try:
@@ -182,7 +175,7 @@ def _from_csv(path: Path, delimiter: str, column: str | None) -> pa.ChunkedArray
     return _read_csv(
         path,
         arrow_csv.ReadOptions(column_names=[str(i) for i in range(len(names))], skip_rows=1),
-        options,
+        arrow_csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
         arrow_csv.ConvertOptions(
             include_columns=[str(names.index(chosen))],
             column_types={str(i): pa.string() for i in range(len(names))},
@@ -206,12 +199,9 @@ def _read_csv(path: Path, read: Any, parse: Any, convert: Any) -> pa.Table:
 def _from_parquet(path: Path, column: str | None) -> tuple[pa.ChunkedArray, str]:
     try:
         with pq.ParquetFile(path.absolute()) as file:
-            fit = [
-                field.name
-                for field in file.schema_arrow
-                if is_text(field.type) or pa.types.is_integer(field.type)
-            ]
-            chosen = _column(path, file.schema_arrow.names if column is not None or not fit else fit, column)
+            schema = file.schema_arrow
+            fit = [one.name for one in schema if is_text(one.type) or pa.types.is_integer(one.type)]
+            chosen = _column(path, schema.names if column is not None or not fit else fit, column)
             return file.read([chosen])[chosen], chosen
     except (pa.ArrowException, OSError) as error:
         raise UsageError(f"{path}: cannot be read ({error}); write the file again") from None

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet as pq
 
 from sa1b.arguments import BadValue
@@ -19,15 +21,12 @@ _MASKS = "mask_annotation"  # of SACap-1M and SA-Z
 _ANSWERS = ("gpt", "assistant")  # who gives the answers of a conversation
 
 
-def read_table(path: str, names: Collection[str], needed: str | None = None) -> pa.Table:
+def read_table(path: str, names: Collection[str], needed: str | None = None, text: bool = False) -> pa.Table:
     """The columns of a local file that have one of these names, or all columns of JSON lines and CSV.
 
-    A Parquet or JSON file without the needed column gives all its columns, without rows. Raises
-    ArrowException or ValueError for a file that cannot be read.
+    A Parquet or JSON file without the needed column gives all its columns, without rows. With `text`, the
+    needed column of CSV is text. Raises ArrowException or ValueError for a file that cannot be read.
     """
-    import pyarrow.csv
-    import pyarrow.json
-
     lower = path.lower()
     if lower.endswith(PARQUET):
         with pq.ParquetFile(Path(path).absolute()) as file:
@@ -35,21 +34,32 @@ def read_table(path: str, names: Collection[str], needed: str | None = None) -> 
                 return file.schema_arrow.empty_table()
             return file.read([name for name in names if name in file.schema_arrow.names])
     if lower.endswith(LINES):
-        return pyarrow.json.read_json(path)
+        table = pyarrow.json.read_json(path)
+        schema = pa.schema([(field.name, _without_dates(field.type)) for field in table.schema])
+        options = pyarrow.json.ParseOptions(explicit_schema=schema)
+        return table if schema == table.schema else pyarrow.json.read_json(path, parse_options=options)
     if lower.endswith(JSON):
         return _read_json(path, list(names), needed)
     options = pyarrow.csv.ParseOptions(delimiter=DELIMITERS[Path(lower).suffix], newlines_in_values=True)
-    table = pyarrow.csv.read_csv(path, parse_options=options)
+    kinds = pyarrow.csv.ConvertOptions(column_types={needed: pa.string()} if text else None)
+    table = pyarrow.csv.read_csv(path, parse_options=options, convert_options=kinds)
     for field in table.schema:
         if field.name in names and pa.types.is_binary(field.type):  # Arrow's type of text that is not UTF-8
             raise BadValue(f"column {field.name!r} has another encoding than UTF-8")
     return table
 
 
+def _without_dates(kind: pa.DataType) -> pa.DataType:
+    """The type as JSON has it: Arrow makes a date of a string that looks like one."""
+    if pa.types.is_list(kind):
+        return pa.list_(_without_dates(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _without_dates(field.type)) for field in kind])
+    return pa.string() if pa.types.is_timestamp(kind) else kind
+
+
 def _read_json(path: str, names: list[str], needed: str | None) -> pa.Table:
-    """The columns of a list of objects, of the list `images` in an object, or of an object by image; also a
-    list of ids or names, and an object of texts by image.
-    """
+    """The columns of objects in a list, in the list `images` or by image; ids or names; texts by image."""
     data = Path(path).read_bytes()
     if (plain := _plain(data)) is not None:
         ids, texts = plain

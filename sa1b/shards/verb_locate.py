@@ -25,7 +25,7 @@ from sa1b.report import aligned
 from sa1b.sources.path_arguments import takes_endpoint
 from sa1b.sources.stored_file import read_links
 
-TOUR = (90, "See and select", "find images by id", "sa1b locate shards 223750")
+TOUR = (190, "Questions about both", "find images by id", "sa1b locate shards 223750")
 
 if TYPE_CHECKING:
     from sa1b.shards.locate import Located

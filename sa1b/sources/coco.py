@@ -8,7 +8,6 @@ an image that is not in the file, annotations without a mask.
 
 import hashlib
 import io
-import json
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from sa1b.console import counted
 from sa1b.errors import BadSample, SourceError
 from sa1b.names import image_name, member_name, parse_member_path
 from sa1b.sources.coco_file import CocoFile, CocoImage, CocoOptions
-from sa1b.sources.coco_pair import coco_pair
+from sa1b.sources.coco_pair import coco_pair, json_text
 from sa1b.sources.folder import fingerprint, stat_of
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import Member
@@ -78,19 +77,17 @@ class CocoPass(SourceReading):
     def _image(self, file: CocoFile, image: CocoImage) -> Iterator[Member]:
         annotations = file.annotations(image)
         name = image_name(image.image_id)
+        further = {"further_entries": image.further} if image.further else {}
         try:
             path, data = self._content(file, image)
-            annotated = image.entry.get("height"), image.entry.get("width")
-            jpeg, height, width, encoding = as_jpeg(data, path, annotated, self._options.max_pixels)
+            jpeg, height, width, encoding = as_jpeg(data, path, image.size, self._options.max_pixels)
         except BadSample as error:
-            further = {"further_entries": image.further} if image.further else {}
             content = {"image": image.entry, **further, "annotations": annotations}
             yield _refused(name, error.reason, str(error), content)
             return
         provenance = {"format": "coco", "file": self.path.name, "image": image.entry, **encoding}
         if image.phrases is not None:
-            provenance["texts"] = list(dict.fromkeys(image.phrases))
-            provenance |= {"further_entries": image.further} if image.further else {}
+            provenance |= {"texts": list(dict.fromkeys(image.phrases)), **further}
         pair = coco_pair(
             image.image_id,
             height,
@@ -202,14 +199,13 @@ def _check_size(annotated: tuple[Any, Any], size: tuple[int, int]) -> None:
     if (height or size[0], width or size[1]) != size:
         raise BadSample(
             "image_size",
-            f"image of {size[1]} x {size[0]}, annotated as {str(width)[:20]} x {str(height)[:20]}",
+            f"image of {size[1]} x {size[0]}, annotated as {repr(width)[:20]} x {repr(height)[:20]}",
         )
 
 
 def _refused(name: str, reason: str, message: str, content: Any) -> Member:
-    return Member(
-        f"{name}.refused.json", "file", 0, json.dumps(content).encode(), detail=message, reason=reason
-    )
+    data = json_text(content).encode()
+    return Member(f"{name}.refused.json", "file", 0, data, detail=message, reason=reason)
 
 
 @dataclass(frozen=True)

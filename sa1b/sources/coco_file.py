@@ -75,6 +75,13 @@ class CocoImage:
     further: list[dict[str, Any]] = field(default_factory=list)  # its entries after the first
     phrase_of: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def size(self) -> tuple[Any, Any]:
+        """Height and width as annotated, also as text; None where there is none."""
+        sides = (self.entry.get("height"), self.entry.get("width"))
+        height, width = (int(side) if isinstance(side, str) and side.isdecimal() else side for side in sides)
+        return height, width
+
 
 class CocoFile:
     """The images and annotations of a file. The source's name is part of the ids by hash.
@@ -87,8 +94,8 @@ class CocoFile:
         unlisted: id of an image that is not in the file -> positions of its annotations.
 
     Raises:
-        SourceError: another format, an id of an image is not an integer, two categories with one id, or no
-            image of the file exists.
+        SourceError: another format, an id of an image is not an integer, two images or categories with one
+            id, or no image of the file exists.
     """
 
     def __init__(self, path: Path, source: str, options: CocoOptions) -> None:
@@ -106,44 +113,37 @@ class CocoFile:
                         f"{path}: the categories {self.categories[key]!r} and {name!r} have the id {key!r}, "
                         "so that the category of an annotation is unknown; give each category its own id"
                     )
-        rows: dict[Any, int] = {}
-        for row, entry in enumerate(self._file.images):
-            if isinstance(key := entry.get("id"), int | str):
-                rows.setdefault(key, row)  # pairing refuses a second image of this id
+        entries, rows = self._file.images, dict[Any, int]()
+        firsts = list(range(len(entries)))  # row of the first entry with the id of each entry
+        for row, entry in enumerate(entries):
+            if isinstance(key := entry.get("id"), int | str) and rows.setdefault(key, row) != row:
+                first = entries[rows[key]]
+                names = self._name(first), self._name(entry)
+                if names[0] != names[1] or first.get(_PHRASE) != entry.get(_PHRASE):
+                    raise SourceError(
+                        f"{path}: several entries of 'images' have the id {key!r} ({names[0]!r}, "
+                        f"{names[1]!r}), so that the image or the phrase of its annotations is unknown; give "
+                        "each entry an id of its own"
+                    )
+                firsts[row] = rows[key]
         groups, self.unlisted = self._groups(rows)
-        if any(isinstance(entry.get(_PHRASE), str) for entry in self._file.images):
-            self.images = self._with_phrases(source, groups)
-            return
-        self.images = []
-        for row, entry in enumerate(self._file.images):
+        # With phrases, an image has an entry for each of them, and its id is that of its name.
+        with_phrases = any(isinstance(entry.get(_PHRASE), str) for entry in entries)
+        ids = "hash" if with_phrases else options.ids
+        images: dict[str | int, CocoImage] = {}
+        for row, entry in enumerate(entries):
             name = self._name(entry)
-            image_id = _image_id(path, source, entry, name, options.ids)
-            self.images.append(CocoImage(image_id, entry, name, groups[row]))
-
-    def _with_phrases(self, source: str, groups: list[list[int]]) -> list[CocoImage]:
-        """The images of a file whose list `images` has one entry for each image and phrase.
-
-        The ids of the file are those of entries. An image has that of its name sa_<id>.jpg, or a hash.
-        """
-        images: dict[str, CocoImage] = {}
-        keys: dict[Any, dict[str, Any]] = {}
-        for row, entry in enumerate(self._file.images):
-            if keys.setdefault(str(entry.get("id")), entry) != entry:
-                raise SourceError(
-                    f"{self.path}: several entries of 'images' have the id {str(entry.get('id'))[:60]!r}, so "
-                    "that the phrase of its annotations is unknown; give each entry an id of its own"
-                )
-            name = self._name(entry)
-            named = parse_member_path(f"{name.rpartition('.')[0]}.jpg")
-            image_id = hashed_id(source, name) if named is None else named.image_id
-            image = images.setdefault(name, CocoImage(image_id, entry, name, [], []))
-            if image.entry is not entry:
+            named = parse_member_path(f"{name.rpartition('.')[0]}.jpg") if with_phrases else None
+            image_id = named.image_id if named is not None else _image_id(path, source, entry, name, ids)
+            new = CocoImage(image_id, entry, name, [], [] if with_phrases else None)
+            image = images.setdefault(name if with_phrases else firsts[row], new)
+            if image is not new:
                 image.further.append(entry)
             image.annotations.extend(groups[row])
             if isinstance(phrase := entry.get(_PHRASE), str) and image.phrases is not None:
                 image.phrases.append(phrase)
                 image.phrase_of.update(dict.fromkeys(groups[row], phrase))
-        return list(images.values())
+        self.images = list(images.values())
 
     def annotation(self, number: int) -> Any:
         """Annotation `number` of the file as parsed JSON."""
@@ -163,7 +163,9 @@ class CocoFile:
             return None
         base = self.folder.absolute()
         # Lexically: links inside the folder are followed.
-        paths = [Path(os.path.normpath(base / name)) for name in unicode_forms(image.name)]
+        spelled = str(image.entry.get("file_name", image.name))
+        names = unicode_forms(image.name) | unicode_forms(spelled)
+        paths = [Path(os.path.normpath(base / name)) for name in names]
         path = paths[0] if len(paths) == 1 else next(filter(os.path.exists, paths), paths[0])
         return path if path.is_relative_to(os.path.normpath(base)) else None
 
@@ -196,7 +198,9 @@ class CocoFile:
                 key = decoder.decode(raw).image_id
                 row_of[number] = rows[key]
             except (msgspec.DecodeError, KeyError, TypeError):
-                key = key if isinstance(key := _key(raw), int | str) else None
+                entry = _decode(raw)
+                key = entry.get("image_id") if isinstance(entry, dict) else None
+                key = key if isinstance(key, int | str) else None
                 unlisted.setdefault(key, []).append(number)
         order = np.argsort(row_of, kind="stable")
         ends = np.searchsorted(row_of[order], np.arange(len(self._file.images) + 1))
@@ -206,7 +210,7 @@ class CocoFile:
     def _name(self, entry: dict[str, Any]) -> str:
         name = entry.get("file_name")
         if isinstance(name, str):
-            return name
+            return name.replace("\\", "/")  # Windows writes images\a.jpg
         # LVIS has the URL of each image in COCO: .../train2017/000000391895.jpg
         url = entry.get("coco_url")
         parts = url.split("/")[-2:] if isinstance(url, str) else []
@@ -219,11 +223,6 @@ def _decode(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return json.loads(bytes(raw))
-
-
-def _key(raw: msgspec.Raw) -> Any:
-    entry = _decode(raw)
-    return entry.get("image_id") if isinstance(entry, dict) else None
 
 
 def read_document(path: Path) -> CocoDocument:

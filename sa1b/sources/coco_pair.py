@@ -8,12 +8,14 @@ foreground pixels in the order of the runs, and the crop is the image. Annotatio
 with the reason.
 """
 
+import datetime
 import json
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from sa1b.arguments import BadType
 from sa1b.masks import coco, geometry
 from sa1b.masks.coco import encode_polygons
 from sa1b.masks.geometry import nth_foreground
@@ -45,6 +47,21 @@ class CocoPair:
         """Leave an annotation out."""
         self.refused.setdefault(reason, []).append(annotation)
         self.messages.setdefault(reason, f"annotation {_name(annotation)}: {message}")
+
+
+def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
+    """JSON with null for NaN and infinite numbers, and ISO text for dates; TypeError: no form in JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False, default=_iso)
+    except ValueError:
+        finite = json.loads(json.dumps(value, default=_iso), parse_constant=lambda _: None)
+        return json.dumps(finite, ensure_ascii=ensure_ascii)
+
+
+def _iso(value: Any) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    raise BadType(f"{type(value).__name__} has no form in JSON")
 
 
 def image_entry(image_id: int, height: int, width: int) -> dict[str, Any]:
@@ -109,7 +126,7 @@ def coco_pair(
             "masks": [_origin(mask, categories) for mask in masks],
         },
     }
-    pair.text = json.dumps(document).encode()
+    pair.text = json_text(document).encode()
     return pair
 
 

@@ -67,14 +67,6 @@ def is_dataset(names: Sequence[str]) -> bool:
     )
 
 
-def subfolders(path: Path, ignore: Ignore) -> list[Path]:
-    """`images/`, `annotations/` and all their subfolders, each once; nothing if one is missing."""
-    folders = [path / name for name in LAYOUT]
-    if not all(folder.is_dir() and not ignore(folder) for folder in folders):
-        return []
-    return sorted([*folders, *below(path, folders, ignore)])
-
-
 def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
     """The folders at any depth below some folders of a source, each once: without hidden ones, those of the
     system and dataset directories, such as the output of a conversion.
@@ -98,18 +90,6 @@ def below(path: Path, folders: list[Path], ignore: Ignore) -> list[Path]:
                     seen.add(inode)
                     waiting.append(child)
     return sorted(deeper)
-
-
-def pair_files(path: Path, ignore: Ignore) -> list[Path]:
-    """The files of a folder source by image id, jpg before json; unreadable subfolders first."""
-    keyed = []
-    files, unreadable = listed(path, subfolders(path, ignore))
-    for file in files:
-        named = parse_member_path(file.name)
-        if named is not None and named.ending != "masks" and not ignore(file):
-            # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
-            keyed.append((named, not file.name.endswith(named.ending), str(file), file))
-    return unreadable + [file for *_, file in sorted(keyed)]
 
 
 def listed(path: Path, folders: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -228,12 +208,22 @@ class FolderFormat(SourceFormat):
     ending = ""
 
     def files(self, path: Path, ignore: Ignore) -> list[Path]:
-        """The files of a source in the order of its members."""
-        return pair_files(path, ignore)
+        """The files of a source in the order of its members; unreadable subfolders first."""
+        keyed = []
+        files, unreadable = listed(path, self.parts(path, ignore))
+        for file in files:
+            named = parse_member_path(file.name)
+            if named is not None and named.ending != "masks" and not ignore(file):
+                # sa_5.jpg sorts before sa_5.JPG, and the first one is used.
+                keyed.append((named, not file.name.endswith(named.ending), str(file), file))
+        return unreadable + [file for *_, file in sorted(keyed)]
 
     def parts(self, path: Path, ignore: Ignore) -> list[Path]:
-        """The folders below a source that are part of it."""
-        return subfolders(path, ignore)
+        """The folders below a source that are part of it: those of LAYOUT, with all their subfolders."""
+        folders = [path / name for name in LAYOUT]
+        if not all(folder.is_dir() and not ignore(folder) for folder in folders):
+            return []
+        return sorted([*folders, *below(path, folders, ignore)])
 
     def is_member(self, name: str) -> bool:
         """Whether a file of this name may be part of a source; others are listed as not taken."""

@@ -5,11 +5,12 @@
     train-00000-of-00011.parquet                the images of a column, as the library `datasets` writes them
 
 The id of sa_<id>.jpg is the number in its name. Any other image has 53 bits of the SHA-256 of
-`<source>/<name in the source>`, so that the same source with the same name always gives the same ids. JPEGs
-keep their bytes; PNG, WebP, BMP and TIFF become JPEGs.
+`<source>/<name in the source>`, so that the same source with the same name always gives the same ids. A row
+has the id of its column image_id, or the name of its column file_name. JPEGs keep their bytes; others become
+JPEGs.
 
-The texts of an image are stored with it: those of 1.txt, 1.caption.txt and 1.json that follow or precede
-1.jpg without another image between them, or those of columns of the row. In JSON and Parquet, TEXT_FIELDS
+The texts of an image are stored with it: those of 1.txt, 1.caption.txt and 1.json beside 1.jpg, in a tar
+without another image between them, or those of columns of the row. In JSON and Parquet, TEXT_FIELDS
 names the fields. Further fields of them, other columns, and other small files such as 1.cls are kept as
 `fields` of the image: numbers and short strings. Anything else is left out and counted.
 """
@@ -22,20 +23,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sa1b.errors import BadSample, SourceError
-from sa1b.names import member_name, parse_member_path
+from sa1b.names import ID_END, member_name, parse_member_path
 from sa1b.report import first_names
 from sa1b.sources.coco import as_jpeg
 from sa1b.sources.coco_file import hashed_id
 from sa1b.sources.coco_pair import image_entry
-from sa1b.sources.folder import FolderFormat, below, fingerprint, is_pair_name, listed, stat_of
+from sa1b.sources.folder import FolderFormat, below, is_pair_name, listed
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
-from sa1b.sources.stored_file import RemoteFile
+from sa1b.sources.stored_file import open_stored
 from sa1b.sources.tar_reader import TarFormat
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
 from sa1b.storage.atomic import sha256_of
@@ -154,8 +155,18 @@ class ImageFolder(FolderFormat):
     def files(self, path: Path, ignore: Ignore) -> list[Path]:
         files, unreadable = listed(path, self.parts(path, ignore))  # a folder is refused as a member
         taken = (file for file in files if is_image_name(file.name) or _is_text_name(file.name))
-        readable = (file for file in (*taken, *unreadable) if not ignore(file))
-        return sorted(readable, key=lambda file: (file.parent, file.name))  # a text beside its image
+        readable = [file for file in (*taken, *unreadable) if not ignore(file)]
+        stems = {(file.parent, file.name.rpartition(".")[0]) for file in readable if is_image_name(file.name)}
+
+        # The files of an image follow each other, after those of longer names, such as 1.mask.png.
+        def key(file: Path) -> tuple[Path, str, str]:
+            folder, stem = file.parent, file.name
+            while stem := stem.rpartition(".")[0]:
+                if (folder, stem) in stems:
+                    return folder, f"{stem}.\U0010ffff", file.name
+            return folder, file.name, ""
+
+        return sorted(readable, key=key)
 
     def parts(self, path: Path, ignore: Ignore) -> list[Path]:
         return below(path, [path], ignore)
@@ -189,9 +200,7 @@ class ImageTar(TarFormat):
 class RowsPass(SourceReading):
     """A pass over a Parquet file: the image of each row, and its other columns as a JSON file: those of
     `further` and, with `scalars`, all numbers and strings. A file at a URL is copied to the folder for
-    temporary files.
-
-    `needed`: columns of which the file has one.
+    temporary files. `needed`: columns of which the file has one.
     """
 
     def __init__(
@@ -205,25 +214,25 @@ class RowsPass(SourceReading):
     ) -> None:
         self._path, self._label = source.path, source.label
         self._further, self._progress, self._scalars, self._needed = further, progress, scalars, needed
-        self._remote: RemoteFile | None = None
-        self._copy: BinaryIO | None = None
-        if source.link is None:
-            self._state = fingerprint(source.path, stat_of(source.path))
-        else:
-            self._remote = RemoteFile(source.link)
-            self._copy = tempfile.TemporaryFile()  # noqa: SIM115  closed with the pass
+        self._file = open_stored(source.link or source.path)
+        self._copy = None if source.link is None else tempfile.TemporaryFile()  # noqa: SIM115  as the pass
 
     def items(self) -> Iterator[Member]:
         for image, row in self.rows():
-            yield image
+            image_id, name = whole_id(row.get("image_id")), row.get("file_name")
+            if image_id is not None:
+                name = member_name(image_id, "jpg")
+            elif not isinstance(name, str) or not is_image_name(name):
+                name = image.name
+            yield replace(image, name=name)
             if not image.reason:
-                stem = image.name.rpartition(".")[0]
+                stem = name.rpartition(".")[0]
                 yield Member(f"{stem}.json", "file", 0, json.dumps(row, default=str).encode())
 
     def rows(self) -> Iterator[tuple[Member, dict[str, Any]]]:
         """The image of each row, and the further columns that the file has."""
-        if self._remote is not None and self._copy is not None:
-            while data := self._remote.read(_PIECE):
+        if self._copy is not None:
+            while data := self._file.read(_PIECE):
                 self._copy.write(data)
                 if self._progress is not None:
                     self._progress(0)  # a sign that it proceeds
@@ -275,15 +284,12 @@ class RowsPass(SourceReading):
         return {"sha256": sha256.hexdigest()}
 
     def close(self) -> None:
-        if self._remote is not None and self._copy is not None:
-            self._remote.close()
+        self._file.close()
+        if self._copy is not None:
             self._copy.close()
 
     def check_unchanged(self) -> None:
-        if self._remote is not None:
-            self._remote.check_unchanged()
-        elif fingerprint(self._path, stat_of(self._path)) != self._state:
-            raise SourceError(f"{self._path}: changed while it was read; run the same command again")
+        self._file.check_unchanged()
 
 
 def _is_text_name(name: str) -> bool:
@@ -312,9 +318,7 @@ def _decoded(data: bytes) -> str | None:
 
 
 def _contents(file: Member) -> tuple[list[str], dict[str, Any]]:
-    """The texts of a text file, of a list in JSON, or of the known fields of a JSON object, and its further
-    fields. BadSample: the file cannot be read.
-    """
+    """The texts of a file or of the known fields of its object, and the further fields."""
     if len(file.data) > _MAX_TEXT_BYTES:
         raise BadSample(
             "text_unreadable", f"{len(file.data):,} bytes; a text has at most {_MAX_TEXT_BYTES:,}"
@@ -331,6 +335,13 @@ def _contents(file: Member) -> tuple[list[str], dict[str, Any]]:
         raise BadSample("text_unreadable", f"cannot be read: {error}") from None
 
 
+def whole_id(value: Any) -> int | None:
+    """An image id of a column of integers, or of floats, as pandas writes them beside nulls."""
+    if type(value) is float and value.is_integer() and value < 1 << 53:
+        value = int(value)
+    return value if type(value) is int and 0 <= value < ID_END else None
+
+
 def texts_of(fields: dict[str, Any]) -> list[str]:
     """The texts of the known fields of an object, which are strings or lists of strings; each once."""
     given = [fields.get(name) for name in TEXT_FIELDS]
@@ -341,7 +352,13 @@ def texts_of(fields: dict[str, Any]) -> list[str]:
 def image_column(path: Path | str, schema: pa.Schema) -> str:
     """The column with the bytes of the images: binary, or a struct of bytes and path as of `datasets`."""
     named = {field.name: field.type for field in schema}
-    columns = [name for name, type in named.items() if _holds_images(name, type)]
+    binary = (pa.binary(), pa.large_binary())
+    columns = [
+        name
+        for name, type in named.items()
+        if (pa.types.is_struct(type) and type.get_field_index("bytes") >= 0)
+        or (name in _BINARY and type in binary)
+    ]
     if len(columns) != 1:
         which = f"{len(columns)} columns" if columns else "no column"
         raise SourceError(
@@ -349,12 +366,6 @@ def image_column(path: Path | str, schema: pa.Schema) -> str:
             f"bytes and path, or a binary column named {' or '.join(_BINARY)}"
         )
     return str(columns[0])
-
-
-def _holds_images(name: str, type: pa.DataType) -> bool:
-    if pa.types.is_struct(type):
-        return bool(type.get_field_index("bytes") >= 0)
-    return name in _BINARY and (pa.types.is_binary(type) or pa.types.is_large_binary(type))
 
 
 @dataclass(frozen=True)
@@ -372,10 +383,6 @@ class ImageRows(SourceFormat):
 
     def name_of(self, path: Path) -> str:
         return path.stem
-
-    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        state = path.stat()
-        return state.st_size, state.st_mtime_ns
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return _ImagesPass(

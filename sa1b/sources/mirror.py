@@ -24,6 +24,7 @@ from sa1b.errors import BadSample, SourceError
 from sa1b.names import MASK_KEYS, member_name, parse_member_path
 from sa1b.sources.coco import CocoFormat, as_jpeg
 from sa1b.sources.coco_file import Ids
+from sa1b.sources.coco_pair import json_text
 from sa1b.sources.discovery import formats_with
 from sa1b.sources.images import (
     TEXT_FIELDS,
@@ -33,11 +34,13 @@ from sa1b.sources.images import (
     RowsPass,
     image_column,
     texts_of,
+    whole_id,
 )
 from sa1b.sources.source import Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import Member
 
 _ANNOTATED = ("json", "annotations", "masks", "annotation")  # columns, searched in this order
+_MASK = frozenset(("segmentation", "counts"))  # keys of which an annotation has one
 _OF_IMAGE = ("image_id", "file_name", "width", "height", "__key__")
 
 
@@ -93,8 +96,7 @@ class _PairsPass(RowsPass):
                 yield replace(image, detail=str(error), reason=error.reason)
 
     def _pair(self, image: Member, row: dict[str, Any]) -> Iterator[Member]:
-        given = next((row[name] for name in _ANNOTATED if row.get(name) is not None), None)
-        entry, masks = _parsed(given)
+        column, entry, masks = _masks(row)
         size = {key: entry.get(key, row.get(key)) for key in ("width", "height")}
         annotated = (size["height"], size["width"])
         data, height, width, encoding = as_jpeg(image.data, image.name, annotated, self._max_pixels)
@@ -102,7 +104,6 @@ class _PairsPass(RowsPass):
             size = {"width": width, "height": height}
         image_id = _image_id(entry, row, image.name)
         name = member_name(image_id, "jpg")
-        yield replace(image, name=name, data=data, origin=image.name)
         document: dict[str, Any] = {
             "image": {"image_id": image_id, **size, "file_name": name} | _given(entry),
             "annotations": [_annotation(mask, size) for mask in masks],
@@ -110,38 +111,57 @@ class _PairsPass(RowsPass):
         further = encoding | ({} if row.keys().isdisjoint(TEXT_FIELDS) else {"texts": texts_of(row)})
         if further:
             document["provenance"] = {"format": "parquet", "file": image.name, **further}
-        text = given if isinstance(given, str) and entry and not further else json.dumps(document)
+        given = row[column]
+        try:
+            text = given if isinstance(given, str) and entry and not further else json_text(document)
+        except TypeError as error:
+            raise BadSample("unreadable_json", f"column {column!r}: {error}") from None
+        yield replace(image, name=name, data=data, origin=image.name)
         name = member_name(image_id, "json")
         yield replace(image, name=name, data=text.encode(), origin=image.name)
 
 
-def _parsed(given: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    if isinstance(given, str | bytes):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise BadSample("unreadable_json", f"the annotations are no JSON: {error}") from None
-    entry: dict[str, Any] = {}
-    if isinstance(given, dict) and isinstance(given.get("image"), dict):
-        entry, given = given["image"], given.get("annotations")
-    if isinstance(given, dict):  # a list of objects as `datasets` before version 4 stores it
-        lists = {key: value for key, value in given.items() if isinstance(value, list)}
-        given = [dict(zip(lists, values, strict=False)) for values in zip(*lists.values(), strict=False)]
-    if not isinstance(given, list) or not all(isinstance(annotation, dict) for annotation in given):
-        raise BadSample("unreadable_json", "the row has no list of annotations")
-    return entry, given
+def _masks(row: dict[str, Any]) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """The first column with masks, or with an empty list of them: its name, its object `image`, the masks."""
+    empty = None
+    for name in _ANNOTATED:
+        given, entry = row.get(name), None
+        if isinstance(given, str | bytes):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                raise BadSample("unreadable_json", f"column {name!r} is no JSON: {error}") from None
+        if isinstance(given, dict) and "annotations" in given:
+            entry, given = given.get("image"), given["annotations"]
+        if isinstance(given, dict):  # a list of objects as `datasets` before version 4 stores it
+            given = _objects(name, {key: value for key, value in given.items() if isinstance(value, list)})
+        if isinstance(given, list) and all(isinstance(mask, dict) for mask in given):
+            found = name, entry if isinstance(entry, dict) else {}, given
+            if not all(map(_MASK.isdisjoint, given)):
+                return found
+            empty = empty or (None if given else found)
+    if empty is None:
+        names = ", ".join(repr(name) for name in _ANNOTATED if name in row)
+        raise BadSample("jpg_unpaired", f"{names} has no masks; pass --images-only for images alone")
+    return empty
+
+
+def _objects(name: str, lists: dict[str, list[Any]]) -> list[dict[str, Any]] | None:
+    """The objects of an object of lists; None if they are no masks."""
+    if _MASK.isdisjoint(lists):
+        return None
+    if len({*map(len, lists.values())}) > 1:
+        lengths = ", ".join(f"{key} {len(values)}" for key, values in lists.items())
+        raise BadSample("unreadable_json", f"the lists of column {name!r} have different lengths: {lengths}")
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
 def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
-    """The first id of an object, a row and a name: a number, or in a name such as images/sa_7.jpg.
-    The name of an image may be the number of its row, which is no id.
-    """
+    """The first id of an object, a row and a name, which may be the number of the row: no id."""
     values = [place.get(key) for key in ("image_id", "file_name") for place in (entry, row)]
     for value in (*values, row.get("__key__"), name):
-        if type(value) is int and value >= 0:
-            return value
-        if type(value) is float and value.is_integer() and 0 <= value < 1 << 53:  # as pandas writes them
-            return int(value)
+        if (number := whole_id(value)) is not None:
+            return number
         if isinstance(value, str):
             stem = value.rpartition("/")[2].partition(".")[0]
             named = parse_member_path(f"{stem}.jpg")
@@ -152,8 +172,13 @@ def _image_id(entry: dict[str, Any], row: dict[str, Any], name: str) -> int:
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys with a value: columns of objects have null where an object lacks a key."""
-    return {key: value for key, value in values.items() if not _is_missing(value)}
+    """The keys with a value: columns of objects have null or NaN where an object lacks a key."""
+    given = {}
+    for key, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if not any(item is None or (isinstance(item, float) and math.isnan(item)) for item in items):
+            given[key] = value
+    return given
 
 
 def _annotation(given: dict[str, Any], size: dict[str, Any]) -> dict[str, Any]:
@@ -175,11 +200,6 @@ def _annotation(given: dict[str, Any], size: dict[str, Any]) -> dict[str, Any]:
         annotation["segmentation"] = {"size": mask["size"], "counts": text}
     usual = {key: annotation[key] for key in MASK_KEYS if key in annotation}
     return usual | {key: value for key, value in annotation.items() if key not in usual}
-
-
-def _is_missing(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return any(number is None or (isinstance(number, float) and math.isnan(number)) for number in values)
 
 
 def formats_of(

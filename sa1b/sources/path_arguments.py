@@ -17,7 +17,6 @@ from sa1b.console import command, counted, show
 from sa1b.errors import UsageError
 from sa1b.report import first_names
 from sa1b.sources.stored_file import Link, read_links
-from sa1b.storage.atomic import check_not_special
 from sa1b.storage.open import open_store
 from sa1b.storage.protocols import endpoint_options, kind_of, protocol_of
 from sa1b.storage.store import Store
@@ -145,13 +144,3 @@ def store_of(out: str, scratch: Path | None, endpoint: str | None, source: tuple
     if endpoint is not None and not any(map(is_url, (out, *source))):
         raise UsageError(f"--endpoint {endpoint}: only if --out or SOURCE is a URL; omit it")
     return open_store(out, scratch=scratch, options=endpoint_options(out, endpoint) if is_url(out) else None)
-
-
-def check_report(path: Path | None) -> None:
-    """Refuse a --report that cannot be written as a file, before the work."""
-    if path is not None and path.is_dir():
-        raise UsageError(f"--report {path}: is a folder; name a file, such as {path / 'report.html'}")
-    if path is not None:
-        check_not_special(path, "--report")
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UsageError(f"--report {path}: there is no folder {path.parent}; create it first")

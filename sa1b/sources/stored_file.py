@@ -9,10 +9,10 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from sa1b.arguments import fault_of_url, is_url
@@ -108,25 +108,8 @@ def read_links(path: Path) -> tuple[list[Link], list[str]]:
     return [links_by_name[name] for name in sorted(links_by_name)], others
 
 
-class StoredFile(Protocol):
-    """The bytes of a file in their order."""
-
-    label: str  # path or URL, for messages
-    size: int  # bytes
-
-    def read(self, length: int) -> bytes:
-        """The next bytes, at most `length`; empty at the end of the file."""
-        ...
-
-    def check_unchanged(self) -> None:
-        """Raise SourceError if the file has changed since it was opened."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class LocalFile:
-    """A file of a local or network file system."""
+    """A file of a local or network file system: its size in bytes, and its bytes in their order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,13 +119,14 @@ class LocalFile:
         self.size = self._stat.st_size
 
     def read(self, length: int) -> bytes:
+        """The next bytes, at most `length`; empty at the end of the file."""
         try:
             return self._file.read(length)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self.label) from error
 
     def check_unchanged(self) -> None:
-        """Compare inode, size, mtime and ctime with those at opening.
+        """SourceError if inode, size, mtime or ctime differ from those at opening.
 
         An overwrite in place is detected even if the time of modification was restored, because that sets the
         ctime. Not detected: a change within one tick of the clock of the file system before the
@@ -167,7 +151,7 @@ class RemoteFile:
         self.link, self.label = link, link.label
         root, self._name = link.split()
         self._reader = Reader(root, attempts_in_flight=link.connections, options=link.reader_options)
-        with self._naming():
+        with naming_link(link):
             self.size = self._reader.size(self._name)
         self._pieces = self._reader.read_ranges(pieces_of(self._name, self.size), prefetch=link.connections)
         self._piece = memoryview(b"")
@@ -175,9 +159,9 @@ class RemoteFile:
         self._began = time.monotonic()
 
     def read(self, length: int) -> bytes:
-        """See StoredFile.read. Waits if the rate of the link's limit is exceeded."""
+        """See LocalFile.read. Waits if the rate of the link's limit is exceeded."""
         if not self._piece:
-            with self._naming():
+            with naming_link(self.link):
                 self._piece = memoryview(next(self._pieces, b""))
             self._received += len(self._piece)
             if self.link.max_rate is not None:
@@ -188,7 +172,7 @@ class RemoteFile:
 
     def check_unchanged(self) -> None:
         """Compare the size with that at opening; every range has been compared with the first one's ETag."""
-        with self._naming():
+        with naming_link(self.link):
             size = self._reader.size(self._name)
         if size != self.size:
             raise SourceError(f"{self.label}: changed while it was read; run the same command again")
@@ -197,11 +181,8 @@ class RemoteFile:
         """Cancel pending requests and close the connections."""
         self._reader.close()
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return naming_link(self.link)
 
-
-def open_stored(origin: Path | Link) -> StoredFile:
+def open_stored(origin: Path | Link) -> LocalFile | RemoteFile:
     """Open a local or remote file for one pass."""
     return RemoteFile(origin) if isinstance(origin, Link) else LocalFile(origin)
 

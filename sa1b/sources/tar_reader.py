@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sa1b.errors import SourceError
-from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
+from sa1b.sources.source import Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.tar_stream import (
     BLOCK,
     GZIP,
@@ -79,7 +79,10 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             item = _next_item(stream, offset, header, extension.values if extension else {})
         if isinstance(item, Extension):
             damaged = False
-            if extension is not None and _are_of_two_members(extension, item):
+            if extension is not None and (
+                extension.values.keys() & item.values.keys()
+                or len(extension.stored) + len(item.stored) > MAX_EXTENDED_BYTES
+            ):  # they cannot describe the same member
                 yield from _dangling(extension)
                 extension = None
             if extension is not None:
@@ -96,12 +99,6 @@ def members(stream: StoredStream) -> Iterator[Member | Damage]:
             item = replace(item, offset=extension.offset, length=length, data=data[:MAX_KEPT_BYTES])
         extension = None
         yield item
-
-
-def _are_of_two_members(first: Extension, other: Extension) -> bool:
-    """Whether two consecutive extended headers cannot describe the same member."""
-    both = first.values.keys() & other.values.keys()
-    return bool(both) or len(first.stored) + len(other.stored) > MAX_EXTENDED_BYTES
 
 
 def _dangling(extension: Extension | None) -> Iterator[Damage]:
@@ -130,7 +127,7 @@ def _next_item(
     if not 0 <= size <= limit:
         why = f"header of {parsed.name!r} claims {size:,} bytes"
         return _resync(stream, offset, "bad_size", why)
-    if not parsed.has_data:
+    if parsed.type in b"123456":  # links, devices and folders have no content, even if their size is set
         size = 0
     # A header inside the content: the size in this header is wrong, or bytes of the content are lost.
     inner = _inner_header(stream.window(2 * BLOCK + size + -size % BLOCK), size) if size else None
@@ -378,10 +375,6 @@ class TarFormat(SourceFormat):
 
     def name_of(self, path: Path) -> str:
         return tar_name(path.name)
-
-    def measure(self, path: Path, name: str, ignore: Ignore) -> tuple[int, int]:
-        state = path.stat()
-        return state.st_size, state.st_mtime_ns
 
     def open(self, source: Source, *, md5: bool, progress: Progress | None) -> SourceReading:
         return TarPass(source, md5=md5, progress=progress)

@@ -66,11 +66,6 @@ class Header:
     link: str
 
     @property
-    def has_data(self) -> bool:
-        """Whether content follows. Links, devices and folders have no content, even if their size is set."""
-        return self.type not in b"123456"
-
-    @property
     def is_metadata(self) -> bool:
         """Whether its content describes the next member: a pax or GNU long-name header."""
         return self.type in b"xgLK"

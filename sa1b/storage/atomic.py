@@ -187,8 +187,7 @@ def start_of(pid: int) -> int | None:
 
 def is_of_dead_process(process: str) -> bool:
     """Whether the process with the name `process` (see `this_process`) ran on this machine and has ended."""
-    machine, _, pid = process.partition("-")
-    pid = pid.partition("-")[0]
+    machine, pid = [*process.split("-"), ""][:2]
     if machine != this_machine() or machine == "unknown" or not pid.isdecimal():
         return False
     try:
@@ -198,14 +197,15 @@ def is_of_dead_process(process: str) -> bool:
     return state in ("Z", "X")
 
 
+def nearest_existing(path: Path) -> Path:
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
 def check_free_bytes(folder: Path, need: int, way_out: str, what: str = "") -> None:
     """Raise UsageError if the disk of a folder, which may not exist yet, has fewer free bytes than `need`."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < need:
-        raise UsageError(
-            f"{folder}: {free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed{what}; {way_out}"
-        )
+    if (free := shutil.disk_usage(nearest_existing(folder)).free) < need:
+        few = f"{free / 1e6:,.0f} MB free, about {need / 1e6:,.1f} MB needed{what}"
+        raise UsageError(f"{folder}: {few}; {way_out}")
 
 
 FORMAT = "sa1b-resume-1"

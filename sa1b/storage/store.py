@@ -58,9 +58,7 @@ class Store(ABC):
 
     @abstractmethod
     def create(self, flag: str) -> None:
-        """Create the folder if it is missing; buckets need no folder. UsageError with the flag: a file has
-        this path.
-        """
+        """Create the folder if it is missing; buckets need none. UsageError: a file has this path."""
 
     @abstractmethod
     def check_scratch(self, sizes: Sequence[int], workers: int) -> None:
@@ -305,6 +303,7 @@ class FolderStore(Store):
                 os.link(temporary, final)
             except FileExistsError:
                 return False
+            flush(final.parent)
             return True
         finally:
             with contextlib.suppress(OSError):
@@ -324,8 +323,7 @@ class FolderStore(Store):
         flush(final)
 
     def commit_file(self, staged: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
-        final = self.path(name)
-        with naming_final(final):
+        with naming_final(final := self.path(name)):
             commit(staged, final)
 
     def commit_folder(self, staged: Path, name: str, is_own: Callable[[str], bool]) -> None:
@@ -337,6 +335,7 @@ class FolderStore(Store):
             staged.rmdir()
             return
         final.parent.mkdir(parents=True, exist_ok=True)
+        flush(staged)
         staged.replace(final)
         flush(final.parent)
 

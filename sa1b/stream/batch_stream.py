@@ -39,13 +39,21 @@ class BatchStream(IterableDataset[Batch]):
         """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
 
     @abstractmethod
+    def state_at(self, position: int) -> dict[str, Any]:
+        """The state to resume from at a position."""
+
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
         """The state to resume from.
 
         Args:
-            batch: the last batch that was used: training resumes after it. None: training resumes where the
-                next iteration begins, so the rest of an unfinished epoch is skipped.
+            batch: the last batch that was used: training resumes after it. None: the last one that this
+                process has taken; UsageError if worker processes of a DataLoader have read.
         """
+        if batch is None:
+            return self.state_at(self.iterations.used)
+        if not isinstance(position := getattr(batch, "position", None), int):
+            raise BadValue(f"batch={batch!r} must be a batch of this stream")
+        return self.state_at(position)
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,14 +96,6 @@ class BatchStream(IterableDataset[Batch]):
     def position(self, position: int) -> None:
         self.iterations.position = checked_position(position)
 
-    def _position_after(self, batch: Batch | None) -> int:
-        """Position after a batch; None: that at which the next iteration begins. ValueError: no batch."""
-        if batch is None:
-            return self.position
-        if not isinstance(position := getattr(batch, "position", None), int):
-            raise BadValue(f"batch={batch!r} must be a batch of this stream")
-        return position
-
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.
 
@@ -113,10 +113,11 @@ class BatchStream(IterableDataset[Batch]):
         """
         return self.iterations.begin(None if self.plan.endless else self.plan.epoch_end)
 
-    def taken(self, batch: Batch) -> None:
-        """Let an endless stream continue after `batch` when this process iterates again."""
-        if self.plan.endless and get_worker_info() is None:
-            self.position = batch.position
+    def taken(self, batch: Batch) -> Batch:
+        """Record that this process has used `batch`; an endless stream continues after it."""
+        if get_worker_info() is None:
+            self.iterations.resume(batch.position if self.plan.endless else None, batch.position)
+        return batch
 
     def __iter__(self) -> StreamIterator:
         if get_worker_info() is not None and self.decoder.device.type != "cpu":
@@ -137,11 +138,9 @@ class BatchStream(IterableDataset[Batch]):
                 for piece in pieces:
                     in_flight.append(self.submit(piece))
                     if len(in_flight) > _PREFETCH:
-                        batch = in_flight.popleft().finish()
-                        self.taken(batch)
-                        yield batch
+                        yield self.taken(in_flight.popleft().finish())
                 while in_flight:  # the end of an epoch
-                    yield in_flight.popleft().finish()
+                    yield self.taken(in_flight.popleft().finish())
             except Exception:
                 if get_worker_info() is not None:
                     self.iterations.fail()

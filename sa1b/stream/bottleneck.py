@@ -1,7 +1,6 @@
 """What limits a loader or a training step, and what to change: one table of thresholds, one of remedies.
 
-`sa1b bench` names the limit of a loader, a training run the limit of the rank that waits longest for data,
-and `sa1b bench scaling` the parts of a step that reduce its efficiency.
+`sa1b bench` names the limit of a loader, a training run the limit of the rank that waits longest for data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,6 @@ from sa1b.workers import available_cpus
 
 STORAGE_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage limits the loader
 DATA_WAIT = 0.05  # share of the time spent waiting for data, above which data limit a run
-GOOD_EFFICIENCY = 0.8  # of a series; at this efficiency or above, no limit is named
-NAMED_PART = 0.03  # a smaller part of a step is not named as a cause
-BUSY_MACHINE = 0.05  # share of the time in which a rank waits for a CPU
-UNEVEN = 1.1  # computation of the slowest rank relative to the median rank
 
 BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ranks exchange
 
@@ -70,23 +65,8 @@ class LoaderSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSettings:
-    """The settings of cases of `sa1b bench scaling` that the remedies of their steps depend on."""
-
-    modes: tuple[tuple[str, str], ...]  # mode and precision of each case, such as ("fsdp-full", "fp32")
-    root: str
-    shared_cores: bool  # ranks share cores
-    imbalance: float  # largest computation time of a rank relative to the median rank
-    on_gpu: bool
-
-    def has(self, mode: str, precision: str = "") -> bool:
-        """Whether the mode and precision of a case begin with these texts."""
-        return any(case.startswith(mode) and cast.startswith(precision) for case, cast in self.modes)
-
-
-@dataclass(frozen=True, slots=True)
 class Remedy:
-    """What to change if one of `limits` (stages of a loader, or parts of a step) limits."""
+    """What to change if one of `limits`, stages of a loader, limits."""
 
     limits: tuple[str, ...]
     text: str  # {s.NAME} is a value of the settings; `remedies` has the other words
@@ -98,7 +78,7 @@ _CPU = ("pick", "decode")
 _THREADS = "add threads ({s.flags}threads, now {s.threads} for {cpus})"
 _PROCESSORS = "give {whom} more than {cpus}"
 REMEDIES = (
-    # A loader; of several that apply, the cheapest comes first.
+    # Of several that apply, the cheapest comes first.
     Remedy(_READ, "raise --data.prefetch", lambda s: s.trains),
     Remedy(
         _READ,
@@ -139,66 +119,17 @@ REMEDIES = (
         lambda s: s.on_gpu and s.trains,
     ),
     Remedy(("device",), "rasterise masks on a GPU: --device cuda", lambda s: not s.on_gpu and not s.trains),
-    # A step of `sa1b bench scaling`; all that apply are printed.
-    Remedy(
-        ("communication",),
-        "communication: compute more for each exchange: raise --data.micro-batch, or raise "
-        "--data.global-batch and keep --data.micro-batch",
-    ),
-    Remedy(
-        ("communication",),
-        "communication: --parallel.shard grad_op gathers parameters once a micro-batch, full twice",
-        lambda s: s.has("fsdp-full"),
-    ),
-    Remedy(
-        ("communication",),
-        "communication: with FSDP, --parallel.precision bf16 halves the bytes of gathered parameters",
-        lambda s: s.has("fsdp", "fp32"),
-    ),
-    Remedy(("communication",), "communication: `{doctor}` measures the bandwidth between the ranks"),
-    Remedy(
-        ("data",),
-        "data: `{bench} {s.root}` names the stage of the loader that limits; more --data.threads, or shards "
-        "of a smaller --image-size",
-    ),
-    Remedy(
-        ("compute",),
-        "pipeline: stages wait for each other; a larger --data.global-batch with the same "
-        "--data.micro-batch has more micro-batches, and the last stage also has the decoder",
-        lambda s: s.has("pipeline"),
-    ),
-    Remedy(
-        ("compute",),
-        "computation: ranks share cores; pass fewer --ranks or --threads",
-        lambda s: s.shared_cores,
-    ),
-    Remedy(
-        ("compute",),
-        "computation: the slowest rank takes up to {s.imbalance:.2f} times as long as the median, and the "
-        "others wait for it; look for another load, power or cooling on its device",
-        lambda s: s.imbalance >= UNEVEN,
-    ),
-    Remedy(
-        ("compute",),
-        "computation: ranks share caches and memory bandwidth; fewer ranks with more --threads each may be "
-        "faster",
-        lambda s: not s.on_gpu,
-    ),
-    Remedy(
-        ("compute",),
-        "computation: small batches do not fill a GPU; a larger --data.micro-batch",
-        lambda s: s.on_gpu,
-    ),
 )
 
 
-def remedies(limit: str, settings: LoaderSettings | StepSettings) -> list[str]:
-    """What to change if a stage of a loader ("storage" for measured storage) or a part of a step limits."""
-    words = {name: command(name) for name in ("reshard", "doctor", "bench")}
-    if isinstance(settings, LoaderSettings):
-        words["cpus"] = counted(settings.cpus, "processor")
-        words["dense"] = "--data.target-size" if settings.trains else "--dense"
-        words["whom"] = "each rank" if settings.trains else "the loader"
+def remedies(limit: str, settings: LoaderSettings) -> list[str]:
+    """What to change if a stage of a loader limits, or measured storage ("storage")."""
+    words = {
+        "reshard": command("reshard"),
+        "cpus": counted(settings.cpus, "processor"),
+        "dense": "--data.target-size" if settings.trains else "--dense",
+        "whom": "each rank" if settings.trains else "the loader",
+    }
     return [
         remedy.text.format(s=settings, **words)
         for remedy in REMEDIES

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 KEYS = ("mask_id", "image_id")
 _LOOKED_UP = 1000  # ids without a single value, after which there is a warning
-_VERSION = 1  # format of the converted files
+_VERSION = 2  # format of the converted files
 
 
 class ColumnError(Sa1bError):
@@ -267,7 +267,7 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
 def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path, how: _How) -> None:
     temporary = final.with_suffix(".partial")
     with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
-        batch = _sorted(_read(path, name, source), name, source, how)
+        batch = _sorted(_read(path, name, source, how), name, source, how)
         _write(batch, temporary)
         flush(temporary)
         commit(temporary, final)
@@ -289,14 +289,14 @@ def _local(source: str, reader: Reader, file: str, size: int, folder: Path) -> I
         copy.unlink(missing_ok=True)
 
 
-def _read(path: str, name: str, source: str) -> "pa.Table":
+def _read(path: str, name: str, source: str, how: _How) -> "pa.Table":
     """The keys and the column of a local file."""
     import pyarrow as pa
 
     from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
     try:
-        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name)
+        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, how.texts)
     except (pa.ArrowException, ValueError) as error:
         raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
 

@@ -33,10 +33,14 @@ class DamageLog:
     If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
     warnings of the logger `sa1b`. They are counted in the process that found them, and not in other worker
     processes.
+
+    Attributes:
+        replay: of a training run: the command that shows the step of a position, for lines and warning.
+        waits: of a training run: lines wait for `write`, because a prefetched sample may never be used.
     """
 
-    # Of a training run: the command that shows the step of a position, which lines and warning name.
     replay: Callable[[int], str] | None = None
+    waits = False
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path = path
@@ -44,6 +48,7 @@ class DamageLog:
         self._file = path.absolute()  # the process may change its folder
         self._start = _size(self._file) if start is None else start  # bytes of lines that are not counted
         self._lock = ForkLock()
+        self._waiting: list[tuple[int, int, dict[str, object]]] = []  # with position and samples read
         self._unwritten: list[dict[str, object]] = []
         self._said = False
 
@@ -62,12 +67,12 @@ class DamageLog:
         once: bool = False,
         source: str | None = None,
     ) -> None:
-        """Write a line. The first one is a warning of the logger `sa1b`; every one, if the file cannot be
-        written.
+        """Write a line, now or, if this log `waits`, by `write`. The first one is a warning of the logger
+        `sa1b`; every one, if the file cannot be written.
 
         `read` are the samples that this rank has read, with those before a restart: the file contains their
-        damaged samples too. With `once`, an image that this rank has logged before is skipped. `source` is
-        the name of a source of a mixture.
+        damaged samples too. With `once`, an image that this rank has logged before is skipped. A log that
+        waits has no line of a repeated step twice. `source` is the name of a source of a mixture.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
@@ -83,15 +88,36 @@ class DamageLog:
             **({} if self.replay is None else {"replay": self.replay(position)}),
         }
         with self._lock:
-            key = source, image_id
-            if once and any((entry.get("source"), entry.get("image_id")) == key for entry in self.entries()):
+            same = ("source", "image_id") if once else ("source", "image_id", "position")
+            known = self.entries() if once or self.waits else []
+            known += [other for *_, other in self._waiting] if once else []
+            if not any(all(other.get(name) == line.get(name) for name in same) for other in known):
+                self._waiting.append((position, read, line))
+            elif once:
                 return
-            try:
-                self._append(line)
-                self._say(line)
-            except OSError as error:
-                self._keep(line, error)
-            count = len(self.entries(self._start))
+            count = len(self.entries(self._start)) + sum(at <= position for at, *_ in self._waiting)
+        if self.waits:
+            self._check(count, read)
+        else:
+            self.write(position + 1)
+
+    def write(self, stop: int, *, over: bool = False) -> None:
+        """Write the waiting lines of positions below `stop`. DamageLimitError: see `damaged`, which has
+        raised it before if it is `over`.
+        """
+        with self._lock:
+            due = sorted((one for one in self._waiting if one[0] < stop), key=lambda one: one[0])
+            self._waiting = [one for one in self._waiting if one[0] >= stop]
+            for *_, line in due:
+                try:
+                    self._append(line)
+                    self._say(line)
+                except OSError as error:
+                    self._keep(line, error)
+            count = len(self.entries(self._start)) if due or over else 0
+        self._check(count, 0 if over or not due else due[-1][1])
+
+    def _check(self, count: int, read: int) -> None:
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "

@@ -17,7 +17,6 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 
 import contextlib
 import os
-import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,22 +31,14 @@ from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
 from sa1b.hashing import random_words
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
-from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.columns import Column, ColumnError, open_columns
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decoders import decoder
 from sa1b.stream.iterations import Iterations
-from sa1b.stream.order import Order, Sequential
+from sa1b.stream.order import Order, Sequential, whole_share
 from sa1b.stream.pending import SampleSource
-from sa1b.stream.plan import (
-    Plan,
-    ResumeError,
-    check_state,
-    checked_position,
-    largest_share,
-    process_rank,
-)
+from sa1b.stream.plan import Plan, ResumeError, check_state, checked_position, process_rank
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
 from sa1b.stream.text import open_text
@@ -77,7 +68,6 @@ class Stream(BatchStream):
             stream is made come from other runs and do not count for the limit.
         rank: rank of this process; by default from torch.distributed, else from torchrun's variables, else 0.
         world_size: processes that share the steps; by default from the same source as `rank`, else 1.
-        shares: for each rank, its share of a step, such as (2, 1, 1); `micro_batch` is that of the largest.
         deadline: seconds that one read may take over all its attempts. After that the stream stops and
             reports the URL and the error. Samples are never substituted for unavailable data.
         storage_options: for fsspec's file system, if root is a URL, such as {"endpoint_url": ...}.
@@ -115,7 +105,6 @@ class Stream(BatchStream):
         damage_log: str | Path = DAMAGE_LOG,
         rank: int | None = None,
         world_size: int | None = None,
-        shares: Sequence[int] | None = None,
         deadline: float = 300.0,
         storage_options: Mapping[str, Any] | None = None,
         cache: str | Path | None = None,
@@ -173,7 +162,6 @@ class Stream(BatchStream):
             "damage_log": damage_log,
             "rank": rank,
             "world_size": world_size,
-            "shares": shares,
             "deadline": deadline,
             "storage_options": storage_options,
             "cache": cache,
@@ -222,8 +210,8 @@ class Stream(BatchStream):
             if order == "shuffle"
             else Sequential(count)
         )
-        micro_batch = micro_batch or largest_share(global_batch, world_size, shares)
-        self.plan = Plan(formula, global_batch, micro_batch, rank=rank, world_size=world_size, shares=shares)
+        micro_batch = micro_batch or whole_share(global_batch, world_size, formula.block_size)
+        self.plan = Plan(formula, global_batch, micro_batch, rank=rank, world_size=world_size)
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
@@ -263,11 +251,11 @@ class Stream(BatchStream):
         )
         return [source]
 
-    def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
+    def state_at(self, position: int) -> dict[str, Any]:
         condition = self.view.masks_where
         layers = [[layer.info.name, layer.info.digest] for layer in self.dataset.layers]
         return ({"layers": layers} if layers else {}) | {
-            "position": self._position_after(batch),
+            "position": position,
             "seed": self.seed,
             "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,
@@ -290,23 +278,17 @@ class Stream(BatchStream):
                 order or the block size differ; or it has other layers.
         """
         self.check_state(state)
-        if "position" not in state:
-            raise ResumeError(
-                f"state {reprlib.repr(state)}: has no position; pass what state_dict() returned"
-            )
         try:
-            position = checked_position(state["position"])
+            position = checked_position(state.get("position"))
             if isinstance(self.plan.order, Order):
                 self.plan.order.check_step(position)
         except ValueError as error:
-            raise ResumeError(
-                f"state position {state['position']!r}: {error}; pass what state_dict() returned"
-            ) from None
+            raise ResumeError(f"state {state!r}: {error}; pass what state_dict() returned") from None
         self.position = position
 
     def check_state(self, state: object) -> None:
         """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
-        current = {name: value for name, value in self.state_dict().items() if name != "position"}
+        current = {name: value for name, value in self.state_at(0).items() if name != "position"}
         grown = self.view.digest == self.dataset.table.ids_digest
         name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
         check_state(current, state, name, self.root, grown=grown)
@@ -314,11 +296,7 @@ class Stream(BatchStream):
 
 @cache
 def _share_compiled_code() -> None:
-    """Load a compiled loop before this process forks, and numba's compiler with it.
-
-    The workers of a DataLoader then share this memory, 70 MB for each of them. A process that never forks,
-    or whose workers are spawned, does not load it here.
-    """
+    """Load numba and a compiled loop before this process forks: its workers share this memory, 70 MB each."""
     os.register_at_fork(before=_load_compiled_code)
 
 
@@ -335,10 +313,7 @@ def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: Damag
 
 
 def _warn_of_missing(columns: Mapping[str, Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
-    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images.
-
-    `columns`: by their argument, for the message; `images` returns the image ids of the stream, int64 [N].
-    """
+    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images."""
     for argument, column in columns.items():
         if column.key != "image_id":
             continue

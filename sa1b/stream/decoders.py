@@ -233,11 +233,10 @@ def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
 
 
 def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
-    """A window with edges between pixels, resized bilinearly, float [1, 3, rows, columns]. Where it is
-    reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
-    """
+    """A window with edges between pixels, resized bilinearly, float [1, 3, rows, columns]."""
     top, bottom, left, right = edges
     height, width = source.shape[2:]
+    # Where it is reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
     n, m = ceil((bottom - top) / rows), ceil((right - left) / columns)
 
     def centres(start: float, stop: float, count: int, size: int) -> Tensor:

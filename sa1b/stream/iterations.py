@@ -45,13 +45,16 @@ _REMEMBERED = 8  # largest number of iterations that worker processes may start 
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
     "the workers do not know which of their batches were used. Before the next iteration, call "
-    "load_state_dict with the stream's state after the last batch, or set_epoch; or leave epochs at 1, for "
-    "one epoch an iteration"
+    "load_state_dict with the stream's state after the last batch, or set_epoch; or leave epochs at 1"
+)
+_UNKNOWN = (
+    "state_dict(): a DataLoader with workers reads this stream, which does not know which of their batches "
+    "were used; pass the last one: state_dict(batch)"
 )
 
 # Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank. Where each
-# of them begins depends on `micro_batch` and `shares`.
-_SAME = ("rank", "world_size", "global_batch", "micro_batch", "shares", "count", "worker", "workers")
+# of them begins depends on `micro_batch`.
+_SAME = ("rank", "world_size", "global_batch", "micro_batch", "count", "worker", "workers")
 
 
 class Iterations:
@@ -60,7 +63,8 @@ class Iterations:
     def __init__(self, position: int = 0) -> None:
         self._file, self._lock = _anonymous_file(), ForkLock()
         weakref.finalize(self, _collected, self._file, os.getpid()).atexit = False  # _close_all writes to it
-        self._write({"position": position, "unknown": False, "joined": [], "failed": None, "closed": False})
+        # "used": position after the last used batch, None if worker processes read
+        self._write({"position": position, "used": position, "joined": [], "failed": None, "closed": False})
         _MADE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,8 +80,24 @@ class Iterations:
 
     @position.setter
     def position(self, position: int) -> None:
+        self.resume(position, position)
+
+    def resume(self, position: int | None, used: int | None) -> None:
+        """Set the position of the next iteration (None: keep it), and that after the last used batch."""
         with self._locked():
-            self._write({**self._read(), "position": position, "unknown": False})
+            state = self._read()
+            self._write(state | {"used": used} | ({} if position is None else {"position": position}))
+
+    @property
+    def used(self) -> int:
+        """Position after the last used batch; UsageError if worker processes have read since it was set. In
+        such a process, that of the next iteration: a StatefulDataLoader saves its iteration too.
+        """
+        with self._locked():
+            state = self._read()
+        if (used := state["used" if get_worker_info() is None else "position"]) is None:
+            raise UsageError(_UNKNOWN)
+        return int(used)
 
     def begin(self, following: Callable[[int], int] | None) -> int:
         """The position at which an iteration of this process begins.
@@ -97,14 +117,14 @@ class Iterations:
             iteration = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
             if iteration is None:
                 # Position None: all workers refuse this iteration.
-                iteration = {"position": None if state["unknown"] else state["position"]}
+                unknown = following is None and state["used"] is None
+                iteration = {"position": None if unknown else state["position"]}
                 state["failed"] = None
+                state["used"] = iteration["position"] if worker is None else None
                 if worker is not None:
                     iteration |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
                     state["joined"] = [*state["joined"], iteration][-_REMEMBERED:]
-                if following is None:
-                    state["unknown"] |= worker is not None
-                else:
+                if following is not None:
                     state["position"] = following(state["position"])
             self._write(state)
         if iteration["position"] is None:
@@ -132,11 +152,6 @@ class Iterations:
         """In a worker process: record that its iteration ends with an error; SIGTERM ends all its workers."""
         with self._locked():
             self._write({**self._read(), "failed": self._seed()})
-
-    def lose_position(self) -> None:
-        """In a worker process: record that it continues an endless iteration, so the position is unknown."""
-        with self._locked():
-            self._write({**self._read(), "unknown": True})
 
     def close(self) -> None:
         """Record that the main process exits: from now on, SIGTERM ends worker processes."""
@@ -229,12 +244,17 @@ class StreamIterator(Iterator[Batch]):
 
     def _pieces(self) -> Iterator[MicroBatch]:
         """This process's micro-batches that are not used yet."""
+        plan = self._plan
+        start, rest = self._next_step()
+        if not plan.endless and start >= plan.epoch_end(self._begin()):
+            return iter(())
+        return islice(plan.micro_batches(start), rest, None, self._workers)
+
+    def _next_step(self) -> tuple[int, int]:
         plan, begun = self._plan, self._begin()
         steps, rest = divmod(self._worker + self._used * self._workers, plan.count)
         start = begun + steps * plan.global_batch
-        if not plan.endless and start >= plan.epoch_end(begun):
-            return iter(())
-        return islice(plan.micro_batches(start), rest, None, self._workers)
+        return start if plan.endless else min(start, plan.epoch_end(begun)), rest
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch; `following`: position at which the next iteration begins."""
@@ -268,9 +288,8 @@ class StreamIterator(Iterator[Batch]):
             raise ResumeError(
                 f"load_state_dict(): {error}; the state is damaged, use an earlier one"
             ) from None
-        self._begun, self._used, self._iterations.position = begun, used, following
-        if self._plan.endless and get_worker_info() is not None:
-            self._iterations.lose_position()
+        self._begun, self._used = begun, used
+        self._iterations.resume(following, None if get_worker_info() else self._next_step()[0])
 
     def _begin(self) -> int:
         if self._begun is None:
@@ -279,9 +298,8 @@ class StreamIterator(Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         plan = self._plan
-        shares = None if plan.shares is None else list(plan.shares)
         values = (
-            *(plan.rank, plan.world_size, plan.global_batch, plan.micro_batch, shares, plan.count),
+            *(plan.rank, plan.world_size, plan.global_batch, plan.micro_batch, plan.count),
             *(self._worker, self._workers),
         )
         return dict(zip(_SAME, values, strict=True))
@@ -296,9 +314,7 @@ def _inherited(descriptor: Any) -> Iterations:
 
 
 def _collected(file: BinaryIO, process: int) -> None:
-    """End the iterations when a DataLoader is collected: in a cycle of references, its message to the workers
-    may be lost.
-    """
+    """End the iterations when a DataLoader is collected: its message to the workers may be lost."""
     if os.getpid() == process:
         last = Iterations.__new__(Iterations)
         last._file, last._lock = file, ForkLock()

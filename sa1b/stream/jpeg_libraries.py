@@ -280,9 +280,7 @@ def _nvimgcodec(library: ModuleType) -> Callable[[torch.device], JpegLibrary]:
 
 
 def _filled_spans(shapes: list[tuple[int, ...]], lane: Lane) -> list[Size]:
-    """Fill memory for these shapes with POISON and free it, so that the library allocates its output there.
-    Returns the first and last address of each block, in bytes, ascending.
-    """
+    """Fill and free memory, so that the library allocates its output there; its addresses, ascending."""
     blocks = [lane.filled(shape) for shape in shapes]
     spans: list[Size] = []
     for start, stop in sorted((block.data_ptr(), block.data_ptr() + block.nbytes) for block in blocks):
@@ -299,9 +297,7 @@ def _inside(image: Tensor, spans: list[Size]) -> bool:
 
 
 def _copied(files: Sequence[File], lane: Lane) -> list[Tensor]:
-    """The files, copied to host memory of the lane: torch warns about read-only memory, such as bytes. EXIF
-    segments, by which the library would turn images, are left out.
-    """
+    """The files in memory that can be written, without EXIF segments, by which the library turns images."""
     parts = [list(without_exif(file)) for file in files]
     ends = list(accumulate((sum(map(len, part)) for part in parts), initial=0))
     memory = lane.host(ends[-1])

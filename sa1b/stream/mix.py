@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.arguments import BadValue, check_arguments, path, whole_number
-from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
@@ -28,7 +27,7 @@ from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import MAX_POSITION, ResumeError, checked_position
 from sa1b.stream.stats import PipelineStats
 
-_SAME = ("global_batch", "micro_batch", "rank", "world_size", "shares")  # of the plans of all streams
+_SAME = ("global_batch", "micro_batch", "rank", "world_size")  # of the plans of all streams
 _OPTIONS = ("image_size", "decoder")  # and of their options
 Weights = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ class Mix(BatchStream):
     """Micro-batches of one rank from several streams, by weight.
 
     Args:
-        sources: name -> (stream, weight). The streams have the same global and micro-batch, ranks, shares,
+        sources: name -> (stream, weight). The streams have the same global and micro-batch, ranks,
             image size, decoder and order; the rest is their own. A weight is a whole number, a float, which
             is read as it is printed, or text such as "1/3"; only the ratios matter. With streams of
             order="sequential" every source is read once, one after the other, and weights have no effect.
@@ -151,13 +150,13 @@ class Mix(BatchStream):
             for source in stream.sources()
         ]
 
-    def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
+    def state_at(self, position: int) -> dict[str, Any]:
         order, sources = self.plan.order, {}
         for name, stream in self.streams.items():
-            sources[name] = {key: value for key, value in stream.state_dict().items() if key != "position"}
+            sources[name] = {key: value for key, value in stream.state_at(0).items() if key != "position"}
         phases = order.phases if isinstance(order, Mixture) else ()
         return {
-            "position": self._position_after(batch),
+            "position": position,
             "phases": [[phase.start, dict(zip(sources, phase.weights, strict=True))] for phase in phases],
             "sources": sources,
         }
@@ -188,9 +187,7 @@ class Mix(BatchStream):
                 "sources",
             )
         before = [phase for phase in phases if phase[0] < max(position, 1)]
-        current = [
-            (start, weights) for start, weights in self.state_dict()["phases"] if start < max(position, 1)
-        ]
+        current = [tuple(phase) for phase in self.state_at(0)["phases"] if phase[0] < max(position, 1)]
         if before != current:
             raise ResumeError(
                 f"saved state with {_text(before)}, this mixture has {_text(current)}: samples would be "
@@ -260,7 +257,6 @@ def _value(stream: Stream, argument: str) -> Any:
 
 
 def _text(phases: Sequence[tuple[int, Mapping[str, int]]]) -> str:
-    """Weights and the position from which they hold."""
     parts = [f"{':'.join(map(str, weights.values()))} from position {start}" for start, weights in phases]
     return f"the weights {', '.join(parts)}"
 

@@ -29,10 +29,9 @@ takes [p, p + G) across the border of two epochs.
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import isqrt
 from typing import ClassVar
 
@@ -108,26 +107,6 @@ class Order:
                 out[chosen] = part
         return out.reshape(positions.shape)
 
-    def position_of(self, row: int, epoch: int) -> int:
-        """The position of a row in an epoch, counted over all epochs: the inverse of `rows`."""
-        keys, sizes = _epoch(self, epoch)
-        count, block, head, units, tall, wide, shift = map(int, sizes)
-        place = (row - shift) % count
-        if head <= place < head + units * block:
-            unit, within = divmod(place - head, block)
-            while True:
-                left, right = divmod(unit, wide)
-                for turn in reversed(range(ROUNDS)):
-                    if turn % 2:
-                        right = (right - order_kernels.scattered(left, int(keys[turn]), wide)) % wide
-                    else:
-                        left = (left - order_kernels.scattered(right, int(keys[turn]), tall)) % tall
-                unit = left * wide + right
-                if unit < units:
-                    break
-            place = head + unit * block + within
-        return epoch * count + place
-
     def locate(self, positions: npt.NDArray[np.int64]) -> Located:
         """The positions as they are: this order has one source."""
         return np.zeros(len(positions), np.int64), positions, np.ones(len(positions), np.bool_)
@@ -177,19 +156,8 @@ class Sequential:
         return np.minimum(positions, self.count - 1), positions < self.count
 
 
-def check_global_batch(
-    global_batch: int, world_size: int, block_size: int = 1, shares: Sequence[int] | None = None
-) -> None:
-    """ValueError if a global batch has too few samples or blocks for the ranks and their shares, or cuts a
-    block, or if the shares are not one positive number for each rank.
-    """
-    if shares is not None and (
-        len(shares) != world_size or not all(isinstance(share, int) and share > 0 for share in shares)
-    ):
-        raise BadValue(
-            f"shares={','.join(map(str, shares))}: must be {world_size} positive whole numbers, one for each "
-            "rank"
-        )
+def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
+    """ValueError if a global batch has too few samples or blocks for the ranks, or cuts a block."""
     if global_batch % block_size:
         raise BadValue(
             f"global_batch={global_batch} must be a multiple of block_size={block_size}, so that no block "
@@ -202,27 +170,15 @@ def check_global_batch(
             f"global_batch={global_batch}: has {units} {what} for {world_size} ranks, so some would have no "
             "work; pass a larger global batch, or use fewer ranks"
         )
-    if shares is not None and min(shares) * units < sum(shares):
-        raise BadValue(
-            f"global_batch={global_batch}: rank {shares.index(min(shares))} would have no work with its "
-            f"share of {min(shares)} in {sum(shares)}; pass a larger global batch or a larger share"
-        )
 
 
 def rank_slice(
-    position: int,
-    samples: int,
-    rank: int,
-    world_size: int,
-    *,
-    block_size: int = 1,
-    shares: Sequence[int] | None = None,
+    position: int, samples: int, rank: int, world_size: int, *, block_size: int = 1
 ) -> tuple[int, int]:
     """The positions [start, stop) that a rank takes in the step [position, position + samples).
 
     With L = `block_size` > 1, complete blocks are distributed: of B = ceil(samples / L) blocks, rank r takes
-    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short. With shares, rank r takes the
-    blocks from s(r)*B//s(W) to s(r+1)*B//s(W), where s(r) is the sum of the shares of the ranks before r.
+    those from r*B//W to (r+1)*B//W. The last block of an epoch may be short.
     """
     if not 0 <= rank < world_size:
         raise BadValue(
@@ -231,38 +187,26 @@ def rank_slice(
     if position < 0:
         raise BadValue(f"position={position} must not be negative")
     blocks = -(-samples // block_size)
-    before = range(world_size + 1) if shares is None else [0, *accumulate(shares)]
-    start, stop = (
-        min(block_size * (before[r] * blocks // before[world_size]), samples) for r in (rank, rank + 1)
-    )
+    start, stop = (min(block_size * (r * blocks // world_size), samples) for r in (rank, rank + 1))
     return position + start, position + stop
 
 
-def micro_batch_size(size: int, rank: int, shares: Sequence[int] | None) -> int:
-    """The largest number of samples that a rank reads at a time; `size` is that of the largest share."""
-    return size if shares is None else -(-size * shares[rank] // max(shares))
+def whole_share(samples: int, world_size: int, block_size: int = 1) -> int:
+    """The least `size` with which every rank runs one micro-batch in a step. See `check_global_batch`."""
+    check_global_batch(samples, world_size, block_size)
+    return max(_lengths(samples, world_size, block_size))
 
 
-def micro_batch_count(
-    samples: int, world_size: int, size: int, *, block_size: int = 1, shares: Sequence[int] | None = None
-) -> int:
-    """Number of micro-batches of at most `size` samples that every rank runs in a step of `samples` samples.
-    With shares, each rank has its own size: see `micro_batch_size`.
-    """
+def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: int = 1) -> int:
+    """Number of micro-batches of at most `size` samples that every rank runs in a step."""
     if size < 1:
         raise BadValue(f"micro_batch={size} must be at least 1")
-    if shares is not None:
-        slices = [
-            rank_slice(0, samples, rank, world_size, block_size=block_size, shares=shares)
-            for rank in range(world_size)
-        ]
-        return max(
-            -(-(stop - start) // micro_batch_size(size, rank, shares))
-            for rank, (start, stop) in enumerate(slices)
-        )
-    blocks = -(-samples // block_size)
-    largest = min(-(-blocks // world_size) * block_size, samples)
-    return -(-largest // size)
+    return -(-max(_lengths(samples, world_size, block_size)) // size)
+
+
+def _lengths(samples: int, world_size: int, block_size: int) -> list[int]:
+    slices = (rank_slice(0, samples, rank, world_size, block_size=block_size) for rank in range(world_size))
+    return [stop - start for start, stop in slices]
 
 
 def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:

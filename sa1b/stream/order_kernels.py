@@ -16,7 +16,6 @@ ROUNDS = 7  # number of rounds: four change the left half, three the right half
 
 _ROUND = np.uint64(0xD6E8FEB86659FD93)  # multiplier of the order's round function
 
-_WORDS = 1 << 64  # number of words
 _1, _32 = np.uint64(1), np.uint64(32)
 
 
@@ -29,14 +28,6 @@ def _scatter(half: np.uint64, key: np.uint64, size: np.uint64) -> np.uint64:
     word ^= word >> _32
     word *= _ROUND
     return ((word >> _32) * size) >> _32
-
-
-def scattered(half: int, key: int, size: int) -> int:
-    """The result of `_scatter`, with Python's integers."""
-    word = (half + key) % _WORDS
-    for _ in range(2):
-        word = (word ^ (word >> 32)) * int(_ROUND) % _WORDS
-    return ((word >> 32) * size) >> 32
 
 
 @kernel

@@ -299,9 +299,7 @@ class BatchPipeline:
             work.outcome.set((batch, None))
 
     def _wait(self, work: PendingBatch) -> None:
-        """Wait for a batch; log a sample if no sample was finished for `stall_seconds`.
-        UnavailableError or StalledError if a thread reads or decodes a sample for longer than the deadline.
-        """
+        """Wait for a batch; log a sample that stalls. UnavailableError, StalledError: after the deadline."""
         unfinished, seconds, since = work.unfinished(), self.settings.stall_seconds, time.monotonic()
         while not work.outcome.wait(self._next(since + seconds) - time.monotonic()):
             now, job = time.monotonic(), self._oldest(work)
@@ -349,7 +347,6 @@ class BatchPipeline:
 
 
 def _one_mask(image_size: int) -> RaggedMasks:
-    """One mask without foreground, for warming up."""
     sides, zero = torch.full((1, 2), image_size), torch.zeros(1, dtype=torch.int64)
     return RaggedMasks(
         runs=torch.full((1,), image_size**2, dtype=torch.int32),

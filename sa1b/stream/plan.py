@@ -4,7 +4,7 @@ import os
 import reprlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from sa1b.stream.order import (
     Sequential,
     check_global_batch,
     micro_batch_count,
-    micro_batch_size,
     micro_batches,
     rank_slice,
 )
@@ -40,15 +39,13 @@ class Plan:
 
     order: Order | Sequential | Mixture
     global_batch: int  # samples of a step over all ranks
-    # largest number of samples that a rank reads at a time; with shares, for the largest one
-    micro_batch: int
+    micro_batch: int  # largest number of samples that a rank reads at a time
     rank: int
     world_size: int
-    shares: Sequence[int] | None = None  # for each rank, its share of a step; None: all ranks have the same
     count: int = field(init=False)  # micro-batches of a full step, the same number on every rank
 
     def __post_init__(self) -> None:
-        check_global_batch(self.global_batch, self.world_size, self.block_size, self.shares)
+        check_global_batch(self.global_batch, self.world_size, self.block_size)
         self._slice(0, self.global_batch)
         self.count = self._count(self.global_batch)
 
@@ -80,9 +77,8 @@ class Plan:
         while self.endless or position < end:
             size = self._step_size(position)
             start, stop = self._slice(position, size)
-            pieces = micro_batches(
-                start, stop, micro_batch_size(self.micro_batch, self.rank, self.shares), self._count(size)
-            )
+            count = self.count if size == self.global_batch else self._count(size)
+            pieces = micro_batches(start, stop, self.micro_batch, count)
             after = position + size if self.endless else min(position + size, end)
             for i, (first, last) in enumerate(pieces):
                 yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
@@ -105,27 +101,16 @@ class Plan:
 
     def _count(self, samples: int) -> int:
         """Number of micro-batches of a step with this number of samples."""
-        return micro_batch_count(
-            samples, self.world_size, self.micro_batch, block_size=self.block_size, shares=self.shares
-        )
+        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
 
     def _slice(self, position: int, samples: int) -> tuple[int, int]:
         """This rank's positions in a step."""
-        return rank_slice(
-            position, samples, self.rank, self.world_size, block_size=self.block_size, shares=self.shares
-        )
+        return rank_slice(position, samples, self.rank, self.world_size, block_size=self.block_size)
 
 
 def checked_position(position: object, name: str = "position") -> int:
     """A position from 0 to MAX_POSITION, which leaves room for an epoch in 63 bits; ValueError for others."""
     return whole_number(name, position, most=MAX_POSITION)
-
-
-def largest_share(samples: int, world_size: int, shares: Sequence[int] | None) -> int:
-    """Samples of the largest slice of a step, rounded up."""
-    if not shares:
-        return -(-samples // world_size)
-    return -(-samples * max(shares) // sum(shares))
 
 
 def process_rank() -> tuple[int, int]:

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Any, Self, TypeVar
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from sa1b.arguments import BadValue
 from sa1b.masks import raster, raster_torch
+from sa1b.masks.proved import raster_in_use
 from sa1b.masks.runs import Runs, check_size
 
 _CPU = torch.device("cpu")
@@ -278,7 +278,7 @@ class RaggedMasks(Tensors):
         """Pixels in the padded square at `size` (image_size if None): uint8 [M, size, size] on this device.
 
         The result is the same on every device, bit for bit: see sa1b.masks.grid. On a CUDA device nothing is
-        copied and the host does not wait if triton is installed, which CUDA builds of torch include.
+        copied, and the host does not wait where the Triton kernels are proved (sa1b.masks.proved).
 
         Raises:
             sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
@@ -366,9 +366,8 @@ def padded_index(counts: tuple[int, ...]) -> Tensor:
     return torch.where(columns < number, number.cumsum(0) - number + columns, -1)
 
 
-@cache
 def _back_end(device_type: str) -> ModuleType:
-    """Triton's kernels on a CUDA device if triton is installed, else plain torch. Results are identical."""
-    if device_type != "cuda" or find_spec("triton") is None:
+    """Triton's kernels on a CUDA device where they are proved, else plain torch. Results are identical."""
+    if device_type != "cuda" or not raster_in_use():
         return raster_torch
     return import_module("sa1b.masks.raster_triton")

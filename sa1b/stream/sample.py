@@ -203,7 +203,6 @@ def _in_frame(runs: Runs, frame: Frame) -> Runs:
 
 
 def _large_enough(runs: Runs, frame: Frame, options: SampleOptions) -> npt.NDArray[np.bool_]:
-    """Which masks have at least `min_pixels` pixels in the square."""
     if options.min_pixels == 0:
         return np.ones(len(runs), np.bool_)
     size = options.min_pixels_size or options.image_size

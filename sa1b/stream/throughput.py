@@ -36,7 +36,6 @@ from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.decoders import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
 from sa1b.stream.stats import STAGES, limiting
-from sa1b.workers import available_cpus
 
 LABELS = {
     "read": "reading",
@@ -123,8 +122,8 @@ def measure(
             f"Stream(epochs={stream.epochs}): the throughput of a stream that ends cannot be measured; "
             "pass epochs=None"
         )
-    threads = threads or available_cpus()
     loader = Loader(stream, threads=threads, dense=dense, device=device, decode=decode, quiet=True)
+    threads = loader.threads
     ends = iter((33, 67, 100))  # percent, after each of three measurements
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
@@ -203,7 +202,6 @@ def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes:
 
 
 def _forget(stream: Stream, rows: list[int]) -> None:
-    """Drop these samples from the page cache."""
     if not hasattr(os, "posix_fadvise"):
         return
     for row in rows:
@@ -218,7 +216,6 @@ def _forget(stream: Stream, rows: list[int]) -> None:
 
 
 def _images(stream: Stream) -> list[EncodedImage]:
-    """The JPEG files of the first samples."""
     images: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
@@ -235,9 +232,6 @@ def _images(stream: Stream) -> list[EncodedImage]:
 def _decodes(
     stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int, device: torch.device
 ) -> Iterator[int]:
-    """Decode the same JPEG files repeatedly, each thread into its own memory. A decoder of micro-batches gets
-    as many files at a time, of which only a few are decoded together.
-    """
     batched, size = stream.decoder.batched, stream.options.image_size
     together = stream.plan.micro_batch if batched else 1
     calls = 1 if batched else _PORTION

@@ -308,9 +308,7 @@ def _between(low: float, high: float, part: float) -> float:
 
 
 def _cut(frame: Frame, width: float, height: float, right: float, down: float) -> Frame:
-    """A window of about this size inside the frame's window, whose place between the left and right, and top
-    and bottom edge is `right` and `down`, from 0 to 1.
-    """
+    """A window of about this size inside the frame's window; `right` and `down`: its place, from 0 to 1."""
     x, y, most_wide, most_high = frame.window
     wide = min(most_wide, max(1, round(width)))
     high = min(most_high, max(1, round(height)))

@@ -5,8 +5,7 @@ Example: sa1b bench shards
          sa1b bench shards --device cuda --decode gpu --batch 16
 
 Measures storage alone, the JPEG decoder alone and the complete loader, on random images. Writes no files
-except those of --cache. `sa1b bench scaling` is another command: how training scales with the ranks. For a
-dataset directory with the name "scaling", write ./scaling.
+except those of --cache.
 Exit code 0: measured; 2: not measured; 130: interrupted.
 """
 
@@ -22,7 +21,7 @@ from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import takes_endpoint
 
-TOUR = (110, "See and select", "measure images per second", "sa1b bench shards")
+TOUR = (170, "Questions about both", "measure images per second", "sa1b bench shards")
 
 
 @takes_endpoint
@@ -51,7 +50,7 @@ def main(
         dense: Also make dense masks with this side in pixels, for example 256. By default masks stay runs.
         batch: Images in a batch.
         view: Only images of this view: its name, digest or path.
-        threads: Threads of the loader; by default one for each CPU that this job may use.
+        threads: Threads of the loader; by default one for each CPU of this job, at most 8.
         device: Device of the batches: cpu or cuda.
         decode: Where JPEG files are decoded: cpu, or gpu with --device cuda. auto: on the CPU.
         seconds: Duration of the three measurements together, 1 to 3600.

@@ -22,7 +22,7 @@ from sa1b.console import loading, show
 from sa1b.errors import UsageError
 from sa1b.sources.path_arguments import check_scratch_flag, check_writable, takes_endpoint
 
-TOUR = (180, "Repair, export and copy", "rebuild indexes and tables", "sa1b index shards")
+TOUR = (70, "Data", "rebuild indexes and tables", "sa1b index shards")
 
 
 @takes_endpoint

@@ -21,7 +21,7 @@ from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_scratch_flag, takes_endpoint
 
-TOUR = (60, "Make shards", "check a dataset directory", "sa1b verify shards --deep")
+TOUR = (40, "Data", "check a dataset directory", "sa1b verify shards --deep")
 
 
 @takes_endpoint

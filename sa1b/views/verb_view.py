@@ -19,7 +19,7 @@ from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
-TOUR = (80, "See and select", "select images and masks", "sa1b view shards --held-out 1% --name train")
+TOUR = (50, "Data", "select images and masks", "sa1b view shards --held-out 1% --name train")
 
 
 @takes_endpoint

@@ -23,9 +23,9 @@ from PIL import Image
 from torch.distributed import TCPStore
 
 import sa1b
+import sa1b.masks
 from sa1b.console import parse
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.masks import geometry
 from sa1b.programs.annotate.annotate import AnnotationSummary, ImageShare, annotate, content_id, mask_ids
 from sa1b.programs.annotate.images import AnnotationFolder
 from sa1b.programs.annotate.layer import open_target
@@ -36,10 +36,8 @@ from sa1b.sam.mask_generator import GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
 from sa1b.shards.annotation import parse_annotation
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.layer import layer_names
 from sa1b.shards.layer_writer import drop
-from sa1b.shards.manifest import read_tasks
 from sa1b.storage.atomic import temporary_path, this_process
 from sa1b.storage.claim import Claim
 from sa1b.storage.open import open_store
@@ -148,8 +146,8 @@ def test_the_result_is_resharded_and_has_the_masks_of_the_model(
         columns = sample.annotations
         assert len(columns) == len(found)
         assert np.array_equal(columns.runs().runs, found.runs.runs)
-        assert np.array_equal(columns.bbox, geometry.bbox_sa1b(found.runs))
-        assert np.array_equal(columns.area, geometry.area(found.runs))
+        assert np.array_equal(columns.bbox, sa1b.masks.bbox_sa1b(found.runs))
+        assert np.array_equal(columns.area, sa1b.masks.area(found.runs))
         assert np.array_equal(columns.point_coords, found.points)
         assert np.array_equal(columns.crop_box, found.crop_boxes)
         assert np.allclose(columns.predicted_iou, found.predicted_iou)
@@ -292,7 +290,6 @@ def test_ids_from_names_numbers_and_dataset_directories(
 ) -> None:
     make_tar(tmp_path / "sa_000020.tar", [7, 9])
     ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
-    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
     work(photos, tmp_path / "shards", out="numbers", image_ids="100")
     ids = sorted(int(path.stem[3:]) for path in (tmp_path / "numbers").rglob("sa_*.json"))
     assert ids == [7, 9, 100, 101, 102, 103, 104, 105]
@@ -318,7 +315,6 @@ def test_masks_for_a_dataset_directory_become_a_layer_of_it_by_the_command_that_
 ) -> None:
     make_tar(tmp_path / "sa_000020.tar", [7, 9])
     ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
-    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
     summary = work(tmp_path / "shards", out="again")
     advice = summary.table().splitlines()[-1]
     assert advice.endswith(f"layer add {tmp_path}/shards {tmp_path}/again --name annotated")
@@ -337,7 +333,6 @@ def test_masks_for_a_dataset_directory_become_a_layer_of_it_by_the_command_that_
 def shards(tmp_path: Path) -> Path:
     make_tar(tmp_path / "sa_000020.tar", range(1, 7))
     ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "shards")
-    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
     return tmp_path / "shards"
 
 

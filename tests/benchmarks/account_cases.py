@@ -12,11 +12,11 @@ import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from benchmarks.account import as_on_a_gpu, through_cache
-from sa1b.sam import kernel_check, tokens_to_image_triton
-from sa1b.sam.kernel_check import _results
+from sa1b.sam import kernel_comparison, tokens_to_image_triton
+from sa1b.sam.kernel_comparison import results_of
 from sa1b.sam.model import Sam
 from tests.sam.decoder_cases import CONFIG
-from tests.sam.kernel_check_cases import PASSES
+from tests.sam.kernel_proof_cases import PASSES
 
 TOLERANCE = 0.1  # the account leaves out biases, parameters of norms, and sums of parameters
 
@@ -56,14 +56,14 @@ def counted() -> dict[str, tuple[float, float]]:
     with (
         as_on_a_gpu(None),
         torch.autocast("cpu", dtype=torch.float16),
-        mock.patch.object(kernel_check, "PASSES", PASSES),
+        mock.patch.object(kernel_comparison, "PASSES", PASSES),
         # As with many masks: no program writes a summand in float32.
         mock.patch.multiple(tokens_to_image_triton, PROGRAMS=1, SHARED_PROGRAMS=1),
         mock.patch.object(GridExecutor, "__call__", executed),
         mock.patch.object(InterpreterBuilder, "create_masked_load", loaded),
         mock.patch.object(InterpreterBuilder, "create_masked_store", stored),
     ):
-        _results(model)
+        results_of(model)
     return {name: (bytes_, predicted) for name, (bytes_, predicted) in found.items() if predicted}
 
 

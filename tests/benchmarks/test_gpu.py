@@ -236,7 +236,7 @@ def test_the_training_commands_of_full_size_are_valid(tmp_path: Path) -> None:
                              training.checkpoint, training.failure):  # fmt: skip
         with suppress(training.CommandFailed):
             part_of_training(full, Record(tmp_path / "records"))
-    assert len(commands) == 1 + 1 + 5 + 4 + 3 + 2
+    assert len(commands) == 1 + 1 + 4 + 4 + 3 + 2
     for command in commands:
         first = command.index("--data.root")
         config = settings.parse(command[first:], None, PRESETS, "train")

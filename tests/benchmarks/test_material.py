@@ -8,8 +8,8 @@ import sa1b
 from benchmarks import material
 from benchmarks.peers.contenders import CONTENDERS
 from benchmarks.peers.task import Place, Task, choices, pairs
-from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.documents import Options
+from tests.shards import tiny
 
 IMAGES, LIMIT = 6, 5
 SMALL = Task(size=16, image_size=64, masks=LIMIT)
@@ -18,7 +18,7 @@ SMALL = Task(size=16, image_size=64, masks=LIMIT)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
-    synthetic.write_tar(folder / "sa_000000.tar", images=IMAGES, first_id=1, long_side=96)
+    tiny.synthesize(folder / "sa_000000.tar", images=IMAGES, first_id=1, long_side=96)
     return folder
 
 

@@ -9,14 +9,14 @@ import sa1b
 from benchmarks import material, plain_loop
 from benchmarks.peers import extracted_files
 from benchmarks.peers.task import pairs
-from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards.documents import Options
+from tests.shards import tiny
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain-loop")
-    synthetic.write_tar(folder / "sa_000000.tar", images=plain_loop.BATCH, first_id=1, long_side=320)
+    tiny.synthesize(folder / "sa_000000.tar", images=plain_loop.BATCH, first_id=1, long_side=320)
     return material.root_of(folder / "sa_000000.tar", folder / "root", Options())
 
 

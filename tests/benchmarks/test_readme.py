@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks import curves, parts, readme, report, tables
 from benchmarks.readme import PAGES, REPOSITORY, headline, rewritten
-from tests.benchmarks import results
-from tests.scaling import measured
 
 # Results in the form of the benchmarks, with round numbers.
 PARTS: dict[str, dict[str, Any]] = {
@@ -39,31 +37,6 @@ def test_the_results_that_are_kept_can_be_shown(path: Path) -> None:
     assert "VERDICT" in "\n".join(tables.all_tables(document))
     assert "<svg" in report.page(document)
     assert len(headline(document)) == 7
-
-
-def test_the_scaling_of_training_is_in_the_page_and_in_the_table(tmp_path: Path) -> None:
-    document = results.document()
-    of_parts = parts.record(tmp_path, {"scaling": scaling()})
-    rows = list(parts.lines(json.loads(of_parts.read_text())))[4:]
-    assert rows == [
-        "| training step, weak scaling, ddp, 2 ranks of one thread: efficiency | fp32 80% | share of the step: "
-        "fp32 20% exposed communication, 10% data | `pytest benchmarks/test_scaling.py` |"
-    ]
-    document["verdict"] = {"text": "", "change": ""}
-    document["machine"] = json.loads(of_parts.read_text())["machine"]
-    report.write(document, tmp_path / "report.html")
-    with_charts = (tmp_path / "report.html").read_text()
-    assert with_charts.count("Weak scaling, fp32: speed-up") == 2
-    of_parts.unlink()
-    report.write(document, tmp_path / "report.html")
-    assert "speed-up" not in (tmp_path / "report.html").read_text()
-
-
-def scaling() -> dict[str, Any]:
-    """Results of `sa1b bench scaling --json`."""
-    return measured.scaling(
-        {measured.case(1): measured.result(0.1), measured.case(2): measured.result(0.125, 0.025, 0.0125)}
-    ).document()
 
 
 def test_recorded_parts_become_rows(tmp_path: Path) -> None:
@@ -121,5 +94,4 @@ def test_the_curves_of_the_documentation_are_those_of_the_results(name: str) -> 
     assert (curves.OUT / f"{name.replace(' ', '-')}.svg").read_text() == drawn
     image = ElementTree.fromstring(drawn)
     lines = [path for path in image.iter() if path.get("class", "").startswith("line")]
-    drawn_lines = {"convergence": len(figures.get("losses", ())), "time to score": 6}[name]
-    assert len(lines) == drawn_lines + len({line.get("class") for line in lines})  # and the key
+    assert len(lines) == 6 + len({line.get("class") for line in lines})  # and the key

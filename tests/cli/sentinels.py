@@ -99,7 +99,6 @@ COCO: Flags = {"--images": (PATH, None), "--md5": (PATH, None), "--rename": ("re
 FLAGS: dict[str, tuple[list[str], Flags]] = {
     "synthesize": (["--tars", "1", "--images-per-tar", "1", "--long-side", "64"], {"OUT": (PATH, "new")}),
     "plan": ([], {**SOURCES, "--out": (PATH, "out"), "--scratch": (PATH, None)}),
-    "plan order": (["--epochs", "1"], {"ROOT": (PATH, "out"), "--mix": (PATH, None), "--view": (NAME, None), "--report": (PATH, "new.html")}),
     "reshard": ([], {**SOURCES, "--out": (PATH, "out"), **WRITES, **COCO}),
     "reshard --replace": ([], {**SOURCES, "--out": (PATH, "out"), **WRITES, **COCO}),
     "reshard --task 0/2": ([], {**SOURCES, "--out": (PATH, "new"), **WRITES, **COCO}),
@@ -118,13 +117,11 @@ FLAGS: dict[str, tuple[list[str], Flags]] = {
     "query": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--parquet": (PATH, None)}),
     "query --overwrite": ([], {"ROOT": (PATH, "out"), "SQL": ("sql", "SELECT image_id FROM images"), "--as-view": (NAME, "q"), "--layers": (NAME, None), "--out": (PATH, None)}),
     "bench": (["--seconds", "0.1"], {"ROOT": (PATH, "out"), "--view": (NAME, None), "--cache": (PATH, None)}),
-    "bench scaling": ([], {"ROOT": ("fixed", "tars"), "--report": (PATH, "user")}),  # refused at the start
     "doctor": (["--only", "space", "--only", "dataset"], {"ROOT": (PATH, "out"), "--out": (PATH, None)}),
     "convert": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new.safetensors"), "--scratch": (PATH, None)}),
     "convert --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "run/w.pth"), "--scratch": (PATH, None)}),
     "convert --to safetensors --overwrite": ([], {"SOURCE": (PATH, "run"), "--out": (PATH, "new"), "--scratch": (PATH, None)}),
     "replay": (["--step", "1"], {"RUN": (PATH, "run"), "--out": (PATH, "new"), "--weights": (PATH, None)}),
-    "replay --worst 1": ([], {"RUN": (PATH, "run"), "--out-view": (PATH, "new.json")}),
     "seen": ([], {"RUN": (PATH, "run"), "--out": (PATH, "new.parquet")}),
     "annotate": (["--points-per-side", "2"], {"IMAGES": (PATH, "export"), "--weights": (PATH, "run"), "--out": (PATH, "new"), "--shards": (PATH, None), "--name": (NAME, None), "--on": (NAME, None), "--view": (NAME, None)}),
     "slurm": (["reshard", "tars", "--out", "out"], {"--logs": (PATH, "."), "--name": (NAME, None)}),

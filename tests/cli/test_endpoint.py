@@ -12,8 +12,6 @@ from sa1b import verbs
 from sa1b.engine.config import set_endpoint
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.sources.path_arguments import Endpoint, takes_endpoint
 from sa1b.storage import protocols
 from tests.cli.verb import runner
@@ -39,7 +37,6 @@ def test_the_store_of_the_endpoint_is_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     tiny.make_tar(tmp_path / "sa_000001.tar", range(3))
     tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root")
-    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
     shutil.copytree(tmp_path / "root", tmp_path / "store" / "data" / "shards")
     with Service("object_server", tmp_path / "store") as server:
         words = ("s3://data/shards", 2, "--tsv", "--endpoint", server.url)

@@ -10,8 +10,6 @@ import pytest
 
 import sa1b
 from sa1b.shards import locate as locations
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests.cli.verb import called
 from tests.shards import tiny
 
@@ -25,7 +23,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, first in FIRST.items():
         tiny.make_tar(folder / f"{name}.tar", range(first, first + 20, 2))
         tiny.ingest_tar(folder / f"{name}.tar", folder / "root", images_per_shard=4)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 

@@ -26,9 +26,7 @@ from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
 from sa1b.programs.query import sql
 from sa1b.programs.query.verb_query import main
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.documents import Options
-from sa1b.shards.manifest import read_tasks
 from sa1b.storage import atomic
 from sa1b.views.predicate import IMAGE_FIELDS, MASK_FIELDS, mask_predicate, mask_values
 from tests.shards import tiny
@@ -45,7 +43,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, first in (("sa_000020", 223750), ("sa_000021", 234937)):
         tiny.make_tar(folder / f"{name}.tar", range(first, first + 20, 2))
         tiny.ingest_tar(folder / f"{name}.tar", folder / "root", images_per_shard=4)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 

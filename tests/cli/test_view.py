@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
+from sa1b import Dataset
 from sa1b.errors import ManifestError, UsageError
-from sa1b.shards.dataset import Dataset
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view
 from tests.cli.verb import called, runner

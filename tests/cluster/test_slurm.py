@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests.cli.verb import runner
 from tests.cluster import slurm_node
 from tests.ingest.test_links import contents
@@ -71,9 +69,8 @@ def test_an_array_of_tasks_makes_the_dataset_of_one_run(node: slurm_node.Node, t
 def test_the_doctor_examines_the_ranks_of_a_job(node: slurm_node.Node, tmp_path: Path) -> None:
     tiny.make_tar(tmp_path / "sa_000001.tar", range(100, 106))
     tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root", images_per_shard=2)
-    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
     flags = ("--gpus", 0, "--cpus", 2, "--setup", SETUP)
-    words = ("--timeout", 120, "--only", "dataset", "--only", "CPUs", "--only", "rendezvous")
+    words = ("--timeout", 120, "--only", "dataset", "--only", "cpus", "--only", "rendezvous")
     path = script(tmp_path / "job.sh", "doctor", *flags, "root", *words)
     text = path.read_text().replace("seq 0 0", "seq 0 1").replace("* 1 +", "* 2 +")
     path.write_text(

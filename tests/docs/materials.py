@@ -13,8 +13,6 @@ from PIL import Image
 from sa1b.programs.synthetic.source_tars import write_tar
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.sam.published import write_weights
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests import processes
 from tests.shards.tiny import ingest_tar
 
@@ -34,7 +32,6 @@ def shards(path: Path) -> None:
     """The dataset directory of `downloads`."""
     for name in FIRST_IDS:
         ingest_tar(path.parent / "downloads" / f"{name}.tar", path)
-    write_dataset(path, read_tasks(path))
 
 
 def run(path: Path) -> None:

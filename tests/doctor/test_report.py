@@ -1,63 +1,66 @@
-"""The report: merged over ranks, with ranks, hosts and remedies."""
+"""The report: merged over ranks, with ranks, hosts and remedies, and what ranks should have in common."""
 
-import json
+from typing import Any
 
-from sa1b.programs.doctor.report import Finding, Report, merged
-from sa1b.report import ranges
+from sa1b.programs.doctor import Finding, Report, differences
+
+
+def of(rank: int, check: str, **values: Any) -> Finding:
+    return Finding("ok", f"{check} of a rank", "", values, check, (rank,), f"gpu-{rank // 2}")
 
 
 def test_equal_findings_become_one_line_and_their_numbers_a_range() -> None:
-    same = [Finding("a", "ok", "torch 2.13.0, 8 CPUs", ranks=(rank,), host="h") for rank in range(4)]
-    rates = [
-        Finding("b", "ok", f"{rate} MB/s of sa_000020-0001.tar", ranks=(rank,), host="h")
-        for rank, rate in enumerate(("1,790", "812", "800.5", "812"))
+    rates = ("1,790", "812", "800.5", "812")
+    findings = [
+        Finding("ok", f"{rate} MB/s of sa_000020-0001.tar", "", {}, "rate", (rank,), "h")
+        for rank, rate in enumerate(rates)
     ]
-    first, second = merged([one for pair in zip(same, rates, strict=True) for one in pair], 4)
-    assert (first.figure, first.where()) == ("torch 2.13.0, 8 CPUs", "")
-    assert (second.figure, second.where()) == ("800.5 to 1,790 MB/s of sa_000020-0001.tar", "")
-    slow = [Finding("disk", "failed", f"{9 + rank} MB/s", "Buy", (rank,), "h") for rank in range(2)]
-    assert [(one.figure, one.where()) for one in merged(slow, 2)] == [("9 to 10 MB/s", "ranks 0-1 on h")]
-    versions = [Finding("c", "ok", f"torch 2.{rank}.0", ranks=(rank,), host="h") for rank in (1, 3)]
-    assert len(merged(versions, 2)) == 2
+    findings += [Finding("ok", f"torch 2.{rank % 2}.0", "", {}, "c", (rank,), "h") for rank in range(4)]
+    lines = Report(findings, "4 ranks", ["h"] * 4).table().splitlines()
+    assert lines[1] == "  ok       rate  800.5 to 1,790 MB/s of sa_000020-0001.tar"
+    assert lines[2:4] == [
+        "  ok       c     torch 2.0.0  [ranks 0, 2 on h]",
+        "  ok       c     torch 2.1.0  [ranks 1, 3 on h]",
+    ]
 
 
-def test_a_fault_names_its_ranks_and_hosts_once() -> None:
-    bad = [Finding("shm", "failed", "64 MiB", "grow it", (rank,), f"h{rank // 2}") for rank in (1, 2, 3)]
-    good = Finding("shm", "ok", "9 GB", "", (0,), "h0")
-    report = Report([good, *bad], "4 ranks on 2 hosts", ["h0", "h0", "h1", "h1"])
-    text = report.table()
-    assert "  FAILED   shm  64 MiB  [ranks 1-3 on h0, h1]" in text
-    assert "  ok       shm  9 GB  [rank 0 on h0]" in text
-    assert text.index("FAILED") < text.index("  ok  ")
-    assert text.endswith("Failed:\n  shm (ranks 1-3 on h0, h1): grow it\n\n1 failed, 1 ok")
-    assert report.exit_code() == 1
-    document = json.loads(json.dumps(report.document()))
-    assert [one["ranks"] for one in document["findings"]] == [[0], [1], [2], [3]]
-    assert document["counts"] == {"failed": 1, "warning": 0, "skipped": 0, "ok": 1}
-    assert document["exit_code"] == 1
-
-
-def test_a_warning_and_a_skipped_check_are_no_failure() -> None:
-    report = Report([Finding("a", "warning", "slow", "hurry"), Finding("b", "skipped", "no ROOT", "pass it")])
-    assert report.exit_code() == 0
-    assert report.table().splitlines() == [
-        "1 process", "  warning  a  slow", "  skipped  b  no ROOT", "", "Warnings:", "  a: hurry", "",
-        "1 warning, 1 skipped",
-    ]  # fmt: skip
-
-
-def test_two_warnings_are_in_the_plural() -> None:
-    table = Report([Finding(name, "warning", "slow", "hurry") for name in "ab"]).table()
-    assert table.endswith("\n2 warnings")
-
-
-def test_ranks_that_differ_fill_a_few_lines_only() -> None:
-    findings = [Finding("disk", "failed", f"disk-{rank}", "Buy", (rank,), "h") for rank in range(100)]
-    lines = Report(findings, hosts=["h"] * 100).table().splitlines()
+def test_a_fault_names_its_ranks_and_hosts_once_and_fills_a_few_lines() -> None:
+    bad = [
+        Finding("failed", f"disk-{rank}", "Buy", {}, "disk", (rank,), f"h{rank % 2}") for rank in range(99)
+    ]
+    report = Report([*bad, Finding("warning", "slow", "Hurry", check="a")], "99 ranks", ["h"] * 99)
+    lines = report.table().splitlines()
     assert sum("  disk-" in line for line in lines) == 8
-    assert [line for line in lines if "Buy" in line] == ["  disk (ranks 0-99 on h): Buy"]
-    assert any("and 92 more; --json lists all" in line for line in lines)
+    assert any("and 91 more; --json lists all" in line for line in lines)
+    assert lines[-6:] == [
+        "Warnings:", "  a: Hurry", "", "Failed:", "  disk (ranks 0-98 on h0, h1): Buy", "", "99 failed, 1 warning"
+    ][1:]  # fmt: skip
+    assert (report.exit_code(), report.document()["counts"]["failed"]) == (1, 99)
+    assert Report(bad[:0], "nothing").exit_code() == 0
 
 
-def test_ranges() -> None:
-    assert ranges([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
+def test_versions_that_differ_name_ranks_and_hosts() -> None:
+    good = [of(rank, "versions", torch="2.13.0", python="3.12.1", driver="580.1") for rank in range(4)]
+    assert not list(differences(good))
+    other = [of(rank, "versions", torch="2.11.0", python="3.12.2", driver="580.1") for rank in (4, 5)]
+    found = [(one.state, one.figure, one.where()) for one in differences([*good, *other])]
+    assert found == [
+        ("failed", "torch 2.11.0, and 2.13.0 on ranks 0-3", "ranks 4-5 on gpu-2"),
+        ("warning", "python 3.12.2, and 3.12.1 on ranks 0-3", "ranks 4-5 on gpu-2"),
+    ]
+
+
+def test_variables_that_differ_are_named_but_for_interfaces() -> None:
+    same = [of(rank, "environment", NCCL_DEBUG="WARN", NCCL_SOCKET_IFNAME=f"eth{rank}") for rank in range(3)]
+    assert not list(differences(same))
+    (one,) = differences([*same, of(3, "environment")])
+    assert (one.figure, one.where()) == ("NCCL_DEBUG not set, and WARN on ranks 0-2", "rank 3 on gpu-1")
+    assert "Set NCCL_DEBUG in the job script" in one.remedy
+
+
+def test_two_ranks_with_one_gpu_are_named() -> None:
+    gpus = [of(rank, "device", uuid=f"GPU-{rank}") for rank in range(3)]
+    assert not list(differences(gpus))
+    (one,) = differences([*gpus, of(3, "device", uuid="GPU-2")])
+    assert (one.state, one.check, one.where()) == ("failed", "device", "ranks 2-3 on gpu-1")
+    assert "GPU-2" in one.figure

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
@@ -81,19 +80,12 @@ class Tiny:
 
 def begin_tiny(rank_info: RankInfo, config: ParallelConfig) -> Tiny:
     module = wrap(StandIn(), config, rank_info)
-    if config.mode == "zero1":
-        return Tiny(module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.1))
     return Tiny(module, torch.optim.AdamW(module.parameters(), lr=0.1))
 
 
 def everything(run: Tiny | Run) -> dict[str, Tensor]:
-    """All tensors, those of a sharded optimizer from all ranks, in the order of their names."""
+    """All tensors, in the order of their names."""
     found = {name: whole(tensor) for name, tensor in tensors.gather(run.module, run.optimizer).items()}
-    if isinstance(run.optimizer, ZeroRedundancyOptimizer):
-        of_all: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_all, found)
-        for one in of_all:
-            found |= one
     return dict(sorted(found.items()))
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sa1b import Batch
 from sa1b.engine.config import Config
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.settings import OptimConfig
 from sa1b.errors import UsageError
-from sa1b.stream.batch import Batch
 
 
 class Block(nn.Module):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sa1b import Batch
 from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.targets import Targets
-from sa1b.stream.batch import Batch
 from tests.train.command import make_root
 
 IMAGE_SIZE = 64

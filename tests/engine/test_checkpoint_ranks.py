@@ -14,18 +14,17 @@ from tests.engine.launch import launch
 NONE = ParallelConfig(device="cpu")
 DDP = ParallelConfig(mode="ddp", device="cpu")
 FSDP = ParallelConfig(mode="fsdp", device="cpu")
-ZERO = ParallelConfig(mode="zero1", device="cpu")
 WRITERS = {
     1: {"none": NONE},
-    2: {"ddp on 2": DDP, "fsdp on 2": FSDP, "zero1 on 2": ZERO},
-    3: {"ddp on 3": DDP, "fsdp on 3": FSDP, "zero1 on 3": ZERO},
+    2: {"ddp on 2": DDP, "fsdp on 2": FSDP},
+    3: {"ddp on 3": DDP, "fsdp on 3": FSDP},
     4: {"hybrid on 4": ParallelConfig(mode="fsdp", replicas=2, device="cpu")},
 }
 NAMES = [name for configs in WRITERS.values() for name in configs]
 READERS = {
     1: {"none": NONE, "fsdp": FSDP},
-    2: {"ddp": DDP, "fsdp": FSDP, "zero1": ZERO},
-    3: {"ddp": DDP, "fsdp": FSDP, "zero1": ZERO},
+    2: {"ddp": DDP, "fsdp": FSDP},
+    3: {"ddp": DDP, "fsdp": FSDP},
 }
 
 Saved = dict[str, dict[str, Tensor]]

@@ -1,7 +1,5 @@
 """--evaluate-only on a COCO annotation file, compared with predict, numpy and pycocotools."""
 
-import contextlib
-import io
 import json
 import os
 import sys
@@ -18,11 +16,8 @@ from pycocotools import mask as coco_mask
 import sa1b
 from sa1b.engine.settings import EvaluationConfig
 from sa1b.errors import UsageError
-from sa1b.masks.grid import framed_size
 from sa1b.recipes.coco_evaluation import CocoError, load_image, read_coco
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.prediction import framed_image
-from sa1b.sam.protocol import BoxMasks
 from sa1b.sam.published import write_weights
 from tests import processes
 from tests.train.command import FLAGS, REPOSITORY, start
@@ -120,17 +115,6 @@ def predicted(files: dict[str, Any], number: int, boxes: list[list[float]]) -> n
     return sa1b.predict(files["model"], np.ascontiguousarray(pixels), boxes=corners).masks
 
 
-@torch.no_grad()
-def refined(files: dict[str, Any], number: int, box: list[float]) -> np.ndarray:
-    """The mask for a box and for a first prediction for that box."""
-    pixels = np.ascontiguousarray(cv2.imread(str(files["folder"] / "images" / f"{number}.png"))[..., ::-1])
-    taken = framed_size(*pixels.shape[:2], 64)
-    square = torch.from_numpy(framed_image(pixels, *taken, 64))[None].permute(0, 3, 1, 2)
-    corners = np.array([[box[0], box[1], box[0] + box[2], box[1] + box[3]]])
-    found = BoxMasks(corners, pixels.shape[:2])(files["model"], square, torch.tensor([taken]))
-    return found["masks"][0].numpy()
-
-
 def test_box_prompts_give_the_mean_iou_that_numpy_finds_over_all_masks_but_crowds(
     files: dict[str, Any], scores: dict[str, float]
 ) -> None:
@@ -157,43 +141,6 @@ def test_ranks_do_not_change_a_digit(
     files: dict[str, Any], scores: dict[str, float], tmp_path: Path, mode: str, ranks: int
 ) -> None:
     assert scores_of(files["folder"], tmp_path, ranks=ranks, mode=mode) == scores
-
-
-@pytest.mark.parametrize(("mode", "ranks"), [("none", 1), ("ddp", 2)])
-def test_detections_give_the_average_precision_of_pycocotools(
-    files: dict[str, Any], tmp_path: Path, mode: str, ranks: int
-) -> None:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    folder, document = files["folder"], json.loads(json.dumps(files["document"]))
-    # A model with random weights predicts no true mask, so its predictions for the annotations' boxes are
-    # used as truth.
-    document["annotations"] = [one for one in document["annotations"] if one["area"]]
-    for one in document["annotations"]:
-        mask = refined(files, one["image_id"], one["bbox"])
-        coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
-        one["segmentation"] = {**coded, "counts": coded["counts"].decode()}
-        one["area"] = int(mask.sum())
-    annotations = tmp_path / "annotations.json"
-    annotations.write_text(json.dumps(document))
-    detections = ("--evaluation.detections", str(folder / "detections.json"))
-    given = ("--evaluation.coco", str(annotations), *detections)
-    found = scores_of(folder, tmp_path / "run", *given, ranks=ranks, mode=mode)
-    results = []
-    for one in files["detections"]:
-        mask = refined(files, one["image_id"], one["bbox"])
-        coded = coco_mask.encode(np.asfortranarray(mask.astype(np.uint8)))
-        results.append({**one, "segmentation": {**coded, "counts": coded["counts"].decode()}})
-        del results[-1]["bbox"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(annotations))
-        judged = COCOeval(truth, truth.loadRes(results), "segm")
-        judged.evaluate()
-        judged.accumulate()
-        judged.summarize()
-    assert list(found.values()) == pytest.approx(judged.stats[:6].tolist(), abs=1e-6)
-    assert found["ap_50"] > 0
 
 
 def test_the_command_needs_no_dataset_and_prints_a_line(

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sa1b import Batch
 from sa1b.engine.config import build
 from sa1b.engine.model import declared
-from sa1b.engine.planner.fake_step import blank_batch
+from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.gradients import finish
 from sa1b.engine.step.optim import freeze
 from sa1b.recipes.presets import PRESETS
-from sa1b.stream.batch import Batch
 
 META = torch.device("meta")
 

@@ -20,8 +20,7 @@ from sa1b.engine.step.optim import freeze
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
-from sa1b.masks.geometry import bbox
-from sa1b.masks.raster import rasterize
+from sa1b.masks import bbox, rasterize
 from sa1b.recipes.presets import SamConfig
 from sa1b.recipes.scorer import ClickScorer
 from sa1b.sam import clicks, prediction

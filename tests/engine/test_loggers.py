@@ -93,7 +93,7 @@ def test_callbacks_get_all_steps_windows_evaluations_and_the_end_on_the_first_ra
     for step in (1, 2):
         metrics.step(step, FIGURES)
     metrics.window(2, "loader", {"limit": "decode"})
-    metrics.evaluation(2, SCORES, 1.5)
+    metrics.evaluation(2, SCORES, 1.5, {})
     metrics.close()
     expected = [
         ("step", 1, FIGURES), ("step", 2, FIGURES), ("window", 2, "loader", {"limit": "decode"}),
@@ -111,7 +111,7 @@ def test_a_server_gets_figures_and_scores_and_a_resumed_run_goes_on_there(
     metrics = metrics_of(tmp_path, every=2, **{name: "project"})
     for step in (1, 2, 3):
         metrics.step(step, {**FIGURES, "slowest": None})
-    metrics.evaluation(3, SCORES, 1.5)
+    metrics.evaluation(3, SCORES, 1.5, {})
     metrics.close()
     begun, *rest = server.calls
     settings = {"optim": {"lr": 0.1}} if name == "wandb" else {"optim.lr": 0.1}

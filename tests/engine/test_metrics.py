@@ -20,6 +20,7 @@ from tests.engine.stream_root import place_of
 
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
 RANKS = {**dict.fromkeys(("data_wait", "data", "compute", "sync", "update"), 0.0), "peak_memory": 5e9}
+HOW = {"protocol": "sam", "clicks": "centres", "masks_per_image": None}
 
 
 def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ def test_no_step_is_there_twice_after_a_kill_that_cut_a_line(tmp_path: Path) -> 
 
 def test_a_run_without_a_checkpoint_begins_its_file_anew(tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path)
-    metrics.evaluation(0, {"masks": 0}, 1.0)
+    metrics.evaluation(0, {"masks": 0}, 1.0, {})
     metrics.close()
     write(tmp_path, 0, 2)
     assert steps_written(tmp_path) == [1, 2]
@@ -156,7 +157,7 @@ def test_an_evaluation_that_is_written_down_is_not_missing(tmp_path: Path) -> No
     metrics = metrics_of(tmp_path)
     metrics.step(1, FIGURES)
     assert metrics.lacks_evaluation(1)
-    metrics.evaluation(1, {"masks": 0}, 1.0)
+    metrics.evaluation(1, {"masks": 0}, 1.0, {})
     assert not metrics.lacks_evaluation(1)
     metrics.close()
     again = metrics_of(tmp_path, 1)
@@ -168,16 +169,11 @@ def test_an_evaluation_that_is_written_down_is_not_missing(tmp_path: Path) -> No
     ).lacks_evaluation(2)
 
 
-def test_one_line_in_so_many_steps(tmp_path: Path) -> None:
-    write(tmp_path, 0, 9, every=3)
-    assert steps_written(tmp_path) == [3, 6, 9]
-
-
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     place = place_of(1, 2)
     metrics = Metrics(LoggingConfig(), tmp_path, place, Control(place), 0, 9)
     metrics.step(1, FIGURES)
-    metrics.evaluation(1, {"masks": 0}, 1.0)
+    metrics.evaluation(1, {"masks": 0}, 1.0, {})
     metrics.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -186,17 +182,15 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = {f"miou_{name}": 0.5 for name in ("1_click", "3_clicks", "5_clicks", "box")} | {"masks": 1234}
-    metrics = metrics_of(tmp_path)
-    metrics.evaluation(4, scores, 2.5)
+    metrics, whole = metrics_of(tmp_path), {**scores, **HOW, "damaged": 2, "empty": 3}
+    metrics.evaluation(4, scores, 2.5, HOW)
     metrics.close()
-    assert written(tmp_path)[1:] == [{"step": 4, "evaluation": scores, "seconds": 2.5}]
+    assert written(tmp_path)[1:] == [{"step": 4, "evaluation": {**scores, **HOW}, "seconds": 2.5}]
     assert "step 4: mIoU 0.500 (1 click), 0.500 (3 clicks), 0.500 (5 clicks), 0.500 (box) on 1,234 masks" in (
         capsys.readouterr().out
     )
-    left_out = score_line(scores | {"damaged": 2, "empty": 3})
-    assert left_out.endswith(
-        "on 1,234 masks; left out: masks without a pixel 3, damaged images 2 (see damaged.jsonl)"
-    )
+    left_out = "left out: masks without a pixel 3, damaged images 2 (see damaged.jsonl)"
+    assert score_line(whole).endswith(f"; {left_out}; protocol sam, clicks at centres, all masks of an image")
     assert score_line({"masks": 0}) == "mIoU: there is no mask to evaluate on"
 
 
@@ -204,9 +198,8 @@ def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     metrics = metrics_of(tmp_path, tensorboard=None)
     metrics.step(1, FIGURES)
-    metrics.evaluation(
-        1, {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}, 1.0
-    )
+    scores = {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}
+    metrics.evaluation(1, scores, 1.0, HOW)
     metrics.close()
     curves = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert curves.Scalars("loss")[0].value == 0.5

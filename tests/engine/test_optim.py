@@ -32,51 +32,6 @@ COSINE = OptimConfig(schedule="cosine", lr=1e-3, warmup=10, steps=110, min_lr_ra
 ENCODER = "image_encoder"
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        (f"{ENCODER}.pos_embed", 0),
-        (f"{ENCODER}.patch_embed.proj.weight", 0),
-        (f"{ENCODER}.blocks.0.norm1.weight", 1),
-        (f"{ENCODER}.blocks.11.attn.rel_pos_h", 12),
-        (f"{ENCODER}.neck.0.weight", None),
-        ("mask_decoder.iou_token.weight", None),
-        ("prompt_encoder.point_embeddings.0.weight", None),
-    ],
-)
-def test_layers_are_counted_from_the_embeddings_through_the_blocks(name: str, layer: int | None) -> None:
-    assert build().layer_of(name) == layer
-
-
-def test_biases_norms_and_positions_do_not_decay() -> None:
-    model = build()
-    named = dict(model.weights().named_parameters())
-    kept = {name for name, parameter in named.items() if not model.decays(name, parameter)}
-    assert {f"{ENCODER}.pos_embed", f"{ENCODER}.blocks.0.attn.rel_pos_h", f"{ENCODER}.neck.1.weight"} <= kept
-    assert {name for name in named if name.endswith(".bias")} <= kept
-    assert f"{ENCODER}.blocks.0.attn.qkv.weight" not in kept
-    assert "mask_decoder.mask_tokens.weight" not in kept
-
-
-def test_each_trained_parameter_is_in_one_group_with_the_decays_of_its_layer() -> None:
-    interactive = build()
-    names = {id(parameter): name for name, parameter in interactive.weights().named_parameters()}
-    found = {}
-    for group in make_optimizer(interactive, PUBLISHED, 256).param_groups:
-        for parameter in group["params"]:
-            assert id(parameter) in names
-            assert names[id(parameter)] not in found
-            found[names[id(parameter)]] = group
-    assert found.keys() == set(names.values())
-    last = MODEL.depth + 1
-    for name, parameter in interactive.weights().named_parameters():
-        layer = interactive.layer_of(name)
-        exponent = 0 if layer is None else last - layer
-        assert found[name]["lr_scale"] == pytest.approx(0.8**exponent)
-        assert found[name]["weight_decay"] == (0.1 if interactive.decays(name, parameter) else 0.0)
-        assert found[name]["betas"] == (0.9, 0.999)
-
-
 def test_the_groups_of_two_builds_are_the_same_and_in_the_order_of_layers() -> None:
     groups = [make_optimizer(build(seed), PUBLISHED, 256).param_groups for seed in (0, 1)]
     shapes = [[[tuple(tensor.shape) for tensor in group["params"]] for group in one] for one in groups]

@@ -25,7 +25,6 @@ NONE = ParallelConfig()
 DDP = ParallelConfig(mode="ddp")
 FSDP = ParallelConfig(mode="fsdp")
 HYBRID = ParallelConfig(mode="fsdp", replicas=2)
-ZERO = ParallelConfig(mode="zero1")
 STATIC = ParallelConfig(mode="ddp", static_graph=True)
 
 # Configuration and micro-batches per step, by number of ranks. Two or three ranks have unequal parts of five
@@ -38,7 +37,6 @@ CASES: dict[int, Cases] = {
         "fsdp, 3 micro-batches": (FSDP, 3),
         "fsdp, gradients and optimizer only": (ParallelConfig(mode="fsdp", shard="grad_op"), 1),
         "fsdp, offload": (ParallelConfig(mode="fsdp", offload="cpu"), 1),
-        "zero1, 3 micro-batches": (ZERO, 3),
     },
     4: {"hybrid, 3 micro-batches": (HYBRID, 3)},
 }
@@ -49,7 +47,6 @@ SLOW: dict[int, Cases] = {
     },
     3: {
         "fsdp": (FSDP, 1),
-        "zero1": (ZERO, 1),
         "ddp, 3 micro-batches": (DDP, 3),
         "fsdp, gradients and optimizer only, 3 micro-batches": (
             ParallelConfig(mode="fsdp", shard="grad_op"),
@@ -84,7 +81,6 @@ def two_ranks() -> dict[str, Any]:
         "errors": checks.errors_of_a_wait_for_silent_ranks(DDP, 1.0),
         "evaluated, ddp": checks.evaluated_with_means(DDP),
         "evaluated, fsdp": checks.evaluated_with_means(FSDP),
-        "evaluated, zero1": checks.evaluated_with_means(ZERO),
     }
 
 
@@ -183,7 +179,7 @@ def test_micro_batches_of_one_process_add_up_to_one_large_batch(
     assert_close(trace["weights"], alone["weights"], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches", "zero1, 3 micro-batches"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp, 3 micro-batches"])
 def test_ranks_hold_the_same_weights_bit_for_bit(ranks: Ranks, name: str) -> None:
     one, other = (rank["traces"][name] for rank in ranks((2, False)))
     assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
@@ -277,7 +273,6 @@ def evaluated_alone() -> dict[str, Any]:
     [
         ((2, False), "ddp"),
         ((2, False), "fsdp"),
-        ((2, False), "zero1"),
         pytest.param((2, True), "fsdp, gradients and optimizer only", marks=pytest.mark.slow),
     ],
 )
@@ -348,7 +343,7 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (ParallelConfig(), 2, "--parallel.mode ddp, zero1, fsdp or pipeline"),
+        (ParallelConfig(), 2, "--parallel.mode ddp or fsdp"),
         (ParallelConfig(mode="ddp", shard="grad_op"), 2, "--parallel.shard: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", replicas=2), 2, "--parallel.replicas: is for --parallel.mode fsdp"),
         (ParallelConfig(mode="ddp", offload="cpu"), 2, "--parallel.offload: is for --parallel.mode fsdp"),
@@ -361,37 +356,17 @@ def test_unwrap_gives_back_what_was_wrapped() -> None:
         (ParallelConfig(mode="ddp", bucket=0), 2, "--parallel.bucket"),
         (ParallelConfig(mode="ddp", wrap="none"), 2, "--parallel.wrap: is for --parallel.mode fsdp, not ddp"),
         (
-            ParallelConfig(mode="zero1", reduce="bf16"),
+            ParallelConfig(mode="ddp", reduce="bf16"),
             2,
-            "--parallel.reduce: is for --parallel.mode fsdp, not zero1",
+            "--parallel.reduce: is for --parallel.mode fsdp, not ddp",
         ),
         (ParallelConfig(mode="fsdp", wrap="blocks"), 2, "--parallel.wrap blocks: not a kind of group"),
         (
             ParallelConfig(mode="fsdp", compress="bf16"),
             2,
-            "--parallel.compress: is for --parallel.mode ddp or zero1, not fsdp",
+            "--parallel.compress: is for --parallel.mode ddp, not fsdp",
         ),
-        (ParallelConfig(mode="ddp", compress="gzip"), 2, "--parallel.compress gzip: no such compression"),
-        (
-            ParallelConfig(mode="ddp", compress="powersgd:2", precision="fp16"),
-            2,
-            "does not fit --parallel.precision fp16",
-        ),
-        (ParallelConfig(mode="fsdp", bucket=50), 2, "--parallel.bucket: is for --parallel.mode ddp or zero1"),
-        (ParallelConfig(mode="fsdp", compress_after=2), 2, "--parallel.compress-after: is for --parallel"),
-        (ParallelConfig(mode="ddp", compress_after=2), 2, "powersgd, not none; drop it"),
-        (
-            ParallelConfig(mode="ddp", compress_after=-1),
-            2,
-            "--parallel.compress-after -1: must be at least 0",
-        ),
-        (
-            ParallelConfig(mode="ddp", shares="2,1,1"),
-            2,
-            "--parallel.shares 2,1,1: does not fit 2 ranks; pass",
-        ),
-        (ParallelConfig(mode="ddp", shares="2, 1"), 2, "--parallel.shares 2, 1: does not fit 2 ranks; pass"),
-        (ParallelConfig(mode="fsdp", shares="1,0"), 2, "--parallel.shares 1,0: does not fit 2 ranks; pass"),
+        (ParallelConfig(mode="fsdp", bucket=50), 2, "--parallel.bucket: is for --parallel.mode ddp"),
         (ParallelConfig(mode="ddp", timeout_first=0), 2, "--parallel.timeout-first"),
         (
             ParallelConfig(precision="tf32", device="cpu"),

@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.ranks.zero1 import Zero1Optimizer
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.gradients import micro_batch
 from sa1b.engine.watch.phase import OTHER, Phases, RankTime
@@ -52,8 +50,7 @@ class Reading:
 
 
 def rank_time(phases: Phases, clock: Clock) -> RankTime:
-    module = nn.Linear(1, 1)
-    return RankTime(phases, module, torch.optim.SGD(module.parameters()), place_of(), clock.moment)
+    return RankTime(phases, nn.Linear(1, 1), place_of(), clock.moment)
 
 
 def test_parts_are_those_of_the_last_complete_step_and_the_first_step_is_left_out() -> None:
@@ -158,16 +155,12 @@ def met(wait: Callable[..., Any], clock: LogicalClock, phases: Phases) -> Callab
     return waited
 
 
-def update(module: Worker, *_: object) -> None:
-    module.clock.work(sum(module.seconds))
-
-
 def seconds_of(file: Path) -> dict[tuple[str, float, float], list[dict[str, float]]]:
     """The times of each rank in the last step, by mode and by the work of rank 1 in a pass; rank 0 has none."""
     wait = dist.Work.wait
     with group(ParallelConfig(mode="ddp")) as rank_info, pytest.MonkeyPatch.context() as patch:
         found = {}
-        for case in itertools.product(("ddp", "fsdp", "zero1"), ((WORK, 0.0), (0.0, WORK))):
+        for case in itertools.product(("ddp", "fsdp"), ((WORK, 0.0), (0.0, WORK))):
             mode, forward, backward = case[0], *(rank_info.rank * seconds for seconds in case[1])
             clock = LogicalClock(file, rank_info.rank)
             phases = Phases()
@@ -183,10 +176,7 @@ def seconds_of(file: Path) -> dict[tuple[str, float, float], list[dict[str, floa
                 for part in (*module.children(), module):
                     fully_shard(part, mesh=mesh)
             optimizer: Any = torch.optim.SGD(module.parameters())
-            if mode == "zero1":
-                optimizer = Zero1Optimizer(module.parameters(), torch.optim.SGD)
-                optimizer.optim.register_step_pre_hook(partial(update, module.module))
-            times = LogicalTime(phases, module, optimizer, rank_info, clock.moment)
+            times = LogicalTime(phases, module, rank_info, clock.moment)
             times.clock = clock
             assert times.separable
             for step in range(3):
@@ -217,7 +207,7 @@ def test_the_others_wait_for_a_slow_rank_and_that_is_not_their_work(tmp_path: Pa
         assert fast["sync"] >= 2 * WORK, mode
         assert fast["waited"] >= WORK, mode  # and not only at the barrier
         assert slow["sync"] == 0, mode
-        assert slow["update"] == (WORK if mode == "zero1" else 0), mode
+        assert slow["update"] == 0, mode
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def changed(name: str, value: Any) -> dict[str, Any]:
         ("data.flip", 0.0, "--data.flip 0.5 -> 0.0"),
         ("data.tokenizer", "words.json", "--data.tokenizer bytes -> words.json"),
         ("parallel.precision", "bf16", "--parallel.precision fp32 -> bf16"),
-        ("parallel.compress", "powersgd:4", "--parallel.compress none -> powersgd:4"),
+        ("parallel.compress", "bf16", "--parallel.compress none -> bf16"),
         ("parallel.reduce", "bf16", "--parallel.reduce fp32 -> bf16"),
         ("optim.freeze", ["mask_decoder"], "--optim.freeze (none) -> mask_decoder"),
     ],

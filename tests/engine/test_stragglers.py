@@ -58,30 +58,6 @@ def test_an_incident_is_two_windows_long_and_is_reported_once() -> None:
     assert reported == [[], [], [], [], [], [1], [], [], [], [], [1]]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "given", "expected"),
-    [
-        ([1.0, 1.0, 1.0], None, None),
-        ([1.0, 1.1, 1.2], None, None),
-        ([1.0, 2.0], None, [2, 1]),
-        ([0.5, 1.0, 1.0, 1.0], None, None),  # a fast rank waits for the others; no rank is slow
-        ([1.0, 1.0, 1.5], None, [3, 3, 2]),
-        ([1.0, 1.0, 3.1], None, [3, 3, 1]),
-        ([1.0, 2.0], [1, 2], [1, 1]),  # the slow rank has the larger share
-        ([1.0, 1.0], [2, 1], None),
-        ([1.0, 100.0], None, [100, 1]),
-    ],
-)
-def test_shares_balance_the_times_of_slow_ranks(
-    seconds: list[float], given: list[int] | None, expected: list[int] | None
-) -> None:
-    stragglers = Stragglers(["node"] * len(seconds), 1, shares=given)
-    stragglers.add({name: [0.0] * len(seconds) for name in PARTS} | {"compute": seconds})
-    assert stragglers.better_shares() == expected
-    suggested = f"--parallel.shares {','.join(map(str, expected or []))} gives them less"
-    assert (suggested in stragglers.table()) == (expected is not None)
-
-
 def test_a_report_names_rank_host_part_and_times() -> None:
     (slow,) = filled(3, compute=(2, 1.0)).slow()
     assert slow.message() == (
@@ -107,7 +83,6 @@ def test_the_table_has_medians_and_maxima_of_the_last_window_only() -> None:
         "    1  longer    0.010   0.010    1.000   3.000    0.100   0.100    0.040   0.040"
         "  2.82 times the others: compute",
         "    0  a         0.010   0.010    0.500   0.500    0.100   0.100    0.040   0.040",
-        "if the slow ranks stay slow: --parallel.shares 3,1 gives them less of each step",
         "compute: own work; sync: waiting for other ranks and communication",
     ]
 

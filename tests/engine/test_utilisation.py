@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,13 @@ def properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
 
 
+@pytest.fixture
+def threads() -> Callable[[], list[threading.Thread]]:
+    """The threads of samplers that this test started."""
+    before = threading.enumerate()  # of runs that a test before this one left in this process
+    return lambda: [one for one in threading.enumerate() if one.name == "sa1b-sampler" and one not in before]
+
+
 def sampled(sampler: Sampler, name: str) -> dict[str, float]:
     """The first sample that has a figure."""
     end = time.monotonic() + 60
@@ -65,7 +73,9 @@ def sampled(sampler: Sampler, name: str) -> dict[str, float]:
     return sampler.latest()
 
 
-def test_a_gpu_is_found_by_its_uuid_and_sampled_in_si_units_until_the_end() -> None:
+def test_a_gpu_is_found_by_its_uuid_and_sampled_in_si_units_until_the_end(
+    threads: Callable[[], list[threading.Thread]],
+) -> None:
     nvml = Nvml()
     sampler = Sampler(DEVICE, nvml=nvml, interval=0.001)
     assert sampled(sampler, "gpu_power_w") == dict(zip(GPU, (0.97, 61.0, 640.5), strict=True))
@@ -73,12 +83,14 @@ def test_a_gpu_is_found_by_its_uuid_and_sampled_in_si_units_until_the_end() -> N
         time.sleep(0.001)
     sampler.close()
     taken = nvml.samples
-    assert not [thread for thread in threading.enumerate() if thread.name == "sa1b-sampler"]
+    assert not threads()
     assert nvml.samples == taken
     sampler.close()
 
 
-def test_a_driver_that_does_not_answer_does_not_stop_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_answer_does_not_stop_the_end(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[], list[threading.Thread]]
+) -> None:
     asked, answers = threading.Event(), threading.Event()
 
     def power(handle: str) -> int:
@@ -92,7 +104,7 @@ def test_a_driver_that_does_not_answer_does_not_stop_the_end(monkeypatch: pytest
     sampler = Sampler(DEVICE, nvml=nvml)
     assert asked.wait(60)
     sampler.close()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sa1b-sampler"]
+    (thread,) = threads()
     assert thread.daemon
     answers.set()
     thread.join(60)

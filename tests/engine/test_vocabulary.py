@@ -136,7 +136,7 @@ def test_without_a_gpu_a_new_run_has_the_preset_tiny(words: str, preset: str) ->
         (["--lr", "1e-3"], "--lr: no such flag; pass --optim.lr"),
         (["--accumulation-steps", "4"], "pass --data.micro-batch"),
         (["--save-interval", "10"], "pass --checkpoint.every"),
-        (["--strategy", "FULL_SHARD"], "pass --parallel.mode none, ddp, zero1, fsdp or pipeline"),
+        (["--strategy", "FULL_SHARD"], "pass --parallel.mode none, ddp or fsdp"),
         (["--checkpoint-dir", "run"], "pass --out"),
         (["--backend", "nccl"], "drop it: NCCL connects GPUs"),
         (["--local-rank=0"], "start the ranks with torchrun"),

@@ -60,7 +60,7 @@ def test_a_window_has_two_lines_and_an_incident_one_message(
     assert messages == [
         "data wait 13 % on rank 1: decode limits; give each rank more than 1 processor",
         "rank 1 on b is 4.44 times slower than the other ranks, which wait for it: compute takes 2.000 s a step, "
-        f"0.500 s on the others; images of this step: {command('replay')} run --step 7 --out PAGE",
+        f"0.500 s on the others; images of this step: {command('replay')} run --step 7",
     ]
 
 
@@ -81,7 +81,7 @@ def test_a_table_on_request_does_not_end_the_window(
     assert "times of the ranks: no complete step yet" in text
     assert "times of the ranks in the last 2 steps" in text
     assert text.count("images of this step") == 1
-    assert f"images of this step: {command('replay')} run --step 3 --out PAGE" in text
+    assert f"images of this step: {command('replay')} run --step 3" in text
 
 
 def test_lines_of_windows_after_the_checkpoint_are_removed_on_resume(tmp_path: Path) -> None:

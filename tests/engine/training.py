@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sa1b.engine.model import unwrap
 from sa1b.engine.ranks.agreement import agree
-from sa1b.engine.ranks.parallel import mode_of, wrap
+from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import OptimConfig, ParallelConfig, grad_scaler
 from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch, warm_up
@@ -169,7 +169,7 @@ def begin(
     model = (build_second if second else build)(seed=0 if state is None else 1)
     freeze(model, optim)
     module = wrap(model, config, rank_info)
-    optimizer = make_optimizer(module, optim, BATCH, mode_of(config).optimizer)
+    optimizer = make_optimizer(module, optim, BATCH)
     run = Run(
         rank_info,
         config,

@@ -19,13 +19,9 @@ import torch
 from PIL import Image
 
 import sa1b
-from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import read_weights, write_weights
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
-from sa1b.views.view import write_view
-from tests import processes
+from tests import kit, processes
 from tests.shards import tiny
 from tests.storage.service import Service
 
@@ -39,14 +35,13 @@ HELD_OUT = 3
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `shards`, made from synthetic tars, with a training and a held-out view."""
     folder = tmp_path_factory.mktemp("material")
-    synthetic.write_tar(folder / "sa_000000.tar", images=IMAGES, first_id=1, long_side=96)
+    tiny.synthesize(folder / "sa_000000.tar", images=IMAGES, first_id=1, long_side=96)
     root = folder / "shards"
     tiny.ingest_tar(folder / "sa_000000.tar", root)
-    write_dataset(root, read_tasks(root))
-    table = sa1b.open(root).table
-    rows = table.image_id.argsort().astype("u4")
-    write_view(root, table, rows[:HELD_OUT], name="held-out")
-    write_view(root, table, rows[HELD_OUT:], name="train")
+    ids = sorted(sample.image_id for sample in sa1b.open(root))
+    for name, chosen in (("held-out", ids[:HELD_OUT]), ("train", ids[HELD_OUT:])):
+        (folder / name).write_text("\n".join(map(str, chosen)))
+        kit.run("view", root, "--ids", folder / name, "--name", name)
     return folder
 
 
@@ -405,7 +400,7 @@ def test_the_stored_scores_of_fine_tuning_are_better_after_it() -> None:
 
 
 def test_examples_are_short_and_listed() -> None:
-    files = {path.name: path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    files = {path.name: path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".ipynb")}
     listed = re.findall(r"^\| \[`([\w.]+)`\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(files)
     lengths = {

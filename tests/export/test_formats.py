@@ -14,29 +14,23 @@ import simplejpeg
 import webdataset
 from pycocotools import mask as coco_mask
 
+from sa1b import Dataset
 from sa1b.errors import ShardError, UsageError
 from sa1b.programs.export import coco, image_files
-from sa1b.programs.export.export import export
+from sa1b.programs.export.export import export as export_here
 from sa1b.programs.export.export_format import joined
 from sa1b.programs.export.export_part import ExportRecord
-from sa1b.programs.export.image_files import EfficientVit, Folders, Images, Sam2
-from sa1b.programs.export.parquet import Parquet
-from sa1b.programs.export.source_tars import WebDataset
-from sa1b.programs.export.verb_export import main
-from sa1b.shards.dataset import Dataset
-from sa1b.stream.columns import open_columns
-from sa1b.views.selection import Selection, select
+from sa1b.programs.export.image_files import Folders, Images, Sam2
+from tests import kit
+from tests.export.exporting import export, main
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
 WITHOUT_MASKS = 205
 FORMATS = {
-    "folders": Folders(),
-    "flat folders": Folders("flat"),
-    "images": Images(),
-    "small images": Images("flat", 32, 80),
-    "sam2": Sam2(),
-    "efficientvit": EfficientVit(),
-    "webdataset": WebDataset(8),
+    **{name: name for name in ("folders", "images", "sam2", "efficientvit")},
+    "flat folders": "folders --layout flat",
+    "small images": "images --layout flat --image-size 32 --quality 80",
+    "webdataset": "webdataset --images-per-tar 8",
 }
 
 
@@ -130,7 +124,7 @@ def test_images_are_stored_ones_or_scaled_as_by_reshard(roots, dataset, out, tmp
     small = {f"sa_{one.image_id}.jpg": one.jpeg for one in scaled}
     assert files(out / "small images") == small
     assert {simplejpeg.decode_jpeg(data).shape for data in small.values()} == {(24, 32, 3)}
-    export(roots["image_size"], tmp_path, Images("flat"), quiet=True)  # of scaled shards
+    export(roots["image_size"], tmp_path, "images --layout flat", quiet=True)  # of scaled shards
     assert files(tmp_path) == small
 
 
@@ -157,9 +151,8 @@ def test_webdataset_reads_images_annotations_and_columns(roots, dataset, tmp_pat
         with pytest.raises(UsageError, match=message):
             main(str(roots["plain"]), "webdataset", tmp_path / "refused", join=given)
     assert not (tmp_path / "refused").exists()
-    columns = open_columns(paths)
-    form = WebDataset(8, tuple(columns.values()))
-    summary = export(roots["plain"], tmp_path / "out", form, workers=2, quiet=True)
+    form, join = "webdataset --images-per-tar 8", [f"{name}={path}" for name, path in paths.items()]
+    summary = export(roots["plain"], tmp_path / "out", form, join=join, workers=2, quiet=True)
     assert summary.parts == ["sa1b-000000.tar", "sa1b-000001.tar", "sa1b-000002.tar"]
     tars = [str(tmp_path / "out" / name) for name in summary.parts]
     found = {one["__key__"]: one for one in webdataset.WebDataset(tars, shardshuffle=False).decode()}
@@ -172,7 +165,7 @@ def test_webdataset_reads_images_annotations_and_columns(roots, dataset, tmp_pat
         masks = sample.annotations.mask_id.tolist()
         phrases = [f"mask {i}" if i in some else None for i in masks]
         assert one.get("phrase.json") == (phrases or None)
-    again = export(roots["plain"], tmp_path / "out", form, quiet=True)
+    again = export(roots["plain"], tmp_path / "out", form, join=join, quiet=True)
     assert again.skipped == summary.parts
 
 
@@ -231,18 +224,18 @@ def test_an_interrupted_part_has_no_file_and_the_same_command_continues(roots, o
     with monkeypatch.context() as broken:
         broken.setattr(image_files, "annotation_text", fails)
         with pytest.raises(KeyboardInterrupt):
-            export(roots["plain"], tmp_path, Folders(), quiet=True)
+            export_here(roots["plain"], tmp_path, Folders(), quiet=True)
     left = files(tmp_path)
     assert left == {path: data for path, data in files(out / "folders").items() if path in left}
     assert len(left) == 2 * 16
-    summary = export(roots["plain"], tmp_path, Folders(), quiet=True)
+    summary = export_here(roots["plain"], tmp_path, Folders(), quiet=True)
     assert (summary.skipped, summary.images) == (["sa_000001-0000"], 19)
     assert files(tmp_path) == files(out / "folders")
     # A part whose file is cut or missing is not complete.
     (tmp_path / "sa_000002/annotations/sa_300.json").write_bytes(b"{")
-    assert export(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000001-0000"]
+    assert export_here(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000001-0000"]
     (tmp_path / "sa_000001/images/sa_100.jpg").unlink()
-    assert export(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000002-0000"]
+    assert export_here(roots["plain"], tmp_path, Folders(), quiet=True).skipped == ["sa_000002-0000"]
     assert files(tmp_path) == files(out / "folders")
 
 
@@ -252,14 +245,14 @@ def test_a_full_disk_names_the_joined_file(roots, tmp_path, monkeypatch):
 
     monkeypatch.setattr(coco, "flush", full)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'annotations.json'}'"):
-        export(roots["plain"], tmp_path, coco.Coco(), quiet=True)
+        export_here(roots["plain"], tmp_path, coco.Coco(), quiet=True)
     assert not list(tmp_path.glob("*annotations.json*"))
 
 
 def test_the_list_is_written_again_without_the_images(roots, out, tmp_path):
-    export(roots["plain"], tmp_path, Sam2(), quiet=True)
+    export(roots["plain"], tmp_path, "sam2", quiet=True)
     (tmp_path / "file_list.txt").unlink()
-    assert export(roots["plain"], tmp_path, Sam2(), quiet=True).bytes_written == 0
+    assert export(roots["plain"], tmp_path, "sam2", quiet=True).bytes_written == 0
     assert files(tmp_path) == files(out / "sam2")
 
 
@@ -319,24 +312,24 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_file(roots, tmp_path):
 
 def test_equal_files_of_an_earlier_export_become_links(roots, out, tmp_path):
     earlier = tmp_path / "earlier"
-    export(roots["plain"], earlier, Folders(), quiet=True)
+    export(roots["plain"], earlier, "folders", quiet=True)
     changed = earlier / "sa_000002/images/sa_300.jpg"
     changed.write_bytes(changed.read_bytes()[:-1] + b"x")
     (earlier / "sa_000002/images/sa_301.jpg").unlink()
     ids = tmp_path / "ids.txt"
     ids.write_text("100\n300\n301\n")
-    export(roots["plain"], tmp_path / "some", Folders(), ids=ids, link_from=earlier, quiet=True)
+    export(roots["plain"], tmp_path / "some", "folders", ids=ids, link_from=earlier, quiet=True)
     everything = files(out / "folders")
     found = files(tmp_path / "some")
     assert found == {path: data for path, data in everything.items() if path in found}
     linked = {path for path in found if (tmp_path / "some" / path).stat().st_nlink == 2}
     assert found.keys() - linked == {"sa_000002/images/sa_300.jpg", "sa_000002/images/sa_301.jpg"}
-    summary = export(roots["plain"], tmp_path / "some", Folders(), ids=ids, link_from=earlier, quiet=True)
+    summary = export(roots["plain"], tmp_path / "some", "folders", ids=ids, link_from=earlier, quiet=True)
     assert (summary.linked, "  linked  4 files\n" in summary.table()) == (4, True)
-    flat = export(roots["plain"], tmp_path / "flat", Folders("flat"), link_from=earlier, quiet=True)
+    flat = export(roots["plain"], tmp_path / "flat", "folders --layout flat", link_from=earlier, quiet=True)
     assert "  linked  0 files\n" in flat.table()
     with pytest.raises(UsageError, match="--link-from .*: no such folder"):
-        export(roots["plain"], tmp_path / "x", Folders(), link_from=tmp_path / "nowhere", quiet=True)
+        export(roots["plain"], tmp_path / "x", "folders", link_from=tmp_path / "nowhere", quiet=True)
 
 
 @pytest.mark.parametrize("name", ["folders", "sam2", "efficientvit", "webdataset"])
@@ -349,21 +342,25 @@ def test_scaled_images_are_refused_where_masks_are_exported(roots, tmp_path, nam
 def test_files_of_another_export_are_not_replaced_unasked(roots, tmp_path):
     (tmp_path / "file_list.txt").write_text("mine\n")
     with pytest.raises(UsageError, match=r"already has file_list\.txt, not from an export"):
-        export(roots["plain"], tmp_path, Sam2(), quiet=True)
+        export(roots["plain"], tmp_path, "sam2", quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["file_list.txt"]
-    export(roots["plain"], tmp_path, Sam2(), overwrite=True, quiet=True)
+    export(roots["plain"], tmp_path, "sam2", overwrite=True, quiet=True)
     assert len((tmp_path / "file_list.txt").read_text().split()) == 18
     ids = tmp_path / "ids.txt"
     ids.write_text("100\n")
     with pytest.raises(
         UsageError, match=r"already has img_folder/sa_100\.jpg, .*not from an export of these"
     ):
-        export(roots["plain"], tmp_path, Sam2(), ids=ids, quiet=True)
+        export(roots["plain"], tmp_path, "sam2", ids=ids, quiet=True)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(WebDataset(8), WebDataset(19)), (Parquet(8), Parquet(19)), (Parquet(19), Parquet(8))],
+    [
+        ("webdataset --images-per-tar 8", "webdataset --images-per-tar 19"),
+        ("parquet --images-per-file 8", "parquet --images-per-file 19"),
+        ("parquet --images-per-file 19", "parquet --images-per-file 8"),
+    ],
 )
 def test_readers_of_all_files_never_read_those_of_two_exports(roots, tmp_path, first, second):
     export(roots["plain"], tmp_path, first, quiet=True)
@@ -371,7 +368,7 @@ def test_readers_of_all_files_never_read_those_of_two_exports(roots, tmp_path, f
     with pytest.raises(UsageError, match="has parts of an export of other images|already has"):
         export(roots["plain"], tmp_path, second, quiet=True)
     with pytest.raises(UsageError, match=r"has an export with --to \w+, not --to images --layout flat; name"):
-        export(roots["plain"], tmp_path, Images("flat"), overwrite=True, quiet=True)
+        export(roots["plain"], tmp_path, "images --layout flat", overwrite=True, quiet=True)
     assert files(tmp_path) == before
     summary = export(roots["plain"], tmp_path, second, overwrite=True, quiet=True)
     assert sorted(Path(path).name.removesuffix(".parquet") for path in files(tmp_path)) == summary.parts
@@ -382,7 +379,7 @@ def test_a_folder_of_an_export_without_a_complete_part_takes_any_format(roots, t
     record = ExportRecord(tmp_path)
     record.begin("coco", {"annotations-0000": ""})
     record.close()
-    assert export(roots["plain"], tmp_path, Parquet(), quiet=True).parts == ["train-00000-of-00001"]
+    assert export(roots["plain"], tmp_path, "parquet", quiet=True).parts == ["train-00000-of-00001"]
 
 
 def test_an_image_that_does_not_decode_costs_its_part(roots, tmp_path, monkeypatch):
@@ -397,7 +394,7 @@ def test_an_image_that_does_not_decode_costs_its_part(roots, tmp_path, monkeypat
     with pytest.raises(
         ShardError, match="sa_000002-0000: .*image sa_300 cannot be scaled: .*; 1 part complete"
     ):
-        export(roots["plain"], tmp_path, Images("by-source", 32), quiet=True)
+        export_here(roots["plain"], tmp_path, Images("by-source", 32), quiet=True)
     assert "sa_000001/sa_100.jpg" in files(tmp_path)
     assert "sa_000002/sa_301.jpg" not in files(tmp_path)
 
@@ -416,8 +413,8 @@ def test_missing_ids_are_listed_with_code_3(roots, tmp_path, capsys):
 
 
 def test_a_view_chooses_masks_too(roots, tmp_path):
-    chosen = Selection(masks_where="area < 100", images_where="image_id < 103")
-    select(roots["plain"], chosen, name="small", quiet=True)
+    some = (roots["plain"], "--images-where", "image_id < 103", "--masks-where")
+    kit.run("view", *some, "area < 100", "--name", "small")
     main(str(roots["plain"]), to="sam2", out=tmp_path / "a", ids=None, view="small")
     dataset = Dataset(roots["plain"])
     left = 0
@@ -428,7 +425,7 @@ def test_a_view_chooses_masks_too(roots, tmp_path):
         left += len(every) - len(expected["annotations"])
         assert json.loads((tmp_path / f"a/gt_folder/sa_{image_id}.json").read_text()) == expected
     assert left
-    select(roots["plain"], Selection(masks_where="area < 50", images_where="image_id < 103"), name="less")
+    kit.run("view", *some, "area < 50", "--name", "less")
     with pytest.raises(UsageError, match=r"already has .*, not from an export of these images"):
         main(str(roots["plain"]), to="sam2", out=tmp_path / "a", view="less")
 

@@ -12,23 +12,20 @@ from pycocotools.coco import COCO
 
 import sa1b
 from sa1b.errors import ShardError, UsageError
-from sa1b.ingest.verb_reshard import main as reshard
-from sa1b.masks.raster import rasterize
-from sa1b.programs.export.coco import Coco
-from sa1b.programs.export.export import export
-from sa1b.programs.export.image_files import Yolo
-from sa1b.programs.export.parquet import Parquet
-from sa1b.programs.export.verb_export import main as command
-from sa1b.views.selection import Selection, select
+from sa1b.masks import rasterize
+from tests import kit
+from tests.export.exporting import export
+from tests.export.exporting import main as command
 from tests.shards import tiny
+from tests.shards.tiny import resharded as reshard
 from tests.shards.tiny_source import ROOTS, make_root, pairs, two_sources, write_source
 
 LAYOUTS = {
-    "coco": Coco(images_per_file=8),
-    "one": Coco(),
-    "polygons": Coco(images_per_file=8, segmentation="polygons"),
-    "yolo": Yolo(images_per_list=8),
-    "parquet": Parquet(images_per_file=8),
+    "coco": "coco --images-per-file 8",
+    "one": "coco",
+    "polygons": "coco --images-per-file 8 --segmentation polygons",
+    "yolo": "yolo-seg --images-per-file 8",
+    "parquet": "parquet --images-per-file 8",
 }
 
 
@@ -123,7 +120,7 @@ def test_train_and_val_of_ultralytics_are_the_images_of_two_views(exported, tmp_
     root = str(exported / "root")
 
     def view(name, where, masks="area < 200"):
-        select(root, Selection(images_where=where, masks_where=masks), name=name, quiet=True)
+        kit.run("view", root, "--images-where", where, "--masks-where", masks, "--name", name)
         return name
 
     view("train", "image_id < 110"), view("held-out", "image_id > 200")
@@ -189,7 +186,7 @@ def test_a_damaged_image_leaves_no_file_that_looks_complete(tmp_path):
     shard.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
     for name, layout in LAYOUTS.items():
         with pytest.raises(ShardError, match=r"repair .* and run the same command again"):
-            export(root, tmp_path / name, type(layout)(), quiet=True)
+            export(root, tmp_path / name, layout.split()[0], quiet=True)
         assert [path.name for path in (tmp_path / name).rglob("*")] == [".export.jsonl"]
 
 
@@ -201,11 +198,11 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path)
         with pytest.raises(UsageError, match="--image-size 32"):
             export(root, tmp_path / name, LAYOUTS[name], quiet=True)
         assert not (tmp_path / name).exists()
-    assert export(root, tmp_path / "yolo", Yolo(), quiet=True).images == 3
+    assert export(root, tmp_path / "yolo", "yolo-seg", quiet=True).images == 3
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "data.yaml").write_text("mine")
     with pytest.raises(UsageError, match=r"already has data\.yaml"):
-        export(root, tmp_path / "mine", Yolo(), quiet=True)
+        export(root, tmp_path / "mine", "yolo-seg", quiet=True)
 
 
 def test_a_mask_without_pixels_can_be_read_by_pycocotools(tmp_path):
@@ -215,7 +212,7 @@ def test_a_mask_without_pixels_can_be_read_by_pycocotools(tmp_path):
     members = [*tiny.pairs([5]), *tiny.pair_members(7, text=tiny.encode(document))]
     tar = tiny.write_tar(tmp_path / "sa_000001.tar", members)
     make_root(tmp_path / "root", [tar], ROOTS["plain"])
-    export(tmp_path / "root", tmp_path / "out", Coco(segmentation="polygons"), workers=1, quiet=True)
+    export(tmp_path / "root", tmp_path / "out", "coco --segmentation polygons", workers=1, quiet=True)
     coco = COCO(str(tmp_path / "out" / "annotations.json"))
     expected = rasterize(sa1b.open(tmp_path / "root").by_id(7).runs)
     found = [coco.annToMask(one) for one in coco.imgToAnns[7]]

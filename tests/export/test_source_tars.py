@@ -9,13 +9,14 @@ import pytest
 
 from sa1b.errors import ManifestError, ShardError, UsageError
 from sa1b.programs.export import source_tars
-from sa1b.programs.export.export import export as export_format
+from sa1b.programs.export.export import export as export_here
 from sa1b.programs.export.export_part import ExportRecord
 from sa1b.programs.export.source_tars import SourceTars
 from sa1b.shards import manifest
 from sa1b.shards.manifest import table_name
 from sa1b.sources.discovery import discover
 from sa1b.storage.atomic import this_process
+from tests.export.exporting import export
 from tests.shards.tiny_source import ROOTS, make_root, odd_pairs, pairs, write_source
 
 CONTENT = {
@@ -43,10 +44,6 @@ def read(path, mode="r:gz"):
         assert (jpg, text) == (f"./sa_{image_id}.jpg", f"./sa_{image_id}.json")
         found[image_id] = (picture, annotation)
     return found
-
-
-def export(root, out, *, images_per_tar=None, plain=False, **options):
-    return export_format(root, out, SourceTars(images_per_tar, plain), quiet=True, **options)
 
 
 def test_the_sources_come_back(root, tmp_path):
@@ -202,7 +199,7 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize("point", ["in a tar", "before the record"])
 def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, monkeypatch, point):
-    export(root, tmp_path / "whole")
+    export_here(root, tmp_path / "whole", SourceTars(), quiet=True)
     out = tmp_path / "out"
     with monkeypatch.context() as broken:
         calls = []
@@ -218,14 +215,14 @@ def test_an_interrupted_export_continues_with_the_same_command(root, tmp_path, m
         else:
             broken.setattr(ExportRecord, "finish", killed)
         with pytest.raises(KilledError):
-            export(root, out)
+            export_here(root, out, SourceTars(), quiet=True)
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert len(times) == 1
-    summary = export(root, out)
+    summary = export_here(root, out, SourceTars(), quiet=True)
     assert summary.skipped == (["holiday.tar"] if point == "in a tar" else [])
     assert (summary.images, len(summary.parts)) == (21, 3)
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
-    again = export(root, out)  # the export was complete
+    again = export_here(root, out, SourceTars(), quiet=True)  # the export was complete
     assert (again.skipped, again.parts, again.bytes_written) == (summary.parts, summary.parts, 0)
     if point == "in a tar":
         assert (out / "holiday.tar").stat().st_mtime_ns == times["holiday.tar"]

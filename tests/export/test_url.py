@@ -6,10 +6,8 @@ import fsspec
 import numpy as np
 import pytest
 
-from sa1b.programs.export.export import export
-from sa1b.programs.export.image_files import Sam2
-from sa1b.programs.export.source_tars import SourceTars
-from sa1b.shards.dataset import Dataset
+from sa1b import Dataset
+from tests.export.exporting import export
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
 
@@ -35,15 +33,15 @@ def tars(folder):
 def test_the_tars_are_those_of_the_folder(root, url, tmp_path):
     images = Dataset(root).table.image_id[::2].astype(np.uint64)
     for one, name in ((root, "here"), (url, "there")):
-        export(one, tmp_path / name, SourceTars(), images=images, quiet=True)
+        export(one, tmp_path / name, "sa1b", images=images, quiet=True)
     assert len(tars(tmp_path / "here")) == 2
     assert tars(tmp_path / "there") == tars(tmp_path / "here")
-    assert len(export(url, tmp_path / "there", SourceTars(), images=images, quiet=True).skipped) == 2
+    assert len(export(url, tmp_path / "there", "sa1b", images=images, quiet=True).skipped) == 2
 
 
 def test_the_files_are_those_of_the_folder(root, url, tmp_path):
     for one, name in ((root, "here"), (url, "there")):
-        export(one, tmp_path / name, Sam2(), quiet=True)
+        export(one, tmp_path / name, "sam2", quiet=True)
     here, there = (
         {
             path.relative_to(tmp_path / name): path.read_bytes()

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 import sa1b
-from sa1b.masks import coco, geometry
-from sa1b.masks.raster import rasterize
+import sa1b.masks
+from sa1b import Sample
+from sa1b.masks import coco, rasterize
 from sa1b.programs.export.image_files import label_text
 from sa1b.shards.annotation import parse_annotation
-from sa1b.shards.sample import Sample
 from tests.ingest.test_coco import FOLDER
 from tests.integrations import project
 
@@ -77,7 +77,7 @@ def samples_of(names: list[str]) -> Iterator[Sample]:
 def summary(names: list[str]) -> dict[str, float]:
     ious, parts, holes = map(np.array, zip(*costs(samples_of(names)), strict=True))
     kept = ious[parts > 0]
-    boxes = [geometry.bbox(sample.runs) for sample in samples_of(names)]
+    boxes = [sa1b.masks.bbox(sample.runs) for sample in samples_of(names)]
     return {
         "masks": len(ious),
         "without a polygon": int((parts == 0).sum()),

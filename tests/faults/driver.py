@@ -28,7 +28,7 @@ from sa1b.sources.discovery import discover
 from sa1b.storage import atomic
 from tests.faults.power import Samples, opened, samples
 from tests.faults.power import power as replayed
-from tests.shards.tiny_source import add_layer
+from tests.ingest.inside import add_layer
 
 OPTIONS = Options(images_per_shard=6)
 Run = Callable[[Path, Path], None]

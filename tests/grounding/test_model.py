@@ -19,7 +19,6 @@ from tests.grounding.small import BATCH, MODEL, build, gradient, gradients_of_ca
 CASES: dict[str, Any] = {
     "ddp": {"mode": "ddp", "shares": (3, 3)},
     "fsdp": {"mode": "fsdp", "shares": (3, 3)},
-    "zero1": {"mode": "zero1", "shares": (3, 3)},
     "ddp, unequal shares": {"mode": "ddp", "shares": (4, 2)},
     "fsdp, a rank without images": {"mode": "fsdp", "shares": (6, 0)},
     "ddp, a rank without masks": {"mode": "ddp", "shares": (2, 4)},

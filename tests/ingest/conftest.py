@@ -9,12 +9,36 @@ from pathlib import Path
 
 import pytest
 
+from tests.directories import short_commands, tars, whole
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome, typed
 from tests.shards import tiny
 from tests.shards.tiny import pair, pair_members, pairs
 from tests.storage.conftest import azurite_server, ceph_bucket, cloud, cloud_bucket, gateway, gcs_server
+from tests.storage.service import Service
 
-__all__ = ["azurite_server", "ceph_bucket", "cloud", "cloud_bucket", "gateway", "gcs_server"]
+__all__ = [
+    "azurite_server",
+    "ceph_bucket",
+    "cloud",
+    "cloud_bucket",
+    "gateway",
+    "gcs_server",
+    "short_commands",
+    "tars",
+    "whole",
+]
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    tiny.make_tar(tmp_path / "sa_000001.tar", range(10))
+    return tmp_path / "sa_000001.tar"
+
+
+@pytest.fixture
+def host(downloads: Path) -> Iterator[Service]:
+    with Service("range_server", downloads.parent) as service:
+        yield service
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ import pytest
 import sa1b
 from sa1b.errors import UsageError
 from sa1b.programs.annotate.images import find_images
-from sa1b.programs.doctor import storage
-from sa1b.programs.doctor.check import RankProcess
 from sa1b.shards.documents import Options
 from tests.cli.verb import runner
 from tests.shards import tiny
@@ -110,12 +108,6 @@ def test_a_use_of_pixels_names_the_flag(
     with pytest.raises(UsageError, match=rf"(?s)(?=.*{what})(?=.*--annotations-only).*reshard"):
         use(folder / "only", tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_doctor_fails(folder: Path) -> None:
-    (finding,) = storage.dataset(RankProcess(root=str(folder / "only")))
-    assert (finding.state, "--annotations-only" in finding.figure) == ("failed", True)
-    assert finding.remedy.startswith("Convert the sources")
 
 
 def test_annotations_are_exported(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sa1b.sources.pairing import Spill
+from tests.ingest import inside
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome
 from tests.shards import tiny
 from tests.shards.tiny import pair, pair_members, pairs
@@ -122,9 +123,7 @@ def test_image_ids_from_0_to_the_largest_int64_are_kept(ingest, image_id):
     assert image_id in ingest([*pairs(GOOD), *pair_members(image_id)]).samples
 
 
-def test_what_waits_takes_bounded_memory_and_its_spill_folder_is_empty_afterwards(
-    ingest, tmp_path, monkeypatch
-):
+def test_what_waits_takes_bounded_memory_and_its_spill_folder_is_empty_afterwards(tmp_path, monkeypatch):
     spill = tmp_path / "spill"
     seen = []
     put = Spill.put
@@ -135,7 +134,9 @@ def test_what_waits_takes_bounded_memory_and_its_spill_folder_is_empty_afterward
 
     monkeypatch.setattr(Spill, "put", watched)
     worst = sorted(pairs(GOOD), key=lambda member: member[0].endswith("json"))  # every jpg before any json
-    outcome = ingest(worst, spill=spill, spill_memory=10_000)
+    path = tiny.write_tar(tmp_path / "sa_000020.tar", worst)
+    task = inside.ingest_tar(path, tmp_path / "root", spill=spill, spill_memory=10_000)
+    outcome = Outcome(tmp_path / "root", task)
     assert sorted(outcome.samples) == list(GOOD)
     assert len(seen) == len(GOOD)
     assert max(memory for memory, _ in seen) <= 10_000

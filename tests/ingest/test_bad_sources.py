@@ -14,6 +14,7 @@ from sa1b.shards.annotation_columns import ImageWarning
 from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import read_checklist
 from tests import processes
+from tests.ingest import inside
 from tests.ingest.bad_pairs import BAD, GOOD, Outcome, mask_changed, with_counts
 from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair_members, pairs
@@ -34,7 +35,7 @@ def with_bad(count, total):
 def count_bad(tmp_path):
     def count_bad(count, total, **options):
         path = tiny.write_tar(tmp_path / "sa_000020.tar", with_bad(count, total), gzip=False)
-        return tiny.ingest_tar(path, tmp_path / "root", **options)
+        return inside.ingest_tar(path, tmp_path / "root", **options)
 
     return count_bad
 
@@ -43,7 +44,7 @@ def test_examples_of_refused_pairs_say_where_they_stand(tmp_path):
     members = [member for image_id in range(1000, 1030) for member in pair_members(image_id, jpeg=b"")]
     path = tiny.write_tar(tmp_path / "sa_000020.tar", members, gzip=False)
     with pytest.raises(SystematicError) as error:
-        tiny.ingest_tar(path, tmp_path / "root")
+        inside.ingest_tar(path, tmp_path / "root")
     assert "\n  ./sa_1000.jpg at offset 0 + ./sa_1000.json at offset 512: image begins with" in str(
         error.value
     )
@@ -89,7 +90,7 @@ def test_partners_lost_to_damage_are_no_system(tmp_path):
     stored = tiny.gzip_bytes(tiny.tar_bytes(members))
     path = tmp_path / "sa_000020.tar"
     path.write_bytes(stored[: len(stored) * 9 // 10])
-    outcome = Outcome(tmp_path / "root", tiny.ingest_tar(path, tmp_path / "root"))
+    outcome = Outcome(tmp_path / "root", inside.ingest_tar(path, tmp_path / "root"))
     lost = outcome.task.counts["refused"]["jpg_partner_lost"]
     assert 20 < lost == 60 - outcome.task.counts["images"]
 
@@ -101,11 +102,10 @@ def test_partners_lost_to_damage_are_no_system(tmp_path):
         (with_counts("p"), "bad_rle: mask 1: a character of its string lies outside 48..111"),
     ],
 )
-def test_on_error_stop_ends_with_the_first_refusal_naming_file_members_and_offset(
-    ingest, tmp_path, text, says
-):
+def test_on_error_stop_ends_with_the_first_refusal_naming_file_members_and_offset(tmp_path, text, says):
+    path = tiny.write_tar(tmp_path / "sa_000020.tar", [*pair_members(BAD, text=text), *pairs(GOOD)])
     with pytest.raises(RefusedError) as error:
-        ingest([*pair_members(BAD, text=text), *pairs(GOOD)], stop=True)
+        inside.ingest_tar(path, tmp_path / "root", stop=True)
     message = str(error.value)
     assert message.startswith(f"{tmp_path / 'sa_000020.tar'}: './sa_500.jpg' at offset 0, './sa_500.json' at")
     assert says in message
@@ -116,7 +116,7 @@ def test_on_error_stop_ends_with_damage_too(tmp_path):
     path = tmp_path / "sa_000020.tar"
     path.write_bytes(tiny.tar_bytes(pairs(GOOD), end=b""))
     with pytest.raises(RefusedError, match=r"sa_000020.tar: at offset [0-9,]+: the archive ends without"):
-        tiny.ingest_tar(path, tmp_path / "root", stop=True)
+        inside.ingest_tar(path, tmp_path / "root", stop=True)
 
 
 def test_on_error_stop_lets_odd_pairs_pass(bad_pair):
@@ -129,13 +129,13 @@ def test_on_error_stop_lets_odd_pairs_pass(bad_pair):
 def test_a_source_without_a_usable_pair_is_an_error_that_says_why(tmp_path, members):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", members)
     with pytest.raises(SourceError, match=r"sa_000020.tar: no usable pair; .*(empty|unexpected|not_a_jpeg)"):
-        tiny.ingest_tar(path, tmp_path / "root")
+        inside.ingest_tar(path, tmp_path / "root")
 
 
 def test_a_wrong_md5_is_an_error_that_names_both(tmp_path):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", pairs(GOOD))
     with pytest.raises(SourceError, match=r"sa_000020.tar: md5 is [0-9a-f]{32}, the checklist has 0{32}"):
-        tiny.ingest_tar(path, tmp_path / "root", md5="0" * 32)
+        inside.ingest_tar(path, tmp_path / "root", md5="0" * 32)
     assert not (tmp_path / "root" / "tasks").exists()
 
 

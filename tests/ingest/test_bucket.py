@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import simplejpeg
 
+import sa1b
 from sa1b.errors import UsageError
 from sa1b.ingest import ingest
-from sa1b.ingest.finish import drop_source, finish
 from sa1b.ingest.ingest import work_on
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
@@ -53,7 +53,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What a run into a folder makes."""
     root = tmp_path_factory.mktemp("alone") / "root"
-    assert reshard([tars], root, OPTIONS, Policy(), IngestRun(quiet=True)).exit_code() == 0
+    assert sa1b.reshard(tars, root, images_per_shard=8, quiet=True).exit_code == 0
     return files(root)
 
 
@@ -76,25 +76,6 @@ def left(folder: Path) -> list[Path]:
     return list((folder / "scratch").rglob("*"))
 
 
-def test_the_bytes_are_those_of_a_local_run_and_nothing_is_left(
-    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
-) -> None:
-    summary = convert([tars], store, workers=2)
-    assert (summary.exit_code(), summary.complete) == (0, True)
-    assert f"Complete: {store.root}/dataset.json" in summary.table(store)
-    assert files(tmp_path / "root") == alone
-    assert left(tmp_path) == []
-
-
-def test_a_second_run_skips_what_is_finished(tars: Path, store: BucketStore) -> None:
-    convert([tars / "sa_000000.tar"], store)
-    summary = convert([tars], store)
-    assert (summary.skipped, summary.done) == (["sa_000000"], ["sa_000001", "sa_000002"])
-    assert convert([tars], store).skipped == ["sa_000000", "sa_000001", "sa_000002"]
-    assert convert([tars], store, recheck=True).skipped == ["sa_000000", "sa_000001", "sa_000002"]
-    assert convert([tars], store, redo=("sa_000001",)).done == ["sa_000001"]
-
-
 def test_a_shard_that_is_missing_is_made_again(
     tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
 ) -> None:
@@ -105,34 +86,16 @@ def test_a_shard_that_is_missing_is_made_again(
     assert files(tmp_path / "root") == alone
 
 
-def test_tasks_and_a_finish_give_the_same_bytes(
-    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
-) -> None:
-    for number in range(2):
-        assert convert([tars], store, task=(number, 2)).exit_code() == 0
-    assert not store.exists("dataset.json")
-    assert not finish(store).is_partial
-    assert files(tmp_path / "root") == alone
-
-
-def test_a_source_is_replaced_only_on_request_and_dropped(
-    tars: Path, tmp_path: Path, store: BucketStore, alone: dict[str, bytes]
-) -> None:
-    convert([tars], store)
-    other = tmp_path / "other" / "sa_000001.tar"
-    tiny.make_tar(other, range(900, 910))
-    refused = convert([other], store)
-    assert refused.exit_code() == 1
-    assert f"{store.root} already has a source named 'sa_000001'" in refused.failed["sa_000001"]
+def test_a_source_is_replaced_only_on_request(tars: Path, tmp_path: Path) -> None:
+    tiny.make_tar(tmp_path / "sa_000001.tar", range(900, 910))
+    options, url = {"scratch": tmp_path / "scratch", "quiet": True}, prepared(tmp_path)
+    assert sa1b.reshard([tars], url, **options).exit_code == 0
+    before = files(tmp_path / "root")
+    refused = sa1b.reshard([tmp_path / "sa_000001.tar"], url, **options)
+    assert refused.exit_code == 1
+    assert f"{url} already has a source named 'sa_000001'" in refused.failed["sa_000001"]
     assert "--replace" in refused.failed["sa_000001"]
-    assert files(tmp_path / "root") == alone
-    replaced = convert([other], store, replace=True)
-    assert replaced.done == ["sa_000001"]
-    assert store.names("", ".tar").count("sa1b-000001-0002.tar") == 0  # it had three shards, it has two
-    assert sorted(drop_source(store, "sa_000001").tasks) == ["sa_000000", "sa_000002"]
-    assert [name for name in store.names("", ".tar") if "000001" in name] == []
-    assert convert([tars], store).complete
-    assert files(tmp_path / "root") == alone
+    assert files(tmp_path / "root") == before
 
 
 def test_a_source_that_fails_leaves_its_reason_and_no_shard(tmp_path: Path, store: BucketStore) -> None:
@@ -170,21 +133,6 @@ def started(*arguments: object) -> processes.Process:
     """A command that leads its own session."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return processes.Process(command(*arguments), cwd=REPOSITORY, text=True, start_new_session=True, **pipes)
-
-
-def test_two_commands_at_the_same_time_share_the_work(
-    tars: Path, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
-    flags = flags_of(tmp_path)
-    both = [started(tars, *flags) for _ in range(2)]
-    found = []
-    for process in both:
-        out, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors + out
-        found.append(json.loads(out))
-    assert sorted(found[0]["done"] + found[1]["done"]) == [f"sa_00000{number}" for number in range(TARS)]
-    assert files(tmp_path / "root") == alone
-    assert left(tmp_path) == []
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
@@ -246,13 +194,6 @@ def test_an_interrupted_run_removes_its_unfinished_uploads(
 
 
 @pytest.mark.slow  # quick: test_a_command_that_is_killed_at_any_time_is_resumed
-def test_runs_killed_at_requests_are_resumed(tmp_path: Path) -> None:
-    result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, list(range(5, 130, 31)))
-    assert result["killed"] >= 4
-    assert result["wrong"] == []
-
-
-@pytest.mark.slow
 def test_runs_killed_at_every_request_are_resumed(tmp_path: Path) -> None:
     result = killed_at(tmp_path, f"local://{tmp_path}/bucket", {"auto_mkdir": True}, None)
     assert result["killed"] >= 100
@@ -378,12 +319,6 @@ def test_an_error_of_a_source_beside_the_store_does_not_stop_the_run(
     (source,) = discover([tars / "sa_000000.tar"]).sources
     with pytest.raises(UnavailableError):
         work_on(source, store, OPTIONS, Policy(), IngestRun(), lambda counts: None)
-
-
-def test_a_store_that_denies_writes_is_named_before_anything_is_converted(tars: Path, tmp_path: Path) -> None:
-    with pytest.raises(DeniedError, match="root/.*: denied"):
-        convert([tars], bucket(tmp_path, _Denied))
-    assert left(tmp_path) == []
 
 
 def test_later_runs_too_check_at_their_start_that_they_may_write(tars: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import os
 import re
 import shlex
 import tracemalloc
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,13 +22,7 @@ from pycocotools.coco import COCO
 import sa1b
 from sa1b.cli import main
 from sa1b.errors import SourceError, UsageError
-from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.programs.annotate.images import InputImage, read_image
-from sa1b.programs.export.coco import Coco
-from sa1b.programs.export.export import export
-from sa1b.programs.export.verb_export import main as export_command
-from sa1b.programs.query.sql import open_query
-from sa1b.programs.query.verb_query import main as query
 from sa1b.shards import MAX_IMAGE_PIXELS
 from sa1b.sources import coco_pair
 from sa1b.sources.coco import CocoFormat
@@ -34,11 +30,12 @@ from sa1b.sources.coco_file import CocoFile, CocoOptions
 from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import Member
-from sa1b.verify.rebuild import rebuild_root
-from sa1b.verify.verify import verify
-from sa1b.views.verb_view import main as view
+from tests import kit
 from tests.shards import tiny
+from tests.shards.tiny import resharded as reshard
+from tests.verify.checking import check as verify
 
+view, query, export_command = (partial(kit.called, verb) for verb in ("view", "query", "export"))
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
 RESULTS = FOLDER / "coco_fakesegm100.json"
 HEIGHT, WIDTH = 40, 60
@@ -120,7 +117,6 @@ IMAGES = [
     {"id": 24, "file_name": "one.txt"},
     {"id": 25, "file_name": "two.png", "height": 5, "width": 6},
     {"id": 26, "file_name": "deep.png"},
-    {"id": 7, "file_name": "two.png"},
     {"id": 27, "file_name": "cut.jpg"},
 ]
 LOST = {
@@ -129,7 +125,6 @@ LOST = {
     "image_unreadable": 1,
     "image_size": 1,
     "image_unsupported": 1,
-    "duplicate": 2,
     "jpeg_truncated": 1,
 }
 
@@ -227,13 +222,14 @@ def test_everything_that_is_not_stored_is_in_quarantine_with_its_reason(coco):
         content = (folder / line["file"]).read_bytes()
         if line["reason"] in BAD:
             found.setdefault(line["reason"], []).extend(json.loads(content))
-        elif line["reason"] in LOST and line["reason"] not in ("duplicate", "jpeg_truncated"):
+        elif line["reason"] in LOST and line["reason"] != "jpeg_truncated":
             assert set(json.loads(content)) == {"image", "annotations"}
     key = lambda one: str(one["id"]) if isinstance(one, dict) else str(one)  # noqa: E731
     expected = {reason: sorted(ones, key=key) for reason, ones in BAD.items()}
     expected["annotation_without_image"] = [17, *expected["annotation_without_image"]]
     assert {reason: sorted(ones, key=key) for reason, ones in found.items()} == expected
-    (task,) = sa1b.shards.manifest.read_tasks(coco / "root").values()
+    document = json.loads((coco / "root" / "tasks" / "masks.json").read_text())
+    task = SimpleNamespace(**document, warnings=document["counts"]["doubtful"])
     others = {reason: count for reason, count in task.counts["refused"].items() if reason not in BAD}
     assert others == LOST
     assert not task.warnings
@@ -243,7 +239,6 @@ def test_everything_that_is_not_stored_is_in_quarantine_with_its_reason(coco):
     assert cut["message"].startswith("cut.jpg: JPEG of ")
     size = next(line for line in lines if line["reason"] == "image_size")
     assert "two.png: image of 60 x 40, annotated" in size["message"]
-    assert any(": a second .jpg of image " in line["message"] for line in lines)
 
 
 def test_a_finished_file_is_skipped_and_its_members_are_found_again(coco, capsys):
@@ -488,23 +483,6 @@ def test_the_time_of_bad_polygons_is_linear(tmp_path, monkeypatch):
     assert len(json.loads(pair.text)["annotations"]) == 1
 
 
-def test_a_number_beyond_float64_is_refused(tmp_path):
-    path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png"}])
-    document = json.loads(path.read_text())
-    document["annotations"] = [
-        {"id": 1, "image_id": 1, "segmentation": rle(), "predicted_iou": "BIG"},
-        {"id": 2, "image_id": 1, "segmentation": [["BIG", 1, 2, 2, 3, 1]]},
-    ]
-    path.write_text(json.dumps(document).replace('"BIG"', "1e999"))
-    saved(tmp_path / "x.png", photo())
-    members = list(SourceReader(discover([path]).sources[0]).items())
-    (stored,) = (json.loads(one.data)["annotations"] for one in members if one.name == "sa_1.json")
-    assert stored == []
-    assert [one.reason for one in members if one.reason] == ["bad_score", "bad_polygon"]
-    (refused,) = (one for one in members if one.reason == "bad_score")
-    assert refused.detail.endswith("a score is 'inf', not a number; write a number, or remove it to have 1")
-
-
 def test_a_second_list_of_annotations_is_refused(tmp_path):
     path = write(tmp_path / "m.json", [{"id": 1, "file_name": "x.png", "annotations": []}])
     assert discover([path]).sources  # not at the top
@@ -547,7 +525,7 @@ def test_categories_are_columns_that_select_masks_and_are_exported(tmp_path, cap
     dataset = sa1b.open(root)
     condition = sa1b.Stream(root, global_batch=1, view="dogs").view.masks_where
     assert condition.masks(dataset[0].annotations).tolist() == [True, False, True]
-    export(root, out, Coco(), workers=1, quiet=True)
+    kit.run("export", root, "--to", "coco", "--out", out)
     document = json.loads((out / "annotations.json").read_text())
     assert [one["category_id"] for one in document["annotations"]] == [3, 7, 3]
     assert [one["iscrowd"] for one in document["annotations"]] == [0, 1, 0]
@@ -586,7 +564,7 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
     for lost in ("", "tasks/m.json", "dataset.json"):  # either of these documents has the categories
         if lost:
             (root / lost).unlink()
-            rebuild_root(root, quiet=True)
+            kit.run("index", root, "--json")
         assert verify(root, workers=0, quiet=True).findings == []
         capsys.readouterr()
         query(
@@ -601,13 +579,15 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
         assert [json.loads(row["fields"])["attributes"] for row in found] == [
             one["attributes"] for one in annotations
         ]
-        query(str(root), f"SELECT count(*) AS n FROM masks WHERE category = '{names[3]}'", json_output=True)
+        kit.called(
+            "query", root, f"SELECT count(*) AS n FROM masks WHERE category = '{names[3]}'", json_output=True
+        )
         assert json.loads(capsys.readouterr().out) == [{"n": 2}]
         assert view(str(root), masks_where=f"category = '{names[3]}'", name="dogs", overwrite=True) == 0
     ids = tmp_path / "ids"
     ids.write_text("1\n")
-    for form in (Coco(), Coco(images_per_file=1)):
-        export(root, tmp_path / repr(form), form, ids=ids, workers=1, quiet=True)
+    for form in ({}, {"images_per_file": 1}):
+        export_command(str(root), to="coco", out=tmp_path / repr(form), ids=ids, **form)
         (exported,) = map(json.loads, map(Path.read_text, (tmp_path / repr(form)).glob("annotations*.json")))
         assert exported["categories"] == categories
         kept = ("category_id", "iscrowd", "attributes")
@@ -616,19 +596,19 @@ def test_what_a_file_says_of_categories_and_annotations_comes_back(tmp_path, cap
         ]
     assert (
         reshard(
-            (str(tmp_path / repr(Coco()) / "annotations.json"),),
+            (str(tmp_path / repr({}) / "annotations.json"),),
             out=str(tmp_path / "again"),
-            images=tmp_path / repr(Coco()) / "images",
+            images=tmp_path / repr({}) / "images",
             json_output=True,
         )
         == 0
     )
-    export(tmp_path / "again", tmp_path / "twice", Coco(), workers=1, quiet=True)
+    kit.run("export", tmp_path / "again", "--to", "coco", "--out", tmp_path / "twice")
     first, second = (
-        json.loads((tmp_path / name / "annotations.json").read_text()) for name in (repr(Coco()), "twice")
+        json.loads((tmp_path / name / "annotations.json").read_text()) for name in (repr({}), "twice")
     )
     assert second == first
-    export(root, tmp_path / "all", Coco(), workers=1, quiet=True)
+    kit.run("export", root, "--to", "coco", "--out", tmp_path / "all")
     every = json.loads((tmp_path / "all" / "annotations.json").read_text())
     assert [(one["id"], one["name"]) for one in every["categories"]][3:] == [(5, "object")]
     assert {one["category_id"] for one in every["annotations"] if one["image_id"] == 700} == {5}
@@ -676,10 +656,11 @@ def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path:
     assert [(one["text_input"], one["source"]) for one in fields] == [
         ("a cat", "manual"), ("a cat", "manual"), ("a red ball", "manual"),
     ]  # fmt: skip
-    with open_query(root, "SELECT texts FROM images WHERE image_id = 7", quiet=True) as query:
-        assert [row for rows in query.rows() for row in rows] == [(["a cat", "a dog", "a red ball"],)]
-    with open_query(root, "SELECT fields FROM images ORDER BY image_id", quiet=True) as query:
-        first, other = (json.loads(fields) for rows in query.rows() for (fields,) in rows)
+    rows = kit.rows(root, "SELECT texts FROM images WHERE image_id = 7")
+    assert rows == [(["a cat", "a dog", "a red ball"],)]
+    first, other = (
+        json.loads(fields) for (fields,) in kit.rows(root, "SELECT fields FROM images ORDER BY image_id")
+    )
     assert [first, *first.pop("further_entries")] == [document["images"][row] for row in (0, 1, 3)]
     assert other == document["images"][2]
     stream = sa1b.Stream(root, global_batch=2, image_size=32, epochs=1, text="texts")
@@ -688,7 +669,7 @@ def test_an_image_with_several_phrases_is_stored_once_with_all_of_them(tmp_path:
     assert texts.pop(7) in found.texts()
     assert list(texts.values()) == ["a cat"]
     assert not verify(root, deep=True).findings
-    assert export_command(str(root), "coco", tmp_path / "again", json_output=True) == 0
+    assert export_command(str(root), to="coco", out=tmp_path / "again", json_output=True) == 0
     again = json.loads((tmp_path / "again" / "annotations.json").read_text())
     assert sorted(one["text_input"] for one in again["annotations"]) == ["a cat"] * 3 + ["a red ball"]
     document["images"][1]["id"] = "pair_0"

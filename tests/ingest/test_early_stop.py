@@ -11,6 +11,7 @@ from sa1b.ingest.policy import SystematicCheck
 from sa1b.shards.annotation_columns import ImageWarning
 from sa1b.shards.quarantine import Quarantine
 from sa1b.sources.source import SourceReader
+from tests.ingest import inside
 from tests.shards import tiny
 
 PAIRS = 300
@@ -50,14 +51,14 @@ def members_read(monkeypatch):
 
 def test_a_source_with_a_systematic_problem_ends_long_before_its_end(many, tmp_path, members_read):
     with pytest.raises(SystematicError) as error:
-        tiny.ingest_tar(many, tmp_path / "root")
+        inside.ingest_tar(many, tmp_path / "root")
     assert "pairs have the problem 'area', too many to be chance" in str(error.value)
     assert str(error.value).endswith("run again with --accept area")
     assert 2 * EARLY <= members_read[0] < 2 * EARLY + 100
 
 
 def test_an_accepted_reason_stops_nothing(many, tmp_path, members_read):
-    task = tiny.ingest_tar(many, tmp_path / "root", accept=frozenset({"area"}))
+    task = inside.ingest_tar(many, tmp_path / "root", accept=frozenset({"area"}))
     assert task.counts["images"] == PAIRS
     assert members_read[0] == 2 * PAIRS
 
@@ -129,5 +130,5 @@ def test_a_shard_that_does_not_read_back_ends_the_source_with_the_next_image(
     monkeypatch.setattr(source_pass, "seal", seal)
     monkeypatch.setattr("sa1b.ingest.ingest.ThreadPoolExecutor", lambda threads: AtOnce())
     with pytest.raises(ShardError, match="does not read back"):
-        tiny.ingest_tar(many, tmp_path / "root", images_per_shard=10, accept=frozenset({"area"}))
+        inside.ingest_tar(many, tmp_path / "root", images_per_shard=10, accept=frozenset({"area"}))
     assert members_read[0] < 40

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults, processes
+from tests.shards import tiny
 
 SCENARIOS = {"shards", "layer", "replaced layer"}
 
@@ -18,7 +18,7 @@ SCENARIOS = {"shards", "layer", "replaced layer"}
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults") / "sa_000000.tar"
-    synthetic.write_tar(path, images=20, first_id=1, long_side=96)
+    tiny.synthesize(path, images=20, first_id=1, long_side=96)
     return path
 
 

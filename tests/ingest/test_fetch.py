@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +41,6 @@ def downloads(tmp_path: Path) -> Path:
     for name, first in FIRST.items():
         tiny.make_tar(folder / f"{name}.tar", range(first, first + 6), gzip=name != "sa_000019")
     return folder
-
-
-@pytest.fixture
-def host(downloads: Path) -> Iterator[Service]:
-    service = Service("range_server", downloads.parent)
-    try:
-        yield service
-    finally:
-        service.stop()
 
 
 def write_ids(path: Path, *ids: int) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 import sa1b
 from sa1b.cli import main
-from sa1b.errors import LockedError, ManifestError, TableError, UsageError
+from sa1b.errors import LockedError, TableError, UsageError
 from sa1b.ingest import finish as finish_module
 from sa1b.ingest.finish import Finished, drop_source, finish
 from sa1b.ingest.policy import IngestRun, Policy
@@ -25,6 +25,8 @@ from sa1b.storage.claim import Claim
 from sa1b.storage.store import FolderStore
 from sa1b.verify.verify import verify
 from tests import processes
+from tests.ingest import inside
+from tests.ingest.test_several_runs import files
 from tests.shards import tiny
 
 OPTIONS = Options(images_per_shard=4)
@@ -55,12 +57,6 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 def ids(root: Path) -> list[int]:
     return [int(one) for one in sa1b.open(root).table.image_id]
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
-    }
 
 
 def test_a_corrupt_tar_added_to_a_finished_directory_is_listed_and_the_rest_stays_readable(
@@ -128,65 +124,6 @@ def test_no_shard_or_index_is_read_to_finish(root: Path, tars: Path, monkeypatch
     assert len(sa1b.open(root)) == 18
 
 
-def test_there_is_always_a_dataset_that_can_be_opened_while_sources_are_added(
-    root: Path, tars: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After every single change of the directory, a reader that comes then reads a whole version."""
-    seen: list[list[int]] = []
-
-    def watched(name: str) -> None:
-        original = getattr(FolderStore, name)
-
-        def changed(self: FolderStore, *arguments: object, **more: object) -> object:
-            seen.append(ids(root))
-            result = original(self, *arguments, **more)
-            seen.append(ids(root))
-            assert sa1b.open(root)[0].jpeg
-            return result
-
-        monkeypatch.setattr(FolderStore, name, changed)
-
-    for name in ("put", "commit", "remove"):
-        watched(name)
-    tiny.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4)
-    finish(root)
-    two, three = [*range(6), *range(100, 106)], [*range(6), *range(100, 106), *range(200, 206)]
-    assert len(seen) >= 10
-    assert [one for one in seen if one not in (two, three)] == []
-    assert seen[0] == two
-    assert seen[-1] == three
-
-
-def test_replacing_a_source_never_leaves_a_dataset_that_names_other_shards(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = tmp_path / "b" / "sa_000001.tar"
-    tiny.make_tar(other, range(500, 509))
-    seen: list[list[int]] = []
-    for name in ("put", "commit", "remove"):
-        original = getattr(FolderStore, name)
-
-        def changed(
-            self: FolderStore, *arguments: object, original: Callable[..., object] = original, **more: object
-        ) -> None:
-            original(self, *arguments, **more)
-            dataset = sa1b.open(root)
-            assert [sample.image_id for sample in dataset] == ids(
-                root
-            )  # every shard is the one that is named
-            seen.append(ids(root))
-
-        monkeypatch.setattr(FolderStore, name, changed)
-    tiny.ingest_tar(other, root, images_per_shard=4)
-    finish(root)
-    steps = [one for i, one in enumerate(seen) if i == 0 or one != seen[i - 1]]
-    assert (
-        steps[-3:]
-        == [[*range(6), *range(100, 106)], [*range(6)], [*range(6), *range(500, 509)]][-len(steps) :]
-    )
-    assert verify(root, workers=0, quiet=True).findings == []
-
-
 def test_rows_that_are_not_written_yet_are_written_by_the_next_run(root: Path, tars: Path) -> None:
     tasks = {name: replace(task, samples=None) for name, task in read_tasks(root).items()}
     for name, task in tasks.items():
@@ -231,7 +168,7 @@ def test_dropping_a_source_makes_a_stuck_directory_whole_again(
     shutil.copy(tars / "sa_000001.tar", twin)
     # As two machines do it that know nothing of each other: each finishes its task.
     (root / "dataset.json").rename(tmp_path / "kept.json")
-    tiny.ingest_tar(twin, root, images_per_shard=4)
+    inside.ingest_tar(twin, root, images_per_shard=4)
     (tmp_path / "kept.json").rename(root / "dataset.json")
     finished = finish(root)
     assert list(finished.failed) == ["sa_000008"]
@@ -246,7 +183,7 @@ def test_the_other_of_two_twins_can_be_dropped_too(root: Path, tars: Path, tmp_p
     twin = tmp_path / "sa_000008.tar"
     shutil.copy(tars / "sa_000001.tar", twin)
     (root / "dataset.json").unlink()
-    tiny.ingest_tar(twin, root, images_per_shard=4)
+    inside.ingest_tar(twin, root, images_per_shard=4)
     finish(root)
     drop_source(root, "sa_000001")
     assert sorted(sa1b.open(root).manifest["sources"]) == ["sa_000000", "sa_000008"]
@@ -265,14 +202,6 @@ def test_of_three_sources_with_one_image_the_first_one_is_kept(tmp_path: Path) -
     for message in summary.failed.values():
         assert "is in sa_000001 already" in message
     assert ids(tmp_path / "root") == [100, 101, 102]
-
-
-def test_the_last_source_can_be_dropped(root: Path) -> None:
-    drop_source(root, "sa_000000")
-    drop_source(root, "sa_000001")
-    with pytest.raises(ManifestError, match="no dataset there"):
-        sa1b.open(root)
-    assert files(root) == {}
 
 
 def test_what_cannot_be_dropped_is_said(root: Path) -> None:
@@ -334,16 +263,8 @@ def test_a_claim_that_is_released_at_this_moment_is_named_by_its_file(
         drop_source(root, "sa_000001")
 
 
-def test_a_table_that_a_killed_process_left_is_removed_by_the_next_finish(root: Path) -> None:
-    left = root / "samples-0123456789abcdef.bin"
-    left.write_bytes(b"SA1BTBL1 left")
-    finish(root)
-    assert not left.exists()
-    assert len(sa1b.open(root)) == 12
-
-
 def test_a_source_made_with_other_options_is_left_out_and_named(root: Path, tars: Path) -> None:
-    tiny.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4, keep_json=True)
+    inside.ingest_tar(tars / "sa_000002.tar", root, images_per_shard=4, keep_json=True)
     finished = finish(root)
     assert "made with --keep-json, sa_000000 with no --keep-json" in finished.failed["sa_000002"]
     assert len(sa1b.open(root)) == 12
@@ -436,66 +357,6 @@ def test_what_is_pending_stays_so_until_it_is_done_or_dropped(root: Path, tars: 
     reshard([tars / "sa_000002.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
     assert finish(root).pending == ["sa_000005"]
     assert not drop_source(root, "sa_000005").is_partial
-
-
-def test_a_finish_after_some_tasks_of_an_array_knows_the_sources_of_the_others(
-    tars: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    paths = [tars / f"sa_00000{number}.tar" for number in range(3)]
-    reshard(paths, root, OPTIONS, Policy(), IngestRun(quiet=True, task=(0, 3)))
-    for _ in range(2):
-        assert finish(root).pending == ["sa_000001", "sa_000002"]
-    for number in (1, 2):
-        reshard(paths, root, OPTIONS, Policy(), IngestRun(quiet=True, task=(number, 3)))
-    assert not finish(root).is_partial
-    assert not list(root.glob("tasks/*.expected"))
-
-
-def test_a_dataset_of_one_source_can_be_opened_while_that_is_replaced(
-    tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, other = tmp_path / "root", tmp_path / "b" / "sa_000001.tar"
-    reshard([tars / "sa_000001.tar"], root, OPTIONS, Policy(), IngestRun(quiet=True))
-    tiny.make_tar(other, range(500, 509))
-    seen = []
-    for name in ("put", "commit", "remove"):
-        original = getattr(FolderStore, name)
-
-        def changed(
-            self: FolderStore, *arguments: object, original: Callable[..., object] = original, **more: object
-        ) -> None:
-            original(self, *arguments, **more)
-            dataset = sa1b.open(root)
-            seen.append((len([sample.image_id for sample in dataset]), dataset.pending))
-
-        monkeypatch.setattr(FolderStore, name, changed)
-    tiny.ingest_tar(other, root, images_per_shard=4)
-    finish(root)
-    assert (0, ["sa_000001"]) in seen
-    assert seen[-1] == (9, [])
-    assert verify(root, workers=0, quiet=True).findings == []
-
-
-def test_a_drop_that_was_killed_can_be_run_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class KilledError(Exception):
-        pass
-
-    removed = FolderStore.remove
-
-    def killed(self: FolderStore, *names: str) -> None:
-        removed(self, *names)
-        if "tasks/sa_000001.json" in names:
-            raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FolderStore, "remove", killed)
-        with pytest.raises(KilledError):
-            drop_source(root, "sa_000001")
-    assert list(root.glob("sa1b-000001-*"))
-    assert len(sa1b.open(root)) == 6
-    assert not drop_source(root, "sa_000001").is_partial
-    assert [name for name in files(root) if "000001" in name] == []
 
 
 def test_a_changed_manifest_is_written_again(root: Path) -> None:

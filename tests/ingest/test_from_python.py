@@ -12,13 +12,6 @@ from sa1b.arguments import BadType, BadValue
 from sa1b.errors import UsageError
 from sa1b.ingest import verb_reshard
 from tests.cli.verb import called
-from tests.shards import tiny
-
-
-@pytest.fixture
-def tar(tmp_path: Path) -> Path:
-    tiny.make_tar(tmp_path / "sa_000001.tar", range(10))
-    return tmp_path / "sa_000001.tar"
 
 
 def test_it_makes_the_shards_of_the_command_and_says_what_it_did(tar: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tarfile
 import unicodedata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,15 @@ import sa1b
 from sa1b.errors import NoPairError, SourceError, UsageError
 from sa1b.ingest.ingest import ingest
 from sa1b.ingest.policy import Policy
-from sa1b.ingest.verb_fetch import main as fetch_main
-from sa1b.ingest.verb_reshard import main
-from sa1b.programs.export.verb_export import main as export_main
-from sa1b.programs.query.sql import open_query
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover, formats_with
 from sa1b.sources.images import ImageFolder
-from sa1b.verify.rebuild import rebuild_root
-from sa1b.verify.verify import verify
-from sa1b.views.verb_view import main as view_main
-from sa1b.views.view import open_view
+from tests import kit
+from tests.shards.tiny import resharded as main
 from tests.train.command import start
+from tests.verify.checking import check as verify
 
+view_main = partial(kit.called, "view")
 FOLDER = Path(os.environ.get("SA1B_REAL_SAMPLES", Path(__file__).parents[3] / "shared" / "real"))
 REAL = sorted(FOLDER.glob("*.jpg"))
 
@@ -203,13 +200,12 @@ def test_queries_and_a_rebuild_of_the_index_keep_the_texts(captioned: Path, tmp_
     expected = {hashed("photos/a.jpg"): sorted(TEXTS["a.jpg"])}
 
     def queried() -> dict[int, list[str]]:
-        with open_query(root, asked, quiet=True) as query:
-            return {image_id: sorted(texts) for rows in query.rows() for image_id, texts in rows}
+        return {image_id: sorted(texts) for image_id, texts in kit.rows(root, asked)}
 
     assert queried() == expected
     (index,) = root.rglob("*.parquet")
     index.unlink()
-    rebuild_root(root)
+    kit.run("index", root, "--json")
     assert queried() == expected
 
 
@@ -218,7 +214,9 @@ def test_exported_texts_are_read_again(captioned: Path, tmp_path: Path) -> None:
     texts = [dataset.annotation_file(row)["provenance"]["texts"] for row in range(len(dataset))]
     expected = dict(zip(map(int, dataset.table.image_id), texts, strict=True))
     for to in ("parquet", "coco", "webdataset"):
-        assert export_main(str(captioned), to, tmp_path / to, join=("texts",), json_output=True) == 0
+        assert (
+            kit.called("export", captioned, to=to, out=tmp_path / to, join=("texts",), json_output=True) == 0
+        )
     assert {
         row["image_id"]: row["texts"]
         for row in pq.read_table(*(tmp_path / "parquet").glob("*.parquet")).to_pylist()
@@ -367,7 +365,7 @@ def test_the_flag_is_part_of_how_a_source_is_read_and_of_its_repair(tmp_path: Pa
         reshard(tmp_path / "x.json", root)
     (root / "tasks" / "photos.json").unlink()
     (root / "dataset.json").unlink()
-    rebuild_root(root)
+    kit.run("index", root, "--json")
     shard = root / "sa1b-photos-0000.tar"
     shard.write_bytes(shard.read_bytes()[:-512])
     assert any("--redo photos --images-only" in one.remedy for one in verify(root).findings)
@@ -449,8 +447,7 @@ def test_small_members_and_columns_are_fields_and_the_others_are_counted(
     assert f"left out: {min(left)} " in capsys.readouterr().out
     name = next(iter(fields))
     asked = f"SELECT image_id, fields FROM images WHERE fields->>'{name}' = '7' ORDER BY image_id"
-    with open_query(root, asked, quiet=True) as query:
-        columns = {one: json.loads(text) for rows in query.rows() for one, text in rows}
+    columns = {one: json.loads(text) for one, text in kit.rows(root, asked)}
     assert columns[hashed("train/0.jpg")] == fields
     assert len(columns) == 3
 
@@ -476,7 +473,7 @@ def test_only_the_images_of_a_table_are_taken_by_their_file_names(
     root = tmp_path / "root"
     options = {"ids": str(tmp_path / "captions.json"), "out": str(root), "images_only": True}
     capsys.readouterr()
-    assert fetch_main(sources, **options, json_output=True) == 3
+    assert kit.called("fetch", *sources, **options, json_output=True) == 3
     summary = json.loads(capsys.readouterr().out)
     assert (summary["wanted"], summary["stored_before"], summary["stored"]) == (5, 0, 3)
     assert sorted(summary["missing"]) == ["cats/7.jpg", "photos/9.jpg"]  # the latter is damaged
@@ -484,7 +481,7 @@ def test_only_the_images_of_a_table_are_taken_by_their_file_names(
     assert {*sa1b.open(root).table.image_id.tolist()} == expected
     assert not verify(root, deep=True).findings
     (tmp_path / "captions.json").write_text(json.dumps([*rows[:4], {"image": "8.jpg"}]))
-    assert fetch_main(sources, **options) == 0
+    assert kit.called("fetch", *sources, **options) == 0
     assert "stored   4 (1 now, 3 before)" in capsys.readouterr().out
     assert {*sa1b.open(root).table.image_id.tolist()} == expected | {hashed("photos/8.jpg")}
 
@@ -515,7 +512,7 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     assert {ids[one]: text for one, text in found.items() if text is not None} == wanted
     out = tmp_path / "parquet"
     words = f"caption={tmp_path / 'captions.json'}"
-    assert export_main(str(root), to="parquet", out=out, join=(words,), json_output=True) == 0
+    assert kit.called("export", root, to="parquet", out=out, join=(words,), json_output=True) == 0
     table = pq.read_table(out)
     exported = dict(zip(table["image_id"].to_pylist(), table["caption"].to_pylist(), strict=True))
     assert exported == {one: found[one] for one in exported}
@@ -525,6 +522,10 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     assert "2 of 5 rows name no image (9.jpg, cats/7.jpg); they are left out" in printed.err
     assert json.loads(printed.out)["images"] == len(ids)
     table = sa1b.open(root).table
+
+    def open_view(root: Path, table: Any, name: str) -> Any:
+        return sa1b.Stream(root, global_batch=1, masks=0, view=name).view
+
     assert open_view(root, table, "captioned").image_ids(table).tolist() == sorted(ids)
     (tmp_path / "names.txt").write_text("1.jpg\n\n" + f"{hashed('others/3.jpg')}\n")
     assert view_main(str(root), ids=str(tmp_path / "names.txt"), name="two", json_output=True) == 0
@@ -536,8 +537,13 @@ def test_a_table_by_own_file_names_is_joined(tmp_path: Path, capsys: pytest.Capt
     ):
         (tmp_path / "list.json").write_text(json.dumps(text))
         assert (
-            view_main(
-                str(root), ids=str(tmp_path / "list.json"), name="listed", overwrite=True, json_output=True
+            kit.called(
+                "view",
+                str(root),
+                ids=str(tmp_path / "list.json"),
+                name="listed",
+                overwrite=True,
+                json_output=True,
             )
             == 0
         )

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sa1b.cli import main
-from sa1b.ingest.finish import drop_source, finish
 from sa1b.shards.documents import Options
 from sa1b.shards.staging import make_staging, remove_leftovers, remove_staging_of, staging_place
 from sa1b.storage.atomic import temporary_path, this_machine, this_process
@@ -188,20 +187,6 @@ def test_temporary_files_and_claims_of_before_are_removed(root: Path) -> None:
     remove_leftovers(root)
     assert [name for name in names if (root / name).exists()] == []
     assert own.exists()
-
-
-def test_a_table_that_dataset_json_does_not_name_is_removed(root: Path) -> None:
-    before = sorted(path.name for path in root.iterdir())
-    (root / "samples-0123456789abcdef.bin").write_bytes(b"SA1BTBL1 of the dataset before")
-    finish(root)
-    assert sorted(path.name for path in root.iterdir()) == before
-
-
-def test_an_index_without_its_shard_goes_with_its_source(root: Path) -> None:
-    (root / "sa1b-000001-0007.parquet").write_bytes(b"PAR1: the shard was removed, its index was not")
-    (root / "sa1b-000002-0000.parquet").write_bytes(b"of another source")
-    drop_source(root, "sa_000001")
-    assert [path.name for path in root.glob("*.parquet")] == ["sa1b-000002-0000.parquet"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ def downloads(tmp_path: Path) -> Path:
         ids = range(10 * number, 10 * number + 4)
         tiny.make_tar(folder / f"sa_00000{number}.tar", ids, gzip=number != 1)
     return folder
-
-
-@pytest.fixture
-def host(downloads: Path) -> Iterator[Service]:
-    service = Service("range_server", downloads.parent)
-    try:
-        yield service
-    finally:
-        service.stop()
 
 
 def write_links(path: Path, host: Service, bucket: str = "linked", query: str = LINKED) -> Path:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import simplejpeg
 
+import sa1b
 from sa1b.ingest.policy import Policy
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS, jpeg
 from sa1b.stream.decode import decode
@@ -80,7 +81,7 @@ def test_with_the_flag_it_comes_back_exactly_and_decodes(root):
     stored, found = tiny.read_back(root)[PANORAMA]
     assert found["image"]["width"] == WIDTH
     assert jpeg.decode(stored).shape == (HEIGHT, WIDTH, 3)
-    sample = next(sample for sample in tiny.Dataset(root) if sample.image_id == PANORAMA)
+    sample = next(sample for sample in sa1b.open(root) if sample.image_id == PANORAMA)
     assert sample.image.shape == (HEIGHT, WIDTH, 3)
     runs = sample.annotations.runs()
     assert (runs.height, runs.width, len(runs)) == (HEIGHT, WIDTH, 1)

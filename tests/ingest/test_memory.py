@@ -14,6 +14,7 @@ import zstandard
 from sa1b.errors import OutOfMemoryError
 from sa1b.ingest.ingest import limit_threads
 from sa1b.shards import index, jpeg, record
+from tests.ingest import inside
 from tests.ingest.dense_pairs import RUNS, write_dense
 from tests.shards import tiny
 
@@ -60,7 +61,7 @@ def test_a_worker_without_memory_says_so_and_leaves_nothing(tmp_path):
 
 def test_usual_images_stand_128_to_a_row_group(tmp_path):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(300)))
-    tiny.ingest_tar(path, tmp_path / "root")
+    inside.ingest_tar(path, tmp_path / "root")
     (file,) = (tmp_path / "root").glob("*.parquet")
     found = pq.read_metadata(file)
     assert [found.row_group(i).num_rows for i in range(found.num_row_groups)] == [128, 128, 44]
@@ -68,9 +69,9 @@ def test_usual_images_stand_128_to_a_row_group(tmp_path):
 
 def test_row_groups_cut_by_bytes_hold_the_same_rows(tmp_path, monkeypatch):
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(30)))
-    tiny.ingest_tar(path, tmp_path / "usual")
+    inside.ingest_tar(path, tmp_path / "usual")
     monkeypatch.setattr(index, "ROW_GROUP_BYTES", 2000)
-    tiny.ingest_tar(path, tmp_path / "cut")
+    inside.ingest_tar(path, tmp_path / "cut")
     files = [next((tmp_path / root).glob("*.parquet")) for root in ("usual", "cut")]
     assert pq.read_metadata(files[1]).num_row_groups > 3
     assert pq.read_table(files[1]).equals(pq.read_table(files[0]))
@@ -88,7 +89,7 @@ def test_what_waits_for_a_row_group_is_its_columns_only(tmp_path, monkeypatch):
 
     monkeypatch.setattr(index.IndexWriter, "_write", seen)
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(3)))
-    tiny.ingest_tar(path, tmp_path / "root", index_runs=False)
+    inside.ingest_tar(path, tmp_path / "root", index_runs=False)
     assert set(kept) == set(index.schema(with_runs=False).names)
 
 
@@ -115,7 +116,7 @@ def test_a_decoder_without_memory_is_no_verdict_on_the_image(tmp_path, monkeypat
         monkeypatch.setattr(record, "_compressor", lambda: compressor)
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(3)))
     with pytest.raises(OutOfMemoryError, match="sa_000020.tar: out of memory"):
-        tiny.ingest_tar(path, tmp_path / "root", **options)
+        inside.ingest_tar(path, tmp_path / "root", **options)
 
 
 def test_a_worker_keeps_the_thread_pools_of_opencv_and_arrow_at_one():

@@ -14,12 +14,11 @@ from PIL import Image
 
 import sa1b
 from sa1b.errors import SourceError
-from sa1b.ingest.verb_reshard import main
-from sa1b.programs.export.verb_export import main as export_main
-from sa1b.verify.rebuild import rebuild_root
-from sa1b.verify.verify import verify
+from tests import kit
 from tests.shards import tiny_source
+from tests.shards.tiny import resharded as main
 from tests.storage.hub import Hub
+from tests.verify.checking import check as verify
 
 SEGMENTATION = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 ANNOTATION = pa.struct(
@@ -126,12 +125,12 @@ def test_a_mirror_gives_what_its_tars_gave(
     assert not verify(found, deep=True).findings
     for path in (found / "tasks").iterdir():
         path.unlink()
-    rebuild_root(found)
+    kit.run("index", found, "--json")
     assert values(found) == values(root)
 
 
 def test_an_export_to_parquet_is_read_again(root: Path, tmp_path: Path) -> None:
-    assert export_main(str(root), "parquet", tmp_path / "hub", json_output=True) == 0
+    assert kit.called("export", root, to="parquet", out=tmp_path / "hub", json_output=True) == 0
     assert values(reshard(tmp_path / "hub", tmp_path / "again")) == values(root)
 
 
@@ -150,7 +149,7 @@ def test_rows_that_cannot_be_used_are_refused_and_kept(
     capsys.readouterr()
     found = reshard(tmp_path / "a.parquet", tmp_path / "mirror", code=3)
     refused = json.loads(capsys.readouterr().out)["refused"]
-    assert refused == {"image_missing": 1, "jpeg_truncated": 1, "unexpected_name": 1, "unreadable_json": 1}
+    assert refused == {"image_missing": 1, "jpeg_truncated": 1, "unexpected_name": 1, "jpg_unpaired": 1}
     lines = (found / "quarantine" / "a" / "refused.jsonl").read_text()
     assert f"{rows[4]['image']['path']}: JPEG" in lines
     kept = {path.read_bytes() for path in (found / "quarantine" / "a").iterdir()}

@@ -22,12 +22,6 @@ def run(tar: Path, root: Path, options: Options) -> int:
     return reshard([tar], root, options, Policy(), QUIET).exit_code()
 
 
-@pytest.fixture
-def tar(tmp_path: Path) -> Path:
-    tiny.make_tar(tmp_path / "sa_000001.tar", range(10))
-    return tmp_path / "sa_000001.tar"
-
-
 def test_a_run_with_other_options_beside_the_first_one_is_refused_by_flag(
     tar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from sa1b.ingest.source_pass import SourcePass, ThreadStages
 from sa1b.shards import jpeg
 from sa1b.sources.source import SourceReader
+from tests.ingest import inside
 from tests.shards import tiny
 
 WAIT = 30  # seconds after which a test gives up on a thread
@@ -130,7 +131,7 @@ def test_a_failure_in_any_stage_ends_the_source_with_that_error(tmp_path, monkey
 
     monkeypatch.setattr(owner, name, failing)
     with pytest.raises(type(error)) as caught:
-        tiny.ingest_tar(path, tmp_path / "root")
+        inside.ingest_tar(path, tmp_path / "root")
     assert caught.value is error
     assert calls <= 40
     assert [file for file in (tmp_path / "root").rglob("*") if file.is_file()] == []

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sa1b.programs.synthetic import source_tars as synthetic
 from tests import faults
+from tests.shards import tiny
 
 SCENARIOS = {"first", "second", "replaced", "layer"}
 
@@ -24,7 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "larger" / "sa_000000.tar", 27, 1),
     ):
         path.parent.mkdir(exist_ok=True)
-        synthetic.write_tar(path, images=images, first_id=first_id, long_side=96)
+        tiny.synthesize(path, images=images, first_id=first_id, long_side=96)
     return folder / "sa_000000.tar"
 
 

@@ -14,7 +14,8 @@ import simplejpeg
 from pycocotools import mask as pycocotools
 
 import sa1b
-from sa1b.masks import coco, geometry, raster
+import sa1b.masks
+from sa1b.masks import raster
 from sa1b.shards import annotation
 from tests.shards import tiny
 
@@ -63,9 +64,9 @@ def test_masks_equal_pycocotools() -> None:
         dense = pycocotools.decode(rles).transpose(2, 0, 1)
         assert (raster.rasterize(parsed.runs) == dense).all()
         assert (
-            geometry.area(parsed.runs) == [mask["area"] for mask in json.loads(text)["annotations"]]
+            sa1b.masks.area(parsed.runs) == [mask["area"] for mask in json.loads(text)["annotations"]]
         ).all()
-        assert [m.decode() for m in coco.encode(parsed.runs)] == [rle["counts"] for rle in rles]
+        assert [m.decode() for m in sa1b.masks.encode(parsed.runs)] == [rle["counts"] for rle in rles]
 
 
 @pytest.mark.parametrize("name", ["sav_000001_auto.json", "coco_fakesegm100.json"])
@@ -82,8 +83,8 @@ def test_other_coco_strings_decode_alike(name: str) -> None:
     assert len(rles) > 500
     for height, width in {tuple(rle["size"]) for rle in rles}:
         same = [rle for rle in rles if rle["size"] == [height, width]]
-        runs = coco.decode([rle["counts"] for rle in same], height, width)
+        runs = sa1b.masks.decode([rle["counts"] for rle in same], height, width)
         # In parts: pycocotools.area of more than 255 masks overflows.
         areas = np.concatenate([pycocotools.area(same[i : i + 200]) for i in range(0, len(same), 200)])
-        assert (geometry.area(runs) == areas).all()
-        assert [mask.decode() for mask in coco.encode(runs)] == [rle["counts"] for rle in same]
+        assert (sa1b.masks.area(runs) == areas).all()
+        assert [mask.decode() for mask in sa1b.masks.encode(runs)] == [rle["counts"] for rle in same]

@@ -22,12 +22,11 @@ from sa1b.errors import SourceError, UsageError
 from sa1b.ingest.ingest import ingest, work_on
 from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.reshard import reshard
-from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import jpeg
 from sa1b.shards.documents import Options
 from sa1b.sources.discovery import discover
 from sa1b.workers import supervise
-from tests import processes
+from tests import kit, processes
 from tests.shards import tiny
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,7 +36,7 @@ IMAGES = 24
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
-    synthetic.write_tars(folder, tars=3, images_per_tar=IMAGES, long_side=160)
+    kit.run("synthesize", folder, "--tars", 3, "--images-per-tar", IMAGES, "--long-side", 160)
     return folder
 
 
@@ -203,7 +202,7 @@ def test_another_time_is_looked_into_and_other_content_is_refused_unless_it_is_t
     after = contents(root)
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"tasks/sa_000000.json"}  # its time is known now
-    synthetic.write_tar(source, images=8, first_id=1, long_side=64)
+    tiny.synthesize(source, images=8, first_id=1, long_side=64)
     for flags in ([], ["--recheck"]):
         done = processes.run(
             command(source, root, *flags), cwd=REPOSITORY, capture_output=True, text=True, check=False

@@ -11,6 +11,7 @@ import pytest
 
 from sa1b.shards import annotation
 from sa1b.shards.annotation_columns import MAX_LISTED_MASKS
+from tests.ingest import inside
 from tests.ingest.bad_pairs import BAD, GOOD, mask_changed, typed
 from tests.shards import tiny
 from tests.shards.tiny import document, encode, pair, pair_members, pairs
@@ -151,7 +152,7 @@ def test_quarantine_is_flushed_before_the_task_that_relies_on_it(tmp_path, monke
     monkeypatch.setattr(os, "fsync", watched)
     members = [*tiny.pairs(range(3)), *tiny.pair_members(BAD, jpeg=b"x")]
     members += tiny.pair_members(501, text=odd(501, 3, 0))
-    task = tiny.ingest_tar(tiny.write_tar(tmp_path / "sa_000020.tar", members), tmp_path / "root")
+    task = inside.ingest_tar(tiny.write_tar(tmp_path / "sa_000020.tar", members), tmp_path / "root")
     files = {path.name for path in (tmp_path / "root" / "quarantine" / task.name).iterdir()}
     assert len(files) == 4
     assert {name for name, is_folder, _ in flushed if not is_folder} == files

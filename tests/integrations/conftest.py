@@ -1,13 +1,12 @@
 """A dataset directory of small images with a view `masks` of those that have a mask, and exports of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sa1b.programs.export.export import export
-from sa1b.programs.export.export_format import Format
-from sa1b.views.selection import Selection, select
+from tests import kit
+from tests.integrations import peers
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
 
 
@@ -15,20 +14,27 @@ from tests.shards.tiny_source import ROOTS, make_root, two_sources
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     made: Path = make_root(folder / "root", two_sources(folder), ROOTS["plain"])
-    select(made, Selection(images_where="masks >= 1"), name="masks", quiet=True)
-    chosen = Selection(masks_where="area_fraction > 0.02", images_where="masks >= 1")
-    select(made, chosen, name="large", quiet=True)
+    some = ("--images-where", "masks >= 1")
+    kit.run("view", made, *some, "--name", "masks")
+    kit.run("view", made, *some, "--masks-where", "area_fraction > 0.02", "--name", "large")
     return made
 
 
 @pytest.fixture(scope="session")
-def exported(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Format], Path]:
+def exported(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
-    def write(form: Format) -> Path:
-        if form.kind not in made:
-            made[form.kind] = tmp_path_factory.mktemp("exported") / form.kind
-            export(root, made[form.kind], form, quiet=True)
-        return made[form.kind]
+    def write(form: str) -> Path:
+        if form not in made:
+            made[form] = tmp_path_factory.mktemp("exported") / form
+            kit.run("export", root, "--to", form, "--out", made[form])
+        return made[form]
 
     return write
+
+
+@pytest.fixture
+def modules() -> Iterator[None]:
+    """What is used of SAM 2's training code, iopath and torch_em: the packages, or what `peers` states."""
+    with peers.installed():
+        yield

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.integrations import ViewSamples, register
 from sa1b.integrations.edgesam import SplitShards
 from sa1b.integrations.efficientvit import OnlineShards
 from sa1b.integrations.sam2 import ShardRawDataset
 from sa1b.integrations.sam3 import PhraseLoader
-from sa1b.integrations.torch_em import Labels, image_collection
+from sa1b.integrations.torch_em import image_collection
 from sa1b.integrations.transformers import SamShards
-from sa1b.stream import columns
-from tests.integrations import sam2_contract
+
+pytestmark = pytest.mark.usefixtures("modules")
 
 
 @pytest.mark.parametrize(
@@ -88,31 +87,27 @@ class Processor:
     image_processor = None
 
 
-def by_position(root: str) -> dict[str, tuple[int, Callable[[Any], Any]]]:
-    """The number of items and the access to one, of each dataset."""
-    loader = PhraseLoader(root, view="masks", phrases=None)
-    labels = Labels(ViewSamples(root, view="masks"))
-    edge = SplitShards(root, view="masks", num_samples=2, img_size=64)
-    online = OnlineShards(root, view="masks", num_masks=1)
-    return {
-        "edgesam": (len(edge), edge.__getitem__),
-        "efficientvit": (len(online), online.__getitem__),
-        "sam2": (18, ShardRawDataset(root, view="masks").get_video),
-        "sam3": (18, loader.loadImagesFromDatapoint),
-        "queries of sam3": (18, loader.loadQueriesAndAnnotationsFromDatapoint),
-        "torch_em": (18, labels.__getitem__),
-        "transformers": (18, SamShards(root, Processor(), view="masks").__getitem__),
-    }
+def by_position(root: str, name: str) -> tuple[int, Callable[[Any], Any]]:
+    """The number of items of a dataset, and the access to one."""
+    view: dict[str, Any] = {"view": "masks"}
+    if name == "edgesam":
+        return 2, SplitShards(root, num_samples=2, img_size=64, **view).__getitem__
+    if name == "efficientvit":
+        return 17, OnlineShards(root, num_masks=1, **view).__getitem__
+    if name == "sam2":
+        return 18, ShardRawDataset(root, **view).get_video
+    if name == "transformers":
+        return 18, SamShards(root, Processor(), **view).__getitem__
+    loader = PhraseLoader(root, **view)
+    queries = loader.loadQueriesAndAnnotationsFromDatapoint
+    return 18, queries if name == "queries of sam3" else loader.loadImagesFromDatapoint
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["edgesam", "efficientvit", "sam2", "sam3", "queries of sam3", "torch_em", "transformers"],
+    "name", ["edgesam", "efficientvit", "sam2", "sam3", "queries of sam3", "transformers"]
 )
 def test_an_index_is_that_of_a_list(root: Path, name: str) -> None:
-    with sam2_contract.installed():
-        count, read = by_position(str(root))[name]
-    register.cache_clear()
+    count, read = by_position(str(root), name)
     for wrong in ("1", 1.0, np.float32(1), slice(0, 2), True, np.True_, None, torch.tensor([0, 1])):
         with pytest.raises(TypeError, match="^index .*: must be an integer, not"):
             read(wrong)
@@ -122,10 +117,11 @@ def test_an_index_is_that_of_a_list(root: Path, name: str) -> None:
 
 
 def test_integers_of_numpy_and_negative_ones_are_positions(root: Path) -> None:
-    samples = ViewSamples(str(root), view="masks")
+    dataset = ShardRawDataset(str(root), view="masks")
+    ids = [dataset.get_video(position)[0].video_id for position in range(len(dataset))]
     cases: list[Any] = [(np.int64(3), 3), (np.uint8(3), 3), (-1, 17), (-18, 0), (torch.tensor(2), 2)]
     for index, position in cases:
-        assert samples.sample(index).image_id == samples.image_ids[position]
+        assert dataset.get_video(index)[0].video_id == ids[position]
 
 
 def test_the_fixed_seed_is_the_position(root: Path) -> None:
@@ -136,15 +132,13 @@ def test_the_fixed_seed_is_the_position(root: Path) -> None:
         assert torch.equal(first["prompt_point"], second["prompt_point"])
 
 
-def test_phrases_of_other_masks_are_reported(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(columns, "_LOOKED_UP", 20)
+def test_phrases_of_other_masks_are_reported(root: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"mask_id": [10**12], "text": ["a cat"]}), tmp_path / "other.parquet")
-    with sam2_contract.installed():
-        loader = PhraseLoader(str(root), view="masks", phrases=str(tmp_path / "other.parquet"))
-    register.cache_clear()
+    loader = PhraseLoader(str(root), view="masks", phrases=str(tmp_path / "other.parquet"))
     expected = (
-        r"other.parquet has no text for any of the first \d+ ids; are its mask_ids those of the dataset"
+        r"other.parquet has no text for any of the first 1,\d+ ids; are its mask_ids those of the dataset"
     )
+    often = [*loader.getDatapointIds()] * 20
     with pytest.warns(UserWarning, match=expected) as caught:
-        list(map(loader.loadQueriesAndAnnotationsFromDatapoint, loader.getDatapointIds()))
+        list(map(loader.loadQueriesAndAnnotationsFromDatapoint, often))
     assert len(caught) == 1

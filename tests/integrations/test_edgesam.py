@@ -20,11 +20,10 @@ from pycocotools import mask as coco
 from torch.nn.functional import interpolate
 
 from sa1b.integrations.edgesam import SplitShards
-from sa1b.programs.export.image_files import Sam2
 from tests.integrations import project
 
 SOURCES = "SA1B_EDGESAM"
-Exported = Callable[[Any], Path]
+Exported = Callable[[str], Path]
 CASES: list[dict[str, Any]] = [
     {},
     {"max_allowed_prompts": 2, "img_size": 100},
@@ -135,7 +134,7 @@ def test_samples_are_those_of_the_exported_files(
 ) -> None:
     ours = SplitShards(str(root), view="masks", **options)
     assert len(ours) == options.get("num_samples", 18)
-    theirs = Contract(split(exported(Sam2())), ours.get_keys(), **options)
+    theirs = Contract(split(exported("sam2")), ours.get_keys(), **options)
     for index in range(len(ours)):
         assert_equal(theirs, index, ours, index)
 
@@ -161,24 +160,7 @@ def test_samples_are_those_of_the_projects_own_class(
     root: Path, exported: Exported, options: dict[str, Any]
 ) -> None:
     options = options | {"fix_seed": False, "num_samples": -1}  # these depend on its order of files
-    theirs, ours = own(exported(Sam2()), **options), SplitShards(str(root), view="masks", **options)
+    theirs, ours = own(exported("sam2"), **options), SplitShards(str(root), view="masks", **options)
     places = {name: position for position, name in enumerate(theirs.get_keys())}
     for index, name in enumerate(ours.get_keys()):
         assert_equal(theirs, places[name], ours, index)
-
-
-TRAINED = {"max_allowed_prompts": 16, "load_gt_mask": True, "mask_nms_thresh": 1.0}
-
-
-def files(root: str, exported: str) -> tuple[int, project.Read]:
-    dataset = own(exported, **TRAINED)
-    return len(dataset), dataset.__getitem__
-
-
-def shards(root: str, exported: str) -> tuple[int, project.Read]:
-    dataset = SplitShards(root, view=None, **TRAINED)
-    return len(dataset), dataset.__getitem__
-
-
-if __name__ == "__main__":
-    project.compare(files, shards)

@@ -20,11 +20,10 @@ from PIL import Image
 from pycocotools import mask as coco
 
 from sa1b.integrations.efficientvit import OnlineShards
-from sa1b.programs.export.image_files import EfficientVit
 from tests.integrations import project
 
 SOURCES = "SA1B_EFFICIENTVIT"
-Exported = Callable[[Any], Path]
+Exported = Callable[[str], Path]
 
 
 class Contract:
@@ -86,13 +85,13 @@ def assert_equal(theirs: Any, ours: Any) -> None:
 def test_samples_are_those_of_the_exported_files(
     root: Path, exported: Exported, train: bool, masks: int
 ) -> None:
-    theirs = Contract(exported(EfficientVit()), train, masks)
+    theirs = Contract(exported("efficientvit"), train, masks)
     assert len(theirs) == (17 if train else 1)
     assert_equal(theirs, OnlineShards(str(root), train, masks, view="masks"))
 
 
 def test_a_transform_of_a_few_masks_at_once_has_the_same_random_state(root: Path, exported: Exported) -> None:
-    theirs = Contract(exported(EfficientVit()), True, 64, flipped)
+    theirs = Contract(exported("efficientvit"), True, 64, flipped)
     ours = OnlineShards(str(root), True, 64, flipped, masks_at_once=5, view="masks")
     assert_equal(theirs, pickle.loads(pickle.dumps(ours)))
 
@@ -116,19 +115,5 @@ def own(root: Path | str, train: bool, masks: int, ours: str | None = None, **mo
 @pytest.mark.skipif(not project.folders(SOURCES), reason=f"{SOURCES} does not name the sources")
 @pytest.mark.parametrize("train", [True, False])
 def test_samples_are_those_of_the_projects_own_class(root: Path, exported: Exported, train: bool) -> None:
-    theirs = own(exported(EfficientVit()), train, 6)
+    theirs = own(exported("efficientvit"), train, 6)
     assert_equal(theirs, own("", train, 6, str(root), masks_at_once=4, view="masks"))
-
-
-def files(root: str, exported: str) -> tuple[int, project.Read]:
-    dataset = own(exported, True, 64)
-    return len(dataset), dataset.__getitem__
-
-
-def shards(root: str, exported: str) -> tuple[int, project.Read]:
-    dataset = own("", True, 64, root, masks_at_once=16)
-    return len(dataset), dataset.__getitem__
-
-
-if __name__ == "__main__":
-    project.compare(files, shards)

@@ -8,7 +8,7 @@ With SAM 2's sources, of which the exported files are read by `SA1BRawDataset`:
 import importlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,15 @@ import torch
 from PIL import Image
 from pycocotools import mask as coco
 
-from sa1b import integrations
+import sa1b
 from sa1b.errors import UsageError
-from sa1b.integrations import sam2
-from sa1b.programs.export.image_files import Sam2
-from tests.integrations import project, sam2_contract
+from sa1b.integrations.sam2 import ShardRawDataset
+from tests.integrations import peers, project
 
-Exported = Callable[[Any], Path]
+Exported = Callable[[str], Path]
 
 
-@pytest.fixture(autouse=True)
-def modules() -> Iterator[None]:
-    with sam2_contract.installed():
-        yield
-    sam2._lazy_segments.cache_clear()
-    integrations.register.cache_clear()
+pytestmark = pytest.mark.usefixtures("modules")
 
 
 def image_of(video: Any) -> Image.Image:
@@ -45,7 +39,7 @@ def image_of(video: Any) -> Image.Image:
 def exported_masks(exported: Path, image_id: int) -> dict[int, torch.Tensor]:
     """As `SA1BSegmentLoader` reads them."""
     document = json.loads((exported / "gt_folder" / f"sa_{image_id}.json").read_text())
-    if sam2_contract.SOURCES:
+    if project.folders(peers.SAM2):
         loader = importlib.import_module("training.dataset.vos_segment_loader")
         segments = loader.SA1BSegmentLoader(exported / "gt_folder" / f"sa_{image_id}.json").load(0)
         return {number: segments[number] for number in list(segments.keys())}
@@ -54,8 +48,8 @@ def exported_masks(exported: Path, image_id: int) -> dict[int, torch.Tensor]:
 
 
 def test_images_and_masks_are_those_of_the_exported_files(root: Path, exported: Exported) -> None:
-    files = exported(Sam2())
-    dataset, masks = sam2.ShardRawDataset(str(root)), 0
+    files = exported("sam2")
+    dataset, masks = ShardRawDataset(str(root)), 0
     assert len(dataset) == 19
     for position in range(len(dataset)):
         video, loader = dataset.get_video(position)
@@ -81,14 +75,12 @@ def test_images_and_masks_are_those_of_the_exported_files(root: Path, exported: 
 
 
 def test_a_view_its_condition_and_large_masks(root: Path) -> None:
-    whole = sam2.ShardRawDataset(str(root))
-    areas = {}
-    for position in range(len(whole)):
-        video, loader = whole.get_video(position)
-        found = loader.sample.annotations
-        areas[video.video_id] = found.area / (found.width * found.height)
-    view = sam2.ShardRawDataset(str(root), view="large", mask_area_frac_thresh=0.2, num_frames=2)
-    assert 0 < len(view) < len(whole)
+    areas = {
+        sample.image_id: sample.annotations.area / (sample.annotations.width * sample.annotations.height)
+        for sample in sa1b.open(root)
+    }
+    view = ShardRawDataset(str(root), view="large", mask_area_frac_thresh=0.2, num_frames=2)
+    assert 0 < len(view) < len(areas)
     for position in range(len(view)):
         video, loader = view.get_video(position)
         of_image = areas[video.video_id]
@@ -98,39 +90,9 @@ def test_a_view_its_condition_and_large_masks(root: Path) -> None:
 
 
 def test_a_worker_gets_it_by_pickle_and_reads_its_own_images(root: Path) -> None:
-    dataset = pickle.loads(pickle.dumps(sam2.ShardRawDataset(str(root))))
+    dataset = pickle.loads(pickle.dumps(ShardRawDataset(str(root))))
     video, _ = dataset.get_video(0)
-    integrations._read.clear()
+    list(map(dataset.get_video, range(1, 9)))  # a process keeps a few images
     with pytest.raises(UsageError, match="not read in this process; load its masks before the image"):
         image_of(video)
     assert image_of(dataset.get_video(0)[0]).size
-
-
-def read_of(dataset: Any, objects: int = 64) -> project.Read:
-    def read(position: int) -> None:
-        video, loader = dataset.get_video(position)
-        image_of(video)
-        segments = loader.load(0)
-        for number in list(segments.keys())[:objects]:
-            segments[number].to(torch.uint8)
-
-    return read
-
-
-def files(root: str, exported: str) -> tuple[int, project.Read]:
-    with sam2_contract.installed():
-        module = importlib.import_module("training.dataset.vos_raw_dataset")
-    folders = (f"{exported}/{name}" for name in ("img_folder", "gt_folder", "file_list.txt"))
-    dataset = module.SA1BRawDataset(*folders)
-    return len(dataset), read_of(dataset)
-
-
-def shards(root: str, exported: str) -> tuple[int, project.Read]:
-    with sam2_contract.installed():
-        dataset = sam2.ShardRawDataset(root)
-        dataset.get_video(0)[1].load(0)
-    return len(dataset), read_of(dataset)
-
-
-if __name__ == "__main__":
-    project.compare(files, shards)

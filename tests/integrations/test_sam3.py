@@ -8,9 +8,8 @@ reads images and queries:
 
 import importlib
 import json
-import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,17 @@ import pytest
 import torch
 
 import sa1b
-from sa1b import integrations
-from sa1b.ingest.verb_reshard import main as reshard
 from sa1b.integrations.sam3 import PhraseLoader
-from sa1b.programs.export.coco import Coco
-from sa1b.programs.export.export import export
-from tests.integrations import project, sam2_contract
+from tests import kit
+from tests.integrations import project
 from tests.shards.tiny_source import picture
 
 SOURCES = "SA1B_SAM3"
 PATH = "sa1b-shard://"
 CATEGORIES = [{"id": 3, "name": "cat"}, {"id": 5, "name": "dog"}, {"id": 9, "name": "red ball"}]
-Exported = Callable[[Any], Path]
+Exported = Callable[[str], Path]
+
+pytestmark = pytest.mark.usefixtures("modules")
 
 
 class Contract:
@@ -111,29 +109,17 @@ def assert_equal(theirs: Any, ours: Any, *, categories: bool) -> int:
     return masks
 
 
-@pytest.fixture(scope="module", autouse=True)
-def iopath() -> Iterator[None]:
-    """The package iopath, as SAM 3's sources or the contract of SAM 2 have it."""
-    if project.folders(SOURCES):
-        modules()
-        yield
-        return
-    with sam2_contract.installed():
-        yield
-    integrations.register.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def categorised(tmp_path_factory: pytest.TempPathFactory, root: Path, exported: Exported) -> Path:
     """A dataset directory made from a file with categories: the images of `root`."""
     folder = tmp_path_factory.mktemp("categorised")
-    files = exported(Coco())
+    files = exported("coco")
     document = json.loads((files / "annotations.json").read_text())
     for number, one in enumerate(document["annotations"]):
         one["category_id"] = CATEGORIES[number * 7 % 5 // 2]["id"]
     (folder / "own.json").write_text(json.dumps(document | {"categories": CATEGORIES}))
-    assert reshard((str(folder / "own.json"),), out=str(folder / "root"), images=files / "images") == 0
-    export(folder / "root", folder / "coco", Coco(), quiet=True)
+    kit.run("reshard", folder / "own.json", "--out", folder / "root", "--images", files / "images")
+    kit.run("export", folder / "root", "--to", "coco", "--out", folder / "coco")
     return folder
 
 
@@ -170,7 +156,7 @@ def test_phrases_of_a_table_are_queries_of_their_image(
     root: Path, exported: Exported, tmp_path: Path
 ) -> None:
     table = phrase_table(root, tmp_path)
-    file = with_phrases(exported(Coco()) / "annotations.json", table, tmp_path / "phrases.json")
+    file = with_phrases(exported("coco") / "annotations.json", table, tmp_path / "phrases.json")
     for theirs in loader_of(file, include_negatives=False):
         ours, masks = PhraseLoader(str(root), phrases=str(table))(PATH), 0
         for idx in ours.getDatapointIds():
@@ -204,9 +190,7 @@ def test_phrases_of_sa_co_include_those_without_a_mask(tmp_path: Path) -> None:
         "categories": [{"id": 1, "name": "object"}],
     }
     (tmp_path / "gold.json").write_text(json.dumps(document))
-    assert (
-        reshard((str(tmp_path / "gold.json"),), out=str(tmp_path / "root"), images=tmp_path / "images") == 0
-    )
+    kit.run("reshard", tmp_path / "gold.json", "--out", tmp_path / "root", "--images", tmp_path / "images")
     for negatives, expected in (
         (True, {"a cat": 1, "a dog": 0, "a red ball": 2}),
         (False, {"a cat": 1, "a red ball": 2}),
@@ -250,25 +234,3 @@ def test_the_projects_dataset_reads_the_same_images_and_objects(categorised: Pat
         for one, other in zip(expected.images[0].objects, found.images[0].objects, strict=True):
             assert torch.equal(one.bbox, other.bbox)
             assert (one.segment, one.area, one.is_crowd) == (other.segment, other.area, other.is_crowd)
-
-
-def files(root: str, exported: str) -> tuple[int, project.Read]:
-    """Of an export to COCO with a table phrases.parquet of `sa1b synthesize --phrases` beside it."""
-    out = Path(exported, "with-phrases.json")
-    given = (Path(exported, "annotations.json"), Path(exported, "phrases.parquet"), out)
-    process = multiprocessing.get_context("spawn").Process(target=with_phrases, args=given)
-    process.start()
-    process.join()
-    loader = modules()[0].COCO_FROM_JSON(str(out), include_negatives=False)
-    dataset = dataset_of(lambda file: loader, f"{exported}/images", str(out))
-    return len(dataset), dataset.__getitem__
-
-
-def shards(root: str, exported: str) -> tuple[int, project.Read]:
-    modules()  # with iopath
-    dataset = dataset_of(PhraseLoader(root, phrases=f"{exported}/phrases.parquet"), "", PATH)
-    return len(dataset), dataset.__getitem__
-
-
-if __name__ == "__main__":
-    project.compare(files, shards)

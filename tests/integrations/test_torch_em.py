@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from pycocotools import mask as coco
 
-from sa1b.integrations import ViewSamples
-from sa1b.integrations.torch_em import Images, Labels, image_collection
+import sa1b
+from sa1b.integrations.torch_em import image_collection
 from tests.integrations import project
 
 SOURCES = "SA1B_MICRO_SAM"
@@ -33,44 +33,46 @@ def label_image(annotations: list[dict[str, Any]]) -> Any:
     return out
 
 
-def documents(samples: ViewSamples) -> list[Any]:
-    return [samples.sample(position).annotations.to_json() for position in range(len(samples))]
+def read(root: Path) -> list[Any]:
+    """The samples of the view, and their annotation files."""
+    found = [sample for sample in sa1b.open(root) if len(sample.annotations)]
+    return [(sample, sample.annotations.to_json()["annotations"]) for sample in found]
 
 
 @pytest.fixture(scope="module")
 def files(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
     """Images and labels as files that torch_em reads."""
-    folder, samples = tmp_path_factory.mktemp("files"), ViewSamples(str(root), view="masks")
-    pairs = []
-    for position, document in enumerate(documents(samples)):
-        raw, labels = folder / f"{position}.jpg", folder / f"{position}.tif"
-        raw.write_bytes(samples.sample(position).jpeg)
-        Image.fromarray(label_image(document["annotations"])).save(labels)
-        pairs.append((str(raw), str(labels)))
-    raws, labelled = zip(*pairs, strict=True)
-    return list(raws), list(labelled)
+    folder = tmp_path_factory.mktemp("files")
+    raws, labels = ([str(folder / f"{n}.{end}") for n in range(len(read(root)))] for end in ("jpg", "tif"))
+    for (sample, annotations), raw, label in zip(read(root), raws, labels, strict=True):
+        Path(raw).write_bytes(sample.jpeg)
+        Image.fromarray(label_image(annotations)).save(label)
+    return raws, labels
 
 
-def test_images_and_labels_are_those_of_decoded_masks(root: Path) -> None:
-    samples = ViewSamples(str(root), view="masks")
-    images, labels = Images(samples), Labels(samples)
-    assert len(images) == len(labels) == 18
-    overlaps = 0
-    for position, document in enumerate(documents(samples)):
-        found = labels[position]
+def test_images_and_labels_are_those_of_decoded_masks(root: Path, modules: None) -> None:
+    dataset, overlaps = image_collection(str(root), None, view="masks"), 0
+    assert len(dataset.raw_images) == len(dataset.label_images) == 18
+    for position, (sample, annotations) in enumerate(read(root)):
+        found = dataset.label_images[position]
         assert found.dtype == np.int32
-        assert np.array_equal(found, label_image(document["annotations"]))
-        assert images[position].shape == (*found.shape, 3)
-        overlaps += sum(one["area"] for one in document["annotations"]) > (found > 0).sum()
+        assert np.array_equal(found, label_image(annotations))
+        assert np.array_equal(dataset.raw_images[position], sample.image)
+        overlaps += sum(one["area"] for one in annotations) > (found > 0).sum()
     assert overlaps > 5
 
 
-def test_the_condition_of_the_view_applies(root: Path) -> None:
-    whole, large = (Labels(ViewSamples(str(root), view=view)) for view in ("masks", "large"))
-    ids = [labels.samples.image_ids.tolist() for labels in (whole, large)]
-    numbers = [(large[n].max(), whole[ids[0].index(i)].max()) for n, i in enumerate(ids[1])]
-    assert all(fewer <= more for fewer, more in numbers)
-    assert any(fewer < more for fewer, more in numbers)
+def test_the_condition_of_the_view_applies(root: Path, modules: None) -> None:
+    labels = image_collection(str(root), None, view="large").label_images
+    shares = [
+        sample.annotations.area / (sample.annotations.width * sample.annotations.height)
+        for sample, _ in read(root)
+    ]
+    counts = [((share > 0.02).sum(), len(share)) for share in shares]
+    assert len(labels) == len(counts)
+    assert all(labels[position].max() <= large for position, (large, _) in enumerate(counts))
+    assert any(large < whole for large, whole in counts)
+    assert labels[0].max() > 0
 
 
 def packages() -> Any:
@@ -111,20 +113,3 @@ def test_micro_sam_takes_its_loader(root: Path) -> None:
     )
     assert len(inputs) == len(ids) == 3
     assert all(len(one["boxes"]) == len(found) for one, found in zip(inputs, ids, strict=True))
-
-
-def of_files(root: str, exported: str) -> tuple[int, project.Read]:
-    """Of a folder with NAME.jpg and NAME.tif, as `files` writes them."""
-    names = [sorted(map(str, Path(exported).glob(f"*.{ending}"))) for ending in ("jpg", "tif")]
-    dataset = packages().ImageCollectionDataset(*names, (512, 512))
-    return len(dataset), dataset.__getitem__
-
-
-def of_shards(root: str, exported: str) -> tuple[int, project.Read]:
-    packages()
-    dataset = image_collection(root, (512, 512))
-    return len(dataset), dataset.__getitem__
-
-
-if __name__ == "__main__":
-    project.compare(of_files, of_shards)

@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from pycocotools import mask as coco
 from sa1b.integrations.transformers import SamShards, mask_loss
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.other_forms import settings
-from tests.integrations import project
 
 package: Any = pytest.importorskip("transformers", reason="the package transformers is not installed")
 SMALL = ModelConfig(image_size=64, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
@@ -155,33 +153,3 @@ def test_the_trainer_learns_from_shards(root: Path, name: str, tmp_path: Path) -
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 30
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
-
-
-def large() -> Any:
-    module = importlib.import_module("transformers.models.sam.image_processing_pil_sam")
-    return package.SamProcessor(module.SamImageProcessorPil())
-
-
-def files(root: str, exported: str, masks: int = 8) -> tuple[int, project.Read]:
-    processor, names = large(), sorted(Path(exported, "gt_folder").glob("*.json"))
-    images = processor.image_processor
-    low = importlib.import_module("transformers.image_utils").SizeDict(longest_edge=256)
-
-    def read(position: int) -> None:
-        name = names[position]
-        image = Image.open(Path(exported, "img_folder", f"{name.stem}.jpg")).convert("RGB")
-        for one in json.loads(name.read_bytes())["annotations"][:masks]:
-            x, y, width, height = one["bbox"]
-            images.resize(coco.decode(one["segmentation"])[None], size=low, resample=0)
-        processor(image, input_boxes=[[[x, y, x + width, y + height]] * masks], return_tensors="pt")
-
-    return len(names), read
-
-
-def shards(root: str, exported: str, masks: int = 8) -> tuple[int, project.Read]:
-    dataset = SamShards(root, large(), masks=masks)
-    return len(dataset), dataset.__getitem__
-
-
-if __name__ == "__main__":
-    project.compare(files, shards)

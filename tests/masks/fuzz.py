@@ -13,8 +13,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from sa1b.masks import coco, raster
-from sa1b.masks.runs import MaskError, SizeError
+import sa1b.masks
+from sa1b.masks import MaskError, SizeError, coco, raster
 from tests.masks import oracle
 
 ALPHABET = range(48, 112)
@@ -92,7 +92,7 @@ def resize(height: int, width: int, rng: random.Random) -> tuple[object, object]
 
 def package_decode(string: object, height: object, width: object) -> tuple[str, list[int]]:
     try:
-        runs = coco.decode([string], height, width)
+        runs = sa1b.masks.decode([string], height, width)
     except MaskError as error:
         return (error.reason if error.mask == 0 else f"{error.reason} of mask {error.mask}"), []
     except SizeError as error:
@@ -151,8 +151,8 @@ def fuzz(count: int, seed: int) -> Tally:
 
 def check_valid(case: tuple[object, int, int], runs: list[int]) -> None:
     string, height, width = case
-    image = coco.decode([string], height, width)
-    assert coco.encode(image) == [oracle.encode(runs)], f"{case!r}: encoded otherwise"
+    image = sa1b.masks.decode([string], height, width)
+    assert sa1b.masks.encode(image) == [oracle.encode(runs)], f"{case!r}: encoded otherwise"
     if height * width <= 400:
         pixels = raster.rasterize(image)[0].tolist()
         assert pixels == oracle.pixels(runs, height, width), f"{case!r}: other pixels"
@@ -166,7 +166,7 @@ def check_batch(batch: list[tuple[object, str]], height: int, width: int) -> Non
     failing = [i for i, verdict in enumerate(verdicts) if verdict != "valid"]
     named = None
     try:
-        coco.decode(strings, height, width)
+        sa1b.masks.decode(strings, height, width)
     except MaskError as error:
         named = (error.mask, error.reason)
     assert named == ((failing[0], verdicts[failing[0]]) if failing else None)

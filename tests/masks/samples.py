@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from sa1b.masks.runs import Runs
+from sa1b.masks import Runs
 
 examples = settings(max_examples=120, deadline=None, derandomize=True)
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco
-from sa1b.masks.runs import MAX_PIXELS, MaskError, Runs, SizeError
+import sa1b.masks
+from sa1b.masks import MAX_PIXELS, MaskError, Runs, SizeError, coco
 from tests.masks import oracle
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_runs
 
 
 def reason(strings, height=3, width=3):
     with pytest.raises(MaskError) as caught:
-        coco.decode(strings, height, width)
+        sa1b.masks.decode(strings, height, width)
     return caught.value.mask, caught.value.reason
 
 
@@ -26,30 +26,30 @@ def test_strings_of_pycocotools_decode_to_the_runs_of_the_pixels_and_back_to_the
     strings = [
         pycocotools.encode(np.asfortranarray(mask, np.uint8))["counts"] for mask in masks.view(np.uint8)
     ]
-    runs = coco.decode(strings, *masks.shape[1:])
+    runs = sa1b.masks.decode(strings, *masks.shape[1:])
     assert_same(runs, expected)
-    assert coco.encode(runs) == strings
-    assert_same(coco.decode([string.decode() for string in strings], *masks.shape[1:]), expected)
+    assert sa1b.masks.encode(runs) == strings
+    assert_same(sa1b.masks.decode([string.decode() for string in strings], *masks.shape[1:]), expected)
 
 
 @examples
 @given(masks_and_runs)
 def test_runs_of_length_zero_are_kept(drawn):
     _, runs = drawn
-    strings = coco.encode(runs)
+    strings = sa1b.masks.encode(runs)
     assert strings == [oracle.encode(lengths.tolist()) for lengths in runs]
-    assert_same(coco.decode(strings, runs.height, runs.width), runs)
+    assert_same(sa1b.masks.decode(strings, runs.height, runs.width), runs)
 
 
 @examples
 @given(masks_and_runs)
 def test_joined_strings_decode_alike(drawn):
     _, runs = drawn
-    text, lengths = coco.encode_joined(runs)
-    assert text.tobytes() == b"".join(coco.encode(runs))
+    text, lengths = sa1b.masks.encode_joined(runs)
+    assert text.tobytes() == b"".join(sa1b.masks.encode(runs))
     for buffer in (text, text.tobytes(), memoryview(text.tobytes()), bytearray(text)):
         for kind in (np.int64, np.uint16, np.int32):
-            assert_same(coco.decode_joined(buffer, lengths.astype(kind), runs.height, runs.width), runs)
+            assert_same(sa1b.masks.decode_joined(buffer, lengths.astype(kind), runs.height, runs.width), runs)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_error_names_the_first_mask_that_fails_and_why():
     assert reason([b"9", b"O", b"", None]) == (1, "negative_run")
     assert reason([b"9", b"9", None, b""]) == (2, "wrong_type")
     with pytest.raises(MaskError, match=r"mask 1: its runs end before the last of 3 x 3 pixels"):
-        coco.decode([b"9", b"1"], 3, 3)
+        sa1b.masks.decode([b"9", b"1"], 3, 3)
     assert coco.reasons([b"9", None, b"O", 3, b"9"], 3, 3) == [
         "valid",
         "wrong_type",
@@ -110,21 +110,21 @@ def test_errors_survive_the_way_between_processes():
 )
 def test_an_impossible_size_is_refused(size):
     with pytest.raises(SizeError) as caught:
-        coco.decode([b"9"], *size)
+        sa1b.masks.decode([b"9"], *size)
     assert caught.value.reason == "bad_size"
 
 
 def test_the_largest_size_is_decoded_without_its_pixels():
-    runs = coco.decode([oracle.encode([0, MAX_PIXELS]), oracle.encode([MAX_PIXELS])], 65535, 65537)
+    runs = sa1b.masks.decode([oracle.encode([0, MAX_PIXELS]), oracle.encode([MAX_PIXELS])], 65535, 65537)
     assert runs.runs.tolist() == [0, MAX_PIXELS, MAX_PIXELS]
-    assert coco.encode(runs) == [oracle.encode([0, MAX_PIXELS]), oracle.encode([MAX_PIXELS])]
+    assert sa1b.masks.encode(runs) == [oracle.encode([0, MAX_PIXELS]), oracle.encode([MAX_PIXELS])]
 
 
 def test_no_masks():
-    runs = coco.decode([], 3, 3)
+    runs = sa1b.masks.decode([], 3, 3)
     assert len(runs) == 0
     assert runs.offsets.tolist() == [0]
-    assert coco.encode(runs) == []
+    assert sa1b.masks.encode(runs) == []
     assert coco.reasons([], 3, 3) == []
 
 
@@ -142,13 +142,13 @@ def test_no_masks():
 )
 def test_lengths_that_do_not_fit_the_buffer_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths"):
-        coco.decode_joined(b"9", lengths, 3, 3)
+        sa1b.masks.decode_joined(b"9", lengths, 3, 3)
 
 
 def test_a_buffer_of_another_type_is_refused():
     for buffer in (np.zeros(4, np.int8), np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2]):
         with pytest.raises(ValueError, match="buffer"):
-            coco.decode_joined(buffer, np.array([4]), 3, 3)
+            sa1b.masks.decode_joined(buffer, np.array([4]), 3, 3)
 
 
 def runs_of(*values):
@@ -168,27 +168,27 @@ def runs_of(*values):
 )  # fmt: skip
 def test_numbers_at_the_limits_of_a_character_are_written_and_parsed(runs):
     expected = oracle.encode(runs.runs.tolist())
-    assert coco.encode(runs) == [expected]
-    assert coco.decode([expected], runs.height, runs.width).runs.tolist() == runs.runs.tolist()
+    assert sa1b.masks.encode(runs) == [expected]
+    assert sa1b.masks.decode([expected], runs.height, runs.width).runs.tolist() == runs.runs.tolist()
 
 
 def test_arrays_refuse_characters_that_are_none():
     """`p` would be a character with the bits 0 and the continuation bit."""
     with pytest.raises(MaskError):
-        coco.decode([b"p09"], 9, 1)
+        sa1b.masks.decode([b"p09"], 9, 1)
 
 
 def test_a_joined_string_that_does_not_decode_is_an_error():
     with pytest.raises(MaskError) as caught:
-        coco.decode_joined(b"0909", np.array([2, 2]), 3, 2)
+        sa1b.masks.decode_joined(b"0909", np.array([2, 2]), 3, 2)
     assert caught.value.mask == 0
 
 
 def test_chosen_strings_decode_as_all_do():
     pixels = np.stack([np.eye(4), np.ones((4, 4)), np.zeros((4, 4))]).astype(np.bool_)
-    strings = coco.encode(to_runs(pixels))
+    strings = sa1b.masks.encode(to_runs(pixels))
     text, lengths, _ = coco.join(strings)
-    every = coco.decode(strings, 4, 4)
+    every = sa1b.masks.decode(strings, 4, 4)
     for chosen in ([2, 0, 0], [1], [0, 1, 2], []):
         found = coco.decode_selected(text, lengths, np.array(chosen, np.int64), 4, 4)
         expected = every.select(chosen)

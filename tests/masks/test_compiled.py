@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sa1b.masks
 from sa1b.kernel import plain
-from sa1b.masks import coco, geometry, grid, pixel_kernels, raster, shape_kernels, string_kernels
+from sa1b.masks import grid, pixel_kernels, raster, shape_kernels, string_kernels
 from tests.masks.samples import examples, masks_and_runs, to_runs
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_kernels_do_the_same_compiled_and_plain(drawn, size, seed):
     random = np.random.default_rng(seed)
     count, height, width = len(runs), runs.height, runs.width
     pair = (runs.runs, runs.offsets)
-    text, lengths = coco.encode_joined(runs)
+    text, lengths = sa1b.masks.encode_joined(runs)
     damaged = text.copy()
     if len(text):
         damaged[random.integers(len(text))] = random.integers(256)
@@ -141,10 +142,10 @@ def test_threads_get_the_same():
     images = [to_runs(random.random((4, 50, 60)) < 0.5) for _ in range(32)]
 
     def work(runs):
-        decoded = coco.decode(coco.encode(runs), 50, 60)
-        return raster.rasterize_frame(decoded, 64, 32), geometry.iou(decoded, decoded)
+        decoded = sa1b.masks.decode(sa1b.masks.encode(runs), 50, 60)
+        return raster.rasterize_frame(decoded, 64, 32), sa1b.masks.iou(decoded, decoded)
 
     with ThreadPoolExecutor(4) as pool:
         for (pixels, ratios), runs in zip(pool.map(work, images), images, strict=True):
             np.testing.assert_array_equal(pixels, raster.rasterize_frame(runs, 64, 32))
-            np.testing.assert_array_equal(ratios, geometry.iou(runs, runs))
+            np.testing.assert_array_equal(ratios, sa1b.masks.iou(runs, runs))

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sa1b.masks import raster
-from sa1b.masks.runs import Runs
+from sa1b.masks import Runs, raster
 
 
 @given(st.data())

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, grid
-from sa1b.masks.runs import SizeError
+import sa1b.masks
+from sa1b.masks import SizeError, grid
 from tests.masks.samples import assert_canonical, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
 
@@ -33,7 +33,7 @@ def read(masks, axes):
 @given(masks_and_runs)
 def test_area(drawn):
     masks, runs = drawn
-    areas = geometry.area(runs)
+    areas = sa1b.masks.area(runs)
     assert areas.dtype == np.int64
     np.testing.assert_array_equal(areas, masks.sum(axis=(1, 2)))
 
@@ -43,21 +43,21 @@ def test_area(drawn):
 def test_boxes_are_those_of_the_pixels(drawn):
     masks, runs = drawn
     expected = np.array([box_of_pixels(mask) for mask in masks], np.int64).reshape(-1, 4)
-    boxes = geometry.bbox(runs)
+    boxes = sa1b.masks.bbox(runs)
     assert boxes.dtype == np.int64
     np.testing.assert_array_equal(boxes, expected)
     expected[:, 2:] -= expected[:, 2:] > 0
-    np.testing.assert_array_equal(geometry.bbox_sa1b(runs), expected)
+    np.testing.assert_array_equal(sa1b.masks.bbox_sa1b(runs), expected)
 
 
 @examples
 @given(pixel_masks())
 def test_area_and_boxes_are_those_of_pycocotools_for_canonical_runs(masks):
     runs = to_runs(masks)
-    coded = [{"size": list(masks.shape[1:]), "counts": string} for string in coco.encode(runs)]
-    np.testing.assert_array_equal(geometry.area(runs), pycocotools.area(coded))
+    coded = [{"size": list(masks.shape[1:]), "counts": string} for string in sa1b.masks.encode(runs)]
+    np.testing.assert_array_equal(sa1b.masks.area(runs), pycocotools.area(coded))
     if coded:
-        np.testing.assert_array_equal(geometry.bbox(runs), pycocotools.toBbox(coded))
+        np.testing.assert_array_equal(sa1b.masks.bbox(runs), pycocotools.toBbox(coded))
 
 
 @examples
@@ -66,24 +66,24 @@ def test_crop(drawn, data):
     masks, runs = drawn
     x, y = data.draw(st.integers(0, runs.width - 1)), data.draw(st.integers(0, runs.height - 1))
     width, height = data.draw(st.integers(1, runs.width - x)), data.draw(st.integers(1, runs.height - y))
-    check(geometry.crop(runs, x, y, width, height), masks[:, y : y + height, x : x + width])
+    check(sa1b.masks.crop(runs, x, y, width, height), masks[:, y : y + height, x : x + width])
 
 
 def test_a_window_outside_the_image_is_refused():
     runs = to_runs(np.ones((1, 4, 5), np.bool_))
     for window in ((-1, 0, 2, 2), (0, -1, 2, 2), (4, 0, 2, 2), (0, 3, 2, 2), (0, 0, 6, 1), (2**63, 0, 1, 1)):
         with pytest.raises(ValueError, match="must be inside"):
-            geometry.crop(runs, *window)
+            sa1b.masks.crop(runs, *window)
     with pytest.raises(SizeError):
-        geometry.crop(runs, 0, 0, 0, 1)
+        sa1b.masks.crop(runs, 0, 0, 0, 1)
 
 
 @examples
 @given(masks_and_runs)
 def test_flips(drawn):
     masks, runs = drawn
-    check(geometry.flip_horizontal(runs), masks[:, :, ::-1])
-    check(geometry.flip_vertical(runs), masks[:, ::-1, :])
+    check(sa1b.masks.flip_horizontal(runs), masks[:, :, ::-1])
+    check(sa1b.masks.flip_vertical(runs), masks[:, ::-1, :])
 
 
 @examples
@@ -91,7 +91,7 @@ def test_flips(drawn):
 def test_resize(drawn, height, width):
     masks, runs = drawn
     check(
-        geometry.resize(runs, height, width),
+        sa1b.masks.resize(runs, height, width),
         read(masks, grid.resized((runs.height, runs.width), (height, width))),
     )
 
@@ -100,7 +100,7 @@ def test_resize(drawn, height, width):
 @given(masks_and_runs)
 def test_the_same_size_gives_the_canonical_form(drawn):
     masks, runs = drawn
-    check(geometry.resize(runs, runs.height, runs.width), masks)
+    check(sa1b.masks.resize(runs, runs.height, runs.width), masks)
 
 
 @examples
@@ -108,6 +108,6 @@ def test_the_same_size_gives_the_canonical_form(drawn):
 def test_frame(drawn, image_size, size):
     masks, runs = drawn
     check(
-        geometry.frame(runs, image_size, size),
+        sa1b.masks.frame(runs, image_size, size),
         read(masks, grid.framed((runs.height, runs.width), image_size, size)),
     )

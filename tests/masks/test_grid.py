@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sa1b.masks import grid
-from sa1b.masks.runs import SizeError
+from sa1b.masks import SizeError, grid
 from tests.masks.samples import examples
 
 lengths = st.one_of(st.integers(1, 8), st.integers(1, 400))

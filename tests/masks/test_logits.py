@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+import sa1b.masks
 from sa1b.kernel import plain
-from sa1b.masks import SizeError, geometry, pixel_kernels, raster, shape_kernels
+from sa1b.masks import Runs, SizeError, pixel_kernels, raster, shape_kernels
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import areas, logit_axis, runs_of_logits
-from sa1b.masks.runs import Runs, joined
+from sa1b.masks.runs import joined
 from tests.masks.samples import assert_canonical, examples
 
 
@@ -113,14 +114,14 @@ def test_suppression_leaves_the_best_of_boxes_that_overlap(seed, max_iou):
     for index in sorted(range(20), key=lambda i: -scores[i]):
         if all(box_iou(boxes[index], boxes[other]) <= max_iou for other in kept):
             kept.append(index)
-    assert geometry.suppress(boxes, scores, max_iou).tolist() == kept
+    assert sa1b.masks.suppress(boxes, scores, max_iou).tolist() == kept
 
 
 def test_suppression_refuses_other_shapes():
-    assert geometry.suppress(np.empty((0, 4)), [], 0.5).shape == (0,)
+    assert sa1b.masks.suppress(np.empty((0, 4)), [], 0.5).shape == (0,)
     for boxes, scores in (([[1, 2, 3]], [1]), ([[1, 2, 3, 4]], [1, 2])):
         with pytest.raises(ValueError, match=r"boxes must be \[N, 4\] and scores \[N\]"):
-            geometry.suppress(boxes, scores, 0.5)
+            sa1b.masks.suppress(boxes, scores, 0.5)
 
 
 def test_lists_of_masks_are_joined():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from pycocotools import mask as pycocotools
 
+from sa1b.masks import Runs
 from sa1b.masks.coco import polygons
-from sa1b.masks.runs import Runs
 
 
 @pytest.mark.parametrize("one", [False, True])

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, grid, raster, raster_torch
-from sa1b.masks.runs import Runs, SizeError
+import sa1b.masks
+from sa1b.masks import Runs, SizeError, grid, raster, raster_torch
 from tests.masks.samples import examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 from tests.masks.test_geometry import read
 
@@ -73,7 +73,7 @@ def test_an_image_that_takes_any_part_of_the_square_reads_by_the_same_formula(dr
         taken=torch.tensor([taken] * len(runs)).reshape(-1, 2).long(),
     )
     np.testing.assert_array_equal(in_torch, expected)
-    np.testing.assert_array_equal(to_pixels(geometry.frame(runs, image_size, size, taken)), expected)
+    np.testing.assert_array_equal(to_pixels(sa1b.masks.frame(runs, image_size, size, taken)), expected)
 
 
 def test_an_image_larger_than_the_square_is_refused():
@@ -123,7 +123,7 @@ def test_boxes_of_another_shape_or_type_are_refused():
 @given(pixel_masks())
 def test_the_source_size_is_what_pycocotools_decodes(masks):
     runs = to_runs(masks)
-    coded = [{"size": list(masks.shape[1:]), "counts": string} for string in coco.encode(runs)]
+    coded = [{"size": list(masks.shape[1:]), "counts": string} for string in sa1b.masks.encode(runs)]
     pixels = raster.rasterize(runs)
     for i, mask in enumerate(coded):
         np.testing.assert_array_equal(pixels[i], pycocotools.decode(mask))
@@ -135,10 +135,10 @@ def test_the_source_size_is_what_pycocotools_decodes(masks):
 def test_raster_and_runs_agree_on_resize_and_frame(drawn, height, width):
     _, runs = drawn
     np.testing.assert_array_equal(
-        raster.rasterize(runs, height, width), raster.rasterize(geometry.resize(runs, height, width))
+        raster.rasterize(runs, height, width), raster.rasterize(sa1b.masks.resize(runs, height, width))
     )
     np.testing.assert_array_equal(
-        raster.rasterize_frame(runs, height, width), raster.rasterize(geometry.frame(runs, height, width))
+        raster.rasterize_frame(runs, height, width), raster.rasterize(sa1b.masks.frame(runs, height, width))
     )
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
+import sa1b.masks
 from sa1b import masks
-from sa1b.masks import coco, raster
+from sa1b.masks import MaskError, Runs, SizeError, coco, raster
 from sa1b.masks.raster import logit_axis, runs_of_logits
-from sa1b.masks.runs import MaskError, Runs, SizeError
 from tests.masks.samples import assert_same, examples, masks_and_runs, pixel_masks, to_pixels, to_runs
 
 
@@ -75,7 +75,7 @@ def test_to_coco_gives_the_dicts_of_pycocotools_and_decode_takes_them_back() -> 
     texts = json.loads(json.dumps(runs.to_coco(text=True)))
     assert [mask["counts"].encode() for mask in texts] == [mask["counts"] for mask in found]
     for written in (found, texts):
-        back = coco.decode([mask["counts"] for mask in written], 17, 23)
+        back = sa1b.masks.decode([mask["counts"] for mask in written], 17, 23)
         np.testing.assert_array_equal(back.runs, runs.runs)
         np.testing.assert_array_equal(back.offsets, runs.offsets)
     assert runs.select([]).to_coco() == []

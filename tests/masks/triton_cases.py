@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from sa1b.masks import geometry, raster, raster_torch
-from sa1b.masks.runs import Runs
+import sa1b.masks
+from sa1b.masks import Runs, raster, raster_torch
 from tests.masks.samples import to_runs
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
@@ -79,7 +79,7 @@ class Batch:
         images = list(zip(self.images, each, strict=True))
         straight = np.concatenate([function(image, *sizes, **one) for image, one in images])
         mirrored = np.concatenate(
-            [function(geometry.flip_horizontal(image), *sizes, **one) for image, one in images]
+            [function(sa1b.masks.flip_horizontal(image), *sizes, **one) for image, one in images]
         )
         return np.where(np.broadcast_to(flip, len(self))[:, None, None], mirrored, straight)
 

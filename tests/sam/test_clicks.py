@@ -135,37 +135,6 @@ def clicked(masks, targets, number=1, image_size=16, keys=None):
     return clicks.corrective_clicks(masks, targets, keys, number, image_size)
 
 
-def test_clicks_are_foreground_where_pixels_were_missed_and_background_where_they_were_taken():
-    count = 4000
-    targets = torch.zeros(count, 8, 8, dtype=torch.bool)
-    targets[:, 1:4, 2:6] = True
-    masks = targets.clone()
-    masks[:, 1, 2:6] = False  # missed
-    masks[:, 6, 1:5] = True  # taken
-    points, labels = clicked(masks, targets)
-    pixels = (points + 0.5) / 2 - 0.5  # pixels of the dense mask
-    columns, rows = pixels.long().T
-    assert torch.equal(pixels, pixels.floor())
-    missed = labels == clicks.FOREGROUND
-    assert ((rows[missed] == 1) & (columns[missed] >= 2) & (columns[missed] < 6)).all()
-    assert (labels[~missed] == clicks.BACKGROUND).all()
-    assert ((rows[~missed] == 6) & (columns[~missed] >= 1) & (columns[~missed] < 5)).all()
-    assert abs(missed.double().mean() - 0.5) < 0.04  # equally many pixels of both kinds
-
-
-def test_a_right_answer_gets_a_click_on_its_target_and_an_empty_one_none():
-    targets = torch.zeros(2, 4, 4, dtype=torch.bool)
-    targets[0, 2, 1] = True
-    points, labels = clicked(targets.clone(), targets)
-    assert labels.tolist() == [clicks.FOREGROUND, clicks.NOTHING]
-    assert points[0].tolist() == [1 * 4 + 1.5, 2 * 4 + 1.5]  # the centre of 4 x 4 pixels of the square
-
-
-def test_clicks_differ_from_round_to_round():
-    masks, targets = torch.zeros(50, 16, 16, dtype=torch.bool), torch.ones(50, 16, 16, dtype=torch.bool)
-    assert (clicked(masks, targets, 1)[0] != clicked(masks, targets, 2)[0]).any(dim=1).sum() > 40
-
-
 def test_a_masks_prompts_are_the_same_in_whatever_batch():
     count, order = 30, torch.randperm(30, generator=torch.Generator().manual_seed(0))[:11]
     torch.manual_seed(0)

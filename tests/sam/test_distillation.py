@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.model import Divisible
 from sa1b.sam.distillation import Distillation
 from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.model import ModelConfig, Sam
@@ -82,19 +81,6 @@ def test_a_batch_without_images_has_a_gradient_of_zero(distillation: Distillatio
     for one in distillation.model.image_encoder.parameters():
         assert one.grad is not None
         assert not one.grad.any()
-
-
-def test_stages_of_a_pipeline_give_the_same_losses(distillation: Distillation) -> None:
-    assert isinstance(distillation, Divisible)
-    given = inputs()
-    distillation.train()
-    whole = distillation(*given)
-    stream = distillation.begin(*given)
-    for block in range(distillation.depth):
-        stream = distillation.through(stream, range(block, block + 1), *given)
-    assert {name: value.detach().item() for name, value in distillation.end(stream, *given).items()} == {
-        name: value.detach().item() for name, value in whole.items()
-    }
 
 
 def test_the_teacher_is_moved_and_counted_with_the_student(

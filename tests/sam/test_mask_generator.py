@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import sa1b
-from sa1b.masks import Runs, coco, geometry, raster
+import sa1b.masks
+from sa1b.masks import Runs, raster
 from sa1b.masks.grid import framed_size
 from sa1b.programs.synthetic.source_tars import write_tar
 from sa1b.sam.mask_generator import GeneratedMasks, GeneratorConfig
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.prediction import framed_image
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.jpeg import decode
-from sa1b.shards.manifest import read_tasks
 from tests import processes
 from tests.sam import published
 from tests.shards.tiny import ingest_tar
@@ -171,8 +170,8 @@ def photo(height: int, width: int) -> np.ndarray:
 def by_theirs(original: Any, theirs: Any, image: np.ndarray, config: GeneratorConfig) -> GeneratedMasks:
     named = {NAMES[name]: getattr(config, name) for name in NAMES}
     found = original.SamAutomaticMaskGenerator(theirs, output_mode="coco_rle", **named).generate(image)
-    runs = coco.decode([one["segmentation"]["counts"] for one in found], *image.shape[:2])
-    for column, values in (("area", geometry.area(runs)), ("bbox", geometry.bbox_sa1b(runs))):
+    runs = sa1b.masks.decode([one["segmentation"]["counts"] for one in found], *image.shape[:2])
+    for column, values in (("area", sa1b.masks.area(runs)), ("bbox", sa1b.masks.bbox_sa1b(runs))):
         assert np.array_equal([one[column] for one in found], values) or not found
     return GeneratedMasks(
         runs,
@@ -207,16 +206,16 @@ def test_masks_are_those_of_the_published_class(
     assert len(found) == len(expected) > 0
     # Masks of equal predicted IoU may have another order.
     mine, other = (
-        one.select(np.lexsort((*one.points.T, geometry.area(one.runs), -one.predicted_iou.round(4))))
+        one.select(np.lexsort((*one.points.T, sa1b.masks.area(one.runs), -one.predicted_iou.round(4))))
         for one in (found, expected)
     )
-    assert geometry.iou(mine.runs, other.runs).diagonal().min() > 0.99
+    assert sa1b.masks.iou(mine.runs, other.runs).diagonal().min() > 0.99
     assert np.allclose(mine.points, other.points)
     assert np.array_equal(mine.crop_boxes, other.crop_boxes)
     assert np.allclose(mine.predicted_iou, other.predicted_iou, atol=1e-4)
     assert np.allclose(mine.stability_score, other.stability_score, atol=2e-3)
     found.runs.check()
-    assert geometry.area(found.runs).min() > 0
+    assert sa1b.masks.area(found.runs).min() > 0
 
 
 def test_an_image_resized_by_torchvision_has_nearly_the_same_masks(
@@ -224,7 +223,7 @@ def test_an_image_resized_by_torchvision_has_nearly_the_same_masks(
 ) -> None:
     image, settings = photo(300, 200), {"min_predicted_iou": 0.0, "min_stability": 0.7}
     expected = by_theirs(original, theirs, image, GeneratorConfig(**POINTS, **settings))
-    found = geometry.iou(sa1b.generate_masks(model, image, **POINTS, **settings).runs, expected.runs)
+    found = sa1b.masks.iou(sa1b.generate_masks(model, image, **POINTS, **settings).runs, expected.runs)
     assert (found.max(axis=0) > 0.9).mean() > 0.8
 
 
@@ -259,7 +258,7 @@ def test_scores_are_those_of_dense_masks_of_the_real_model() -> None:
     for mask, quality in zip(best.masks, best.predicted_iou, strict=True):
         same = np.isclose(found.predicted_iou, quality, atol=1e-5)
         assert not mask.any() or (dense[same] != mask).mean(axis=(1, 2)).min() < 1e-3
-    assert np.array_equal(geometry.area(found.runs), dense.sum(axis=(1, 2)))
+    assert np.array_equal(sa1b.masks.area(found.runs), dense.sum(axis=(1, 2)))
 
 
 def test_no_mask_and_one_pixel(model: Sam) -> None:
@@ -297,7 +296,6 @@ def test_a_trained_model_has_the_same_masks_in_the_published_class(original: Any
     """Trains `tiny`, without its addition to the published model, for a minute or two."""
     write_tar(tmp_path / "sa_000000.tar", images=60, first_id=1, long_side=480, simple=True)
     ingest_tar(tmp_path / "sa_000000.tar", tmp_path / "shards")
-    write_dataset(tmp_path / "shards", read_tasks(tmp_path / "shards"))
     command = [sys.executable, "-m", "sa1b.train", "--preset", "tiny", "--model.pixel-features", "0"]
     command += ["--data.root", str(tmp_path / "shards"), "--out", str(tmp_path / "run")]
     processes.run([*command, "--optim.steps", "300", "--logging.tensorboard", "False"], check=True)
@@ -314,7 +312,7 @@ def test_a_trained_model_has_the_same_masks_in_the_published_class(original: Any
             image = decode(sample.jpeg)
             expected = by_theirs(original, theirs, image, GeneratorConfig(**settings))
             found = sa1b.generate_masks(model, image, **settings)
-            both = geometry.iou(found.runs, expected.runs)
+            both = sa1b.masks.iou(found.runs, expected.runs)
             masks += max(len(found), len(expected))
             shared += int((both.max(axis=1, initial=0) > 0.9).sum())
     assert masks > 40

@@ -17,16 +17,11 @@ import simplejpeg
 import webdataset
 
 import sa1b
+import sa1b.masks
 from sa1b.errors import ManifestError, ShardError, TableError
-from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
-from sa1b.masks import coco
-from sa1b.programs.synthetic import source_tars as synthetic
 from sa1b.shards import record
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.documents import Options
-from sa1b.shards.manifest import read_tasks, table_name, versions
-from sa1b.sources.discovery import discover
+from sa1b.shards.manifest import table_name, versions
+from tests.shards import tiny
 
 IMAGES = 14
 
@@ -35,7 +30,7 @@ IMAGES = 14
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
     """Image id -> ending -> bytes in the source."""
     path = tmp_path_factory.mktemp("source") / "sa_000003.tar"
-    synthetic.write_tar(path, images=IMAGES, first_id=100, long_side=160)
+    tiny.synthesize(path, images=IMAGES, first_id=100, long_side=160)
     found: dict[int, dict[str, bytes]] = {}
     with tarfile.open(path) as tar:
         for member in tar:
@@ -51,9 +46,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, b
 @pytest.fixture(scope="module")
 def root(originals: dict[int, dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("root")
-    (source,) = discover([Path(originals.pop(-1)["path"].decode())]).sources
-    ingest(source, path, Options(images_per_shard=5, keep_json=True), Policy())
-    write_dataset(path, read_tasks(path))
+    source = Path(originals.pop(-1)["path"].decode())
+    tiny.ingest_tar(source, path, images_per_shard=5, keep_json=True)
     return path
 
 
@@ -69,7 +63,7 @@ def test_every_sample_reads_back_exactly(root: Path, originals: dict[int, dict[s
         # The text is compared, so that values, types and key order are equal.
         assert json.dumps(found) == json.dumps(json.loads(original["json"]))
         strings = [mask["segmentation"]["counts"].encode() for mask in found["annotations"]]
-        assert coco.encode(sample.runs) == strings
+        assert sa1b.masks.encode(sample.runs) == strings
 
 
 def test_by_id_and_negative_rows(root: Path) -> None:

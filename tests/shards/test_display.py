@@ -15,15 +15,12 @@ from PIL import Image, ImageShow
 from pycocotools import mask as coco_mask
 
 import sa1b
+from sa1b import Sample
 from sa1b.errors import BadSample, UsageError
-from sa1b.masks import raster
-from sa1b.masks.runs import Runs
+from sa1b.masks import Runs, raster
 from sa1b.shards import display
 from sa1b.shards.annotation import parse_annotation
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.display import colour, decode_for_display, display_size, largest_first, overlay
-from sa1b.shards.manifest import read_tasks
-from sa1b.shards.sample import Sample
 from tests.shards import tiny
 from tests.storage.service import Service
 
@@ -39,7 +36,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finished(folder: Path, source: Path, **options: Any) -> Path:
     tiny.ingest_tar(source, folder / "root", **options)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 

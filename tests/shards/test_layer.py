@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 
 import sa1b
 from sa1b.errors import LockedError, ManifestError, ShardError, UsageError
-from sa1b.masks.runs import Runs
+from sa1b.masks import Runs
 from sa1b.shards import layer, layer_writer
 from sa1b.shards.annotation import PROVENANCE, Annotations, parse_annotation
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.layer import Change
-from sa1b.shards.manifest import read_tasks
 from sa1b.shards.record import RecordError
 from sa1b.storage.claim import Claim
 from sa1b.storage.open import open_store
@@ -38,7 +36,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.make_tar(folder / "sa_000020.tar", IDS)
     root = folder / "shards"
     tiny.ingest_tar(folder / "sa_000020.tar", root)
-    write_dataset(root, read_tasks(root))
     return root
 
 
@@ -238,7 +235,6 @@ def test_other_masks_in_the_shards_are_detected_and_more_sources_are_not_a_chang
     subprocess.run(["cp", "-r", root, copy], check=True)
     tiny.make_tar(tmp_path / "sa_000021.tar", [50, 51])
     tiny.ingest_tar(tmp_path / "sa_000021.tar", copy)
-    write_dataset(copy, read_tasks(copy))
     assert len(sa1b.open(copy, layers=["round2"]).by_id(2).annotations) == 3
 
 
@@ -313,7 +309,6 @@ def test_sources_are_added_and_replaced_while_a_layer_is_written(made: Path, tmp
             writer.add(two(image_id), int(dataset.table.masks_crc32c[dataset.row(image_id)]))
             tiny.write_tar(tmp_path / source, members, gzip=True)
             tiny.ingest_tar(tmp_path / source, root)
-            write_dataset(root, read_tasks(root))
             writer.commit(dataset.table, None, {})
 
     written_beside("grown", 3, "sa_000021.tar", tiny.pairs([50, 51]))

@@ -3,26 +3,23 @@
 import gzip as gzip_file
 import json
 import random
+import re
 import tarfile
+import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 
-from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
-from sa1b.masks import coco
-from sa1b.masks.runs import Runs
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.dataset import Dataset
-from sa1b.shards.documents import Options, Task
-from sa1b.shards.manifest import read_tasks
-from sa1b.sources.discovery import discover
+import sa1b
+from sa1b import masks as runs_of_masks
+from sa1b.errors import SourceError
+from tests import kit
 
 Members = Sequence[tuple[str, bytes]]
 SIZE = (48, 64)  # height, width
@@ -43,8 +40,8 @@ def counts_of(mask: npt.NDArray[np.bool_]) -> str:
 
 def counts_from(runs: list[int], height: int, width: int) -> str:
     """The COCO string of one mask's runs."""
-    joined = Runs(np.array(runs, np.uint32), np.array([0, len(runs)]), height, width)
-    return coco.encode(joined)[0].decode()
+    joined = runs_of_masks.Runs(np.array(runs, np.uint32), np.array([0, len(runs)]), height, width)
+    return runs_of_masks.encode(joined)[0].decode()
 
 
 def document(image_id: int, seed: int = 0, size: tuple[int, int] = SIZE, masks: int = 3) -> dict[str, Any]:
@@ -158,21 +155,49 @@ def make_tar(path: Path, ids: Sequence[int], *, seed: int = 0, gzip: bool = True
     return members
 
 
-def ingest_tar(path: Path, root: Path, **options: Any) -> Task:
-    """Ingest one source (tar or folder) in this process; options of `Options` and `Policy` alike."""
-    (source,) = discover([path]).sources
-    names = {field.name for field in fields(Options)}
-    chosen = Options(**{name: value for name, value in options.items() if name in names})
-    policy = Policy(**{name: value for name, value in options.items() if name not in names})
-    root.mkdir(parents=True, exist_ok=True)
-    return ingest(source, root, chosen, policy, replace_images=True)
+def synthesize(path: Path, *, images: int, first_id: int, long_side: int) -> Path:
+    """A tar of `sa1b synthesize`, whose ids start at `first_id`."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--tars", 1, "--images-per-tar", images, "--long-side", long_side, "--workers", 1)
+        kit.run("synthesize", folder, *flags)
+        with tarfile.open(Path(folder, "sa_000000.tar")) as tar:
+            found = [(one.name, tar.extractfile(one).read()) for one in tar if one.isfile()]  # type: ignore[union-attr]
+    members = []
+    for name, data in found:
+        number = int(re.search(r"sa_(\d+)", name)[1])  # type: ignore[index]
+        new, text = number - 1 + first_id, json.loads(data) if name.endswith(".json") else {}
+        if text:
+            text["image"] |= {"image_id": new, "file_name": f"sa_{new}.jpg"}
+        members.append((name.replace(f"sa_{number}.", f"sa_{new}."), encode(text) if text else data))
+    return write_tar(path, members)
+
+
+def ingest_tar(path: Path, root: Path, **options: Any) -> SimpleNamespace:
+    """Make or extend a dataset directory; returns the task file of the source. SourceError: the source failed."""
+    if options.pop("stop", False):
+        options["on_error"] = "stop"
+    options = {"replace": True, **options, "accept": sorted(options.get("accept", ()))}
+    made = sa1b.reshard(path, root, workers=1, quiet=True, **options)
+    for error in made.failed.values():
+        raise SourceError(error)
+    (name,) = (*made.done, *made.skipped)
+    task = json.loads((root / "tasks" / f"{name}.json").read_text())
+    task["shards"] = [SimpleNamespace(**shard) for shard in task["shards"]]
+    return SimpleNamespace(name=name, warnings=task["counts"]["doubtful"], **task)
+
+
+def resharded(sources: Sequence[str], *, out: str, json_output: bool = False, **options: Any) -> int:
+    """`sa1b reshard` by its function, which prints what the command prints; the exit code."""
+    made = sa1b.reshard(sources, out, quiet=True, **options)
+    print(json.dumps(made.document) if json_output else made.text)
+    return made.exit_code
 
 
 def read_back(root: Path) -> dict[int, tuple[bytes, Any]]:
     """Every sample of a root: image id -> JPEG bytes and annotation document."""
-    write_dataset(root, read_tasks(root))
-    dataset = Dataset(root)
-    return {sample.image_id: (sample.jpeg, sample.annotations.to_json()) for sample in dataset}
+    if not (root / "dataset.json").exists():
+        sa1b.reshard((), root, finish=True, quiet=True)
+    return {sample.image_id: (sample.jpeg, sample.annotations.to_json()) for sample in sa1b.open(root)}
 
 
 def lines(root: Path, source: str, file: str = "refused.jsonl") -> list[dict[str, Any]]:

@@ -4,24 +4,17 @@ import io
 import json
 import random
 import tarfile
-from dataclasses import replace
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
 
-from sa1b.ingest.ingest import ingest
-from sa1b.ingest.policy import Policy
-from sa1b.masks import coco, geometry
-from sa1b.masks.runs import Runs
-from sa1b.shards import manifest
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.dataset import Dataset
-from sa1b.shards.documents import Options
-from sa1b.shards.layer import Change
-from sa1b.shards.layer_writer import writing
-from sa1b.sources.discovery import discover
-from sa1b.storage.open import open_store
+import sa1b
+from sa1b import masks as runs_of_masks
+from tests import kit
 
 HEIGHT, WIDTH = 48, 64
 
@@ -43,13 +36,13 @@ def masks(rng, count):
         pieces.append(np.array([*runs, HEIGHT * WIDTH - sum(runs)], np.uint32))
     offsets = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     runs = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
-    return Runs(runs, offsets.astype(np.int64), HEIGHT, WIDTH)
+    return runs_of_masks.Runs(runs, offsets.astype(np.int64), HEIGHT, WIDTH)
 
 
 def annotation(image_id, rng):
     """An annotation file in SA-1B's usual form, as a document."""
     runs = masks(rng, int(rng.integers(1, 7)))
-    areas, boxes = geometry.area(runs).tolist(), geometry.bbox_sa1b(runs).tolist()
+    areas, boxes = runs_of_masks.area(runs).tolist(), runs_of_masks.bbox_sa1b(runs).tolist()
     annotations = [
         {
             "bbox": [float(v) for v in box] if i else box,
@@ -61,7 +54,7 @@ def annotation(image_id, rng):
             "id": image_id * 100 + i,
             "stability_score": float(rng.uniform(0.95, 1.0)),
         }
-        for i, (area, box, string) in enumerate(zip(areas, boxes, coco.encode(runs), strict=True))
+        for i, (area, box, string) in enumerate(zip(areas, boxes, runs_of_masks.encode(runs), strict=True))
     ]
     image = {"image_id": image_id, "width": WIDTH, "height": HEIGHT, "file_name": f"sa_{image_id}.jpg"}
     return {"image": image, "annotations": annotations}
@@ -109,41 +102,42 @@ def write_source(path, content, seed=0):
 
 
 def make_root(root, sources, options):
-    """Make a finished dataset directory in this process."""
-    root.mkdir(parents=True, exist_ok=True)
-    for source in discover(sources).sources:
-        ingest(source, root, options, Policy())
-    write_dataset(root, manifest.read_tasks(root))
+    """Make a finished dataset directory; `options` are those of `sa1b.reshard`, or have its fields."""
+    if not isinstance(options, dict):
+        options = asdict(options)
+        options["no_index_runs"] = not options.pop("index_runs")
+    made = sa1b.reshard(sources, root, workers=1, quiet=True, **options)
+    assert made.exit_code in (0, 3), made.text
     return root
 
 
 ROOTS = {  # the options of reshard
-    "plain": Options(images_per_shard=5),
-    "no_index_runs": Options(images_per_shard=5, index_runs=False),
-    "keep_json": Options(images_per_shard=5, keep_json=True),
-    "image_size": Options(images_per_shard=5, image_size=32, quality=80),
-    "annotations_only": Options(images_per_shard=5, annotations_only=True),
+    "plain": {"images_per_shard": 5},
+    "no_index_runs": {"images_per_shard": 5, "no_index_runs": True},
+    "keep_json": {"images_per_shard": 5, "keep_json": True},
+    "image_size": {"images_per_shard": 5, "image_size": 32, "quality": 80},
+    "annotations_only": {"images_per_shard": 5, "annotations_only": True},
 }
 
 
 def add_layer(root, name="round2", images=3, overwrite=False):
     """A layer that adds, replaces and, where there are three masks, hides one of each of the first images."""
-    dataset = Dataset(root)
-    with writing(open_store(root), name, overwrite=overwrite) as writer:
-        for row in range(images):
-            base = next(dataset.masks([row]))
-            own = base.keep(np.arange(len(base)) < 2)
-            own = replace(
-                own, mask_id=np.array([base.mask_id[0], base.mask_id.max() + 1])[: len(own)], text=None
-            )
-            change = Change(own, np.arange(len(own)) == 0, base.mask_id[2:3])
-            writer.add(change, int(dataset.table.masks_crc32c[row]))
-        return writer.commit(dataset.table, None, {"program": "test"})
+    with tempfile.TemporaryDirectory() as folder:
+        for sample in list(sa1b.open(root))[:images]:
+            text = sample.annotations.to_json()
+            kept = [one for number, one in enumerate(text["annotations"]) if number != 2]
+            kept.append({**kept[-1], "id": max(one["id"] for one in text["annotations"]) + 1})
+            text["annotations"] = kept
+            Path(folder, f"sa_{sample.image_id}.json").write_text(json.dumps(text))
+        more = ("--overwrite",) if overwrite else ()
+        return kit.run(
+            "layer", "add", root, folder, "--name", name, "--existing", "hide", "--json", *more
+        ).json
 
 
-def two_sources(folder: Path) -> list[Path]:
-    """sa_000001.tar with odd annotation files among its pairs, and sa_000002.tar."""
+def two_sources(folder: Path, more: Mapping[int, tuple[bytes, bytes]] = {}) -> list[Path]:
+    """sa_000001.tar with odd annotation files among its pairs, and `more` pairs; and sa_000002.tar."""
     return [
-        write_source(folder / "sa_000001.tar", pairs(range(100, 109)) | odd_pairs(200)),
+        write_source(folder / "sa_000001.tar", {**pairs(range(100, 109)), **odd_pairs(200), **more}),
         write_source(folder / "sa_000002.tar", pairs(range(300, 303), seed=2), seed=2),
     ]

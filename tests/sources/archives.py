@@ -3,7 +3,6 @@
 import json
 import random
 
-from sa1b.sources.tar_stream import Damage, Member
 from tests.shards import tiny
 from tests.shards.tiny import pair, tar_bytes
 
@@ -12,11 +11,11 @@ GOOD = tar_bytes(FILES)
 
 
 def files(items):
-    return [(item.name, item.data) for item in items if isinstance(item, Member) and item.kind == "file"]
+    return [(item.name, item.data) for item in items if getattr(item, "kind", None) == "file"]
 
 
 def damage(items):
-    return [item for item in items if isinstance(item, Damage)]
+    return [item for item in items if hasattr(item, "length")]
 
 
 def reasons(items):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sa1b.sources.tar_stream import Damage, Member
 from tests.shards.tiny import member
+from tests.sources.items import Damage, Member
 
 END = bytes(1024)
 PAX = b"19 path=./sa_1.jpg\n"

@@ -11,6 +11,7 @@ from sa1b.errors import SourceError
 from sa1b.sources.discovery import discover
 from sa1b.sources.source import SourceReader, digest_of_source
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES
+from tests.ingest import inside
 from tests.shards import tiny
 from tests.shards.tiny import pair_members, pairs
 from tests.sources.archives import check_exact, extract
@@ -194,7 +195,7 @@ def test_a_file_that_cannot_be_read_costs_that_member_alone(tmp_path, monkeypatc
         return usual(path, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "open", failing)
-    task = tiny.ingest_tar(folder, tmp_path / "root")
+    task = inside.ingest_tar(folder, tmp_path / "root")
     monkeypatch.undo()
     check_exact(tmp_path / "root", [i for i in IDS if i != IDS[2]])
     assert task.counts["refused"] == {"member_unreadable": 1, "jpg_unpaired": 1}
@@ -212,7 +213,7 @@ def test_a_folder_below_that_cannot_be_listed_is_refused_not_left_out(tmp_path, 
         return usual(path)
 
     monkeypatch.setattr(os, "scandir", failing)
-    task = tiny.ingest_tar(folder, tmp_path / "root")
+    task = inside.ingest_tar(folder, tmp_path / "root")
     monkeypatch.undo()
     check_exact(tmp_path / "root", IDS[:3])
     assert task.counts["refused"] == {"member_unreadable": 1, "json_unpaired": 3}

@@ -16,6 +16,7 @@ from sa1b.sources.discovery import FORMATS, discover
 from sa1b.sources.pairing import Spill, pair_up
 from sa1b.sources.source import SourceFormat, SourceReader, SourceReading, digest_of_source, read_checklist
 from sa1b.sources.tar_stream import Member
+from tests.ingest import inside
 from tests.shards import tiny
 from tests.shards.tiny import make_tar, pairs, write_tar
 from tests.sources.archives import extract
@@ -37,7 +38,7 @@ def test_the_digest_of_a_tar_is_that_of_the_file_as_stored(tmp_path):
 def test_a_source_whose_shards_would_replace_those_of_another_run_is_refused(tmp_path):
     make_tar(tmp_path / "sa_000020.tar", IDS)
     make_tar(tmp_path / "000020.tar", IDS)
-    tiny.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
+    inside.ingest_tar(tmp_path / "sa_000020.tar", tmp_path / "root")
     with pytest.raises(
         UsageError, match=r"000020.tar: .* already contains a source named 'sa_000020'.*--rename"
     ):
@@ -145,7 +146,7 @@ def test_a_tar_that_is_overwritten_while_it_is_ingested_is_refused(tmp_path, mon
 
     monkeypatch.setattr(SourceReader, "digests", overwritten)
     with pytest.raises(SourceError, match=r"sa_000020.tar: changed while it was read"):
-        tiny.ingest_tar(path, tmp_path / "root")
+        inside.ingest_tar(path, tmp_path / "root")
     assert not list((tmp_path / "root").glob("*.tar"))
 
 

@@ -3,9 +3,9 @@
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from sa1b.sources.tar_stream import BLOCK, MAX_KEPT_BYTES, Member
 from tests.shards.tiny import checksummed, header, member, tar_bytes
 from tests.sources.archives import FILES, GOOD, files
+from tests.sources.items import BLOCK, MAX_KEPT_BYTES, Member
 
 
 def accounted(data, items):

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from sa1b.sources.tar_stream import BLOCK, MAX_KEPT_BYTES, MAX_MEMBER_BYTES, Damage
 from tests.shards.tiny import checksummed, header, tar_bytes
 from tests.sources.archives import FILES, GOOD, damage, files, offset_of, reasons, replaced, without
+from tests.sources.items import BLOCK, MAX_KEPT_BYTES, MAX_MEMBER_BYTES, Damage
 
 
 def test_an_archive_cut_between_members_is_reported(read):

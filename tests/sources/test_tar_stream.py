@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from sa1b.sources.tar_stream import BLOCK, Member
 from tests.shards.tiny import gzip_bytes, tar_bytes
 from tests.sources.archives import FILES, GOOD, damage, files, offset_of, reasons
+from tests.sources.items import BLOCK, Member
 
 
 @pytest.mark.parametrize("form", [bytes, gzip_bytes], ids=["plain", "gzip"])

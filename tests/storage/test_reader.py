@@ -271,14 +271,6 @@ def test_expired_keys_are_named_whatever_is_requested_first(store: Store, tmp_pa
         BucketStore("s3://data", scratch=tmp_path, options=options).size("a.bin")
 
 
-def test_a_server_that_ignores_ranges_is_refused_not_cut(store: Store) -> None:
-    with (
-        Reader("s3://norange", options=store.options()) as reader,
-        pytest.raises(StorageError, match="ignores byte ranges"),
-    ):
-        reader.read_range("a.bin", 100, 10)
-
-
 def test_a_store_that_always_sends_less_is_unavailable_not_damage(store: Store, waited: WaitedTime) -> None:
     with (
         Reader("s3://brief", options=store.options(), retry_policy=waited.policy(20)) as reader,

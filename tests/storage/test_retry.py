@@ -142,20 +142,6 @@ def test_the_same_wrong_crc_twice_is_damage_with_range_and_both_values() -> None
     assert (error.expected, error.found) == (CRC, int(google_crc32c.value(bad)))
 
 
-def test_different_wrong_bytes_every_time_are_damaged_in_transit_not_in_the_store() -> None:
-    clock = Clock()
-    state = state_of(clock, CounterSet())
-
-    def read() -> None:
-        for attempt in range(10**6):
-            state.start_attempt()
-            assert not state.accept(attempt.to_bytes(10, "big"))
-            clock.now += 1 + state.backoff()
-
-    with pytest.raises(UnavailableError, match="crc32c"):
-        read()
-
-
 def test_a_body_of_another_length_is_short_whatever_its_crc() -> None:
     counters = CounterSet()
     state = state_of(Clock(), counters)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sa1b.stream.loader import _note
+from tests.storage.service import Service
 
 
 @pytest.fixture
@@ -25,3 +26,9 @@ def short_path() -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="sa1b-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def server(bucket: Path) -> Iterator[Service]:
+    with Service("range_server", bucket) as service:
+        yield service

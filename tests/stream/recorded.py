@@ -11,9 +11,8 @@ import simplejpeg
 import torch
 
 import sa1b
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
-from sa1b.stream.batch import Batch, collate
+from sa1b import Batch
+from sa1b.stream.batch import collate
 from sa1b.stream.decode import decode
 from sa1b.stream.order import Order
 from sa1b.stream.ragged import RaggedMasks
@@ -38,7 +37,6 @@ def make_root(folder: Path, images: int, per_shard: int = 5, **options: Any) -> 
     tiny.ingest_tar(
         tiny.write_tar(folder / "sa_000001.tar", mixed), root, images_per_shard=per_shard, **options
     )
-    write_dataset(root, read_tasks(root))
     return root
 
 

@@ -12,9 +12,6 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.errors import ManifestError, UsageError
 from sa1b.masks import SizeError
-from sa1b.programs.synthetic import source_tars
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.storage.errors import StorageError
 from sa1b.stream.plan import ResumeError
 from sa1b.stream.transform import RandomCrop, ScaleJitter, TransformError
@@ -27,9 +24,8 @@ IMAGES = 8
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arguments")
-    source_tars.write_tar(folder / "sa_000001.tar", images=IMAGES, first_id=1, long_side=48)
+    tiny.synthesize(folder / "sa_000001.tar", images=IMAGES, first_id=1, long_side=48)
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=4)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 
@@ -162,7 +158,8 @@ def test_what_is_no_state_is_refused_when_it_is_loaded(root: Path, change: Any) 
     stream = stream_of(root)
     state = {**stream.state_dict(), **change} if isinstance(change, dict) else change
     with pytest.raises(
-        ResumeError, match="not the state of a stream|: has no |not a mapping|state position"
+        ResumeError,
+        match="not the state of a stream|: has no |not a mapping|position=.* must be a whole number",
     ) as caught:
         stream.load_state_dict(state)
     assert caught.value.argument is None

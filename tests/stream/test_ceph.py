@@ -12,9 +12,6 @@ import fsspec
 import pytest
 
 import sa1b
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests.shards import tiny
 from tests.storage import ceph
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -32,9 +29,8 @@ def test_no_step_is_lost_while_the_gateway_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    synthetic.write_tar(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=160)
+    tiny.synthesize(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=160)
     tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root", images_per_shard=7)
-    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
     damage_log = tmp_path / "damage_log.jsonl"
     expected = take(sa1b.Stream(tmp_path / "root", global_batch=4, epochs=None, **SMALL), STEPS)
     with ceph.Gateway() as gateway:

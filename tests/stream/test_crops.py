@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.arguments import BadValue
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.stream import decode
 from sa1b.stream.crops import CropGroup, MultiCrop
 from sa1b.stream.decode import EncodedImage
@@ -116,7 +114,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crops")
     tiny.make_tar(folder / "sa_000020.tar", range(1, 7))
     tiny.ingest_tar(folder / "sa_000020.tar", folder / "shards")
-    write_dataset(folder / "shards", read_tasks(folder / "shards"))
     return folder / "shards"
 
 

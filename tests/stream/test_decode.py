@@ -14,9 +14,6 @@ from torch import Tensor
 
 import sa1b
 from sa1b.errors import BadSample
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage
 from sa1b.stream.decoders import DECODERS, decoder
 from sa1b.stream.transform import Frame
@@ -71,9 +68,8 @@ class FailingBatch(Failing):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decode")
-    synthetic.write_tar(folder / "sa_000001.tar", images=9, first_id=100, long_side=160)
+    tiny.synthesize(folder / "sa_000001.tar", images=9, first_id=100, long_side=160)
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=4)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.errors import TableError
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests import processes
 from tests.shards import tiny
 from tests.stream.recorded import digest
@@ -31,7 +29,6 @@ def root(tmp_path: Path) -> Path:
     tiny.make_tar(tmp_path / "sa_000001.tar", range(100, 120))
     tiny.make_tar(tmp_path / "sa_000002.tar", range(200, 230))
     tiny.ingest_tar(tmp_path / "sa_000001.tar", tmp_path / "root")
-    write_dataset(tmp_path / "root", read_tasks(tmp_path / "root"))
     return tmp_path / "root"
 
 

@@ -21,10 +21,8 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.annotation import PROVENANCE
-from sa1b.shards.commit import write_dataset
 from sa1b.shards.layer import Change, layer_names
 from sa1b.shards.layer_writer import drop
-from sa1b.shards.manifest import read_tasks
 from sa1b.storage.open import open_store
 from sa1b.storage.reader import Range, Reader
 from sa1b.stream.plan import ResumeError
@@ -49,7 +47,6 @@ def make_root(folder: Path, documents: dict[int, Any]) -> Path:
         for member in tiny.pair_members(image_id, text=tiny.encode(documents[image_id]))
     ]
     tiny.ingest_tar(tiny.write_tar(folder / "sa_000020.tar", members), folder / "shards")
-    write_dataset(folder / "shards", read_tasks(folder / "shards"))
     return folder / "shards"
 
 

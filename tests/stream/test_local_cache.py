@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import UsageError
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from tests import processes
 from tests.shards import tiny
 from tests.storage.service import REPOSITORY, Service
@@ -42,16 +38,9 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, long_side: int) -> None:
-    synthetic.write_tar(folder / "sa_000001.tar", images=IMAGES, first_id=100, long_side=long_side)
+    tiny.synthesize(folder / "sa_000001.tar", images=IMAGES, first_id=100, long_side=long_side)
     root = folder / "data" / "root"
     tiny.ingest_tar(folder / "sa_000001.tar", root, images_per_shard=7)
-    write_dataset(root, read_tasks(root))
-
-
-@pytest.fixture(scope="module")
-def server(bucket: Path) -> Iterator[Service]:
-    with Service("range_server", bucket) as service:
-        yield service
 
 
 @pytest.fixture(autouse=True)

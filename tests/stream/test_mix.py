@@ -15,13 +15,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import sa1b
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
+from sa1b import Batch, Mix, Stream
 from sa1b.storage.errors import UnavailableError
-from sa1b.stream.batch import Batch
-from sa1b.stream.dataset import Stream
-from sa1b.stream.mix import Mix
 from sa1b.stream.plan import MicroBatch, ResumeError
 from tests.shards import tiny
 from tests.stream.test_stream import assert_equal
@@ -38,9 +33,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, images, first in (("sa1b", 23, 100), ("mine", 9, 500)):
         folder = tmp_path_factory.mktemp(name)
-        synthetic.write_tar(folder / "sa_000001.tar", images=images, first_id=first, long_side=160)
+        tiny.synthesize(folder / "sa_000001.tar", images=images, first_id=first, long_side=160)
         tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
-        write_dataset(folder / "root", read_tasks(folder / "root"))
         found[name] = folder / "root"
     return found
 
@@ -88,13 +82,12 @@ def test_each_sample_is_that_of_its_own_stream(roots: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_it_resumes_at_any_rank_count_micro_batch_and_shares(roots: dict[str, Path], ranks: int) -> None:
+def test_it_resumes_at_any_rank_count_and_micro_batch(roots: dict[str, Path], ranks: int) -> None:
     whole = ids(take(mixed(roots), 6))
     state = mixed(roots).state_dict(take(mixed(roots), 2)[-1])
     found = []
     for rank in range(ranks):
-        shares = (2, 1, 1) if ranks == 3 else None
-        own = mixed(roots, {"rank": rank, "world_size": ranks, "micro_batch": 2, "shares": shares})
+        own = mixed(roots, {"rank": rank, "world_size": ranks, "micro_batch": 2})
         own.load_state_dict(json.loads(json.dumps(state)))
         found += ids(take(own, 4 * own.plan.count))
     assert sorted(found) == whole[16:48]
@@ -186,9 +179,8 @@ def test_other_sources_are_refused_by_name(roots: dict[str, Path], tmp_path: Pat
         Mix({"sa1b": (alone, 1)}).load_state_dict(state)
     grown = tmp_path / "grown"
     shutil.copytree(roots["mine"], grown)
-    synthetic.write_tar(tmp_path / "sa_000002.tar", images=3, first_id=900, long_side=160)
+    tiny.synthesize(tmp_path / "sa_000002.tar", images=3, first_id=900, long_side=160)
     tiny.ingest_tar(tmp_path / "sa_000002.tar", grown, images_per_shard=7)
-    write_dataset(grown, read_tasks(grown))
     with pytest.raises(ResumeError, match=r"source mine: saved state with other images .* make a view"):
         mixed({**roots, "mine": grown}).load_state_dict(state)
     other = {**OWN["mine"], "seed": 9}

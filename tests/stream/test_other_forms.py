@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sa1b
+from sa1b import Batch
 from sa1b.arguments import BadValue
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD
-from sa1b.stream.batch import Batch
 from sa1b.stream.transform import RandomCrop
 from tests.stream.recorded import make_root
 

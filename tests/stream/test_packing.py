@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sa1b.masks import raster_torch
-from sa1b.masks.runs import Runs
-from sa1b.stream.batch import Batch, collate
+from sa1b import Batch
+from sa1b.masks import Runs, raster_torch
+from sa1b.stream.batch import collate
 from sa1b.stream.ragged import RaggedMasks
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.transform import Frame

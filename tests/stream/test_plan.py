@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sa1b.stream.order import Order, Sequential
@@ -113,51 +113,3 @@ def test_an_evaluation_ends_on_every_rank_after_the_same_number_of_micro_batches
 def test_ranks_without_a_sample_are_refused() -> None:
     with pytest.raises(ValueError, match="global_batch=4: has 4 samples for 5 ranks"):
         next(Plan(Order(9, "d", 0), 4, 1, 0, 5).micro_batches(0))
-
-
-@examples
-@given(st.integers(1, 300), st.integers(0, 2**40), st.data())
-def test_any_step_is_the_same_for_any_shares_with_equally_many_micro_batches(
-    batch: int, position: int, data: st.DataObject
-) -> None:
-    shares = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=8)))
-    assume(min(shares) * batch >= sum(shares))
-    micro = data.draw(st.integers(1, batch + 3))
-    order = Order(1000, "d", 0)
-    ranks = [Plan(order, batch, micro, rank, len(shares), shares) for rank in range(len(shares))]
-    whole = [list(islice(plan.micro_batches(position), 2 * plan.count)) for plan in ranks]
-    assert len({plan.count for plan in ranks}) == 1
-    for number in range(2):
-        step = [pieces[number * ranks[0].count : (number + 1) * ranks[0].count] for pieces in whole]
-        assert union(step) == list(range(position + number * batch, position + (number + 1) * batch))
-        for share, pieces in zip(shares, step, strict=True):
-            taken = sum(piece.stop - piece.start for piece in pieces)
-            assert abs(taken - batch * share / sum(shares)) < 1
-            assert taken > 0
-            assert max(piece.stop - piece.start for piece in pieces) <= -(-micro * share // max(shares))
-
-
-@examples
-@given(st.integers(1, 100), st.integers(1, 9), st.data())
-def test_equal_shares_are_no_shares(batch: int, share: int, data: st.DataObject) -> None:
-    world_size = data.draw(st.integers(1, min(batch, 8)))
-    micro = data.draw(st.integers(1, batch))
-    for plan in plans(Order(500, "d", 0), batch, micro, world_size):
-        shared = Plan(plan.order, batch, micro, plan.rank, world_size, (share,) * world_size)
-        assert shared.count == plan.count
-        assert list(islice(shared.micro_batches(7), 9)) == list(islice(plan.micro_batches(7), 9))
-
-
-@pytest.mark.parametrize(
-    ("shares", "message"),
-    [
-        ((2, 1), "shares=2,1: must be 3 positive whole numbers, one for each rank"),
-        ((1, 0, 1), "must be 3 positive whole numbers"),
-        ((1, 1.5, 1), "must be 3 positive whole numbers"),
-        ((), "must be 3 positive whole numbers"),
-        ((9, 9, 1), "rank 2 would have no work with its share of 1 in 19"),
-    ],
-)
-def test_shares_that_do_not_fit_are_refused(shares: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Plan(Order(99, "d", 0), 12, 4, 0, 3, shares)

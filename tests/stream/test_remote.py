@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,13 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from benchmarks import latency_proxy
+from sa1b import Dataset
 from sa1b.errors import ManifestError
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.dataset import Dataset
-from sa1b.shards.manifest import read_tasks, table_name
+from sa1b.shards.manifest import table_name
 from sa1b.storage.errors import MissingError, ReplacedError, UnavailableError
 from sa1b.storage.reader import Reader
 from sa1b.storage.retry import RetryPolicy
-from sa1b.views.selection import Selection, select
-from tests import processes
+from tests import kit, processes
 from tests.shards import tiny
 from tests.storage.conftest import HASTY, WaitedTime
 from tests.storage.service import REPOSITORY, Service
@@ -41,18 +37,11 @@ STEPS = 12
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FOLDER/data/root is both a folder and s3://data/root of a server over FOLDER."""
     folder = tmp_path_factory.mktemp("bucket")
-    synthetic.write_tar(folder / "sa_000001.tar", images=29, first_id=100, long_side=160)
+    tiny.synthesize(folder / "sa_000001.tar", images=29, first_id=100, long_side=160)
     root = folder / "data" / "root"
     tiny.ingest_tar(folder / "sa_000001.tar", root, images_per_shard=7)
-    write_dataset(root, read_tasks(root))
-    select(root, Selection(images_where="masks >= 1", subset="80%"), name="most", quiet=True)
+    kit.run("view", root, "--images-where", "masks >= 1", "--subset", "80%", "--name", "most")
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(bucket: Path) -> Iterator[Service]:
-    with Service("range_server", bucket) as service:
-        yield service
 
 
 @pytest.fixture(autouse=True)
@@ -296,10 +285,9 @@ def test_a_shard_that_was_replaced_before_its_first_read_stops_the_stream(
             if where == "store"
             else local(tmp_path, damage_log=damage_log)
         )
-        synthetic.write_tar(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=144)
+        tiny.synthesize(tmp_path / "sa_000001.tar", images=29, first_id=100, long_side=144)
         shutil.rmtree(root)
         tiny.ingest_tar(tmp_path / "sa_000001.tar", root, images_per_shard=7)
-        write_dataset(root, read_tasks(root))
         with pytest.raises(ReplacedError, match=r"root/sa1b-000001-\d+\.tar: replaced since the dataset was"):
             take(stream, STEPS)
     assert not damage_log.exists()

@@ -13,13 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.masks import geometry, raster
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks, table_name
+import sa1b.masks
+from sa1b import Stream
+from sa1b.masks import raster
+from sa1b.shards.manifest import table_name
 from sa1b.shards.sample_table import open_table
 from sa1b.stream.damage_log import DamageLimitError, DamageLog
-from sa1b.stream.dataset import Stream
 from sa1b.stream.plan import ResumeError
 from tests.shards import tiny
 
@@ -32,9 +31,8 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    synthetic.write_tar(folder / "sa_000001.tar", images=IMAGES, first_id=100, long_side=160)
+    tiny.synthesize(folder / "sa_000001.tar", images=IMAGES, first_id=100, long_side=160)
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 
@@ -283,7 +281,7 @@ def test_dense_masks_are_those_of_the_reference_raster(root: Path) -> None:
             own = batch.masks.image == i
             indices = batch.mask_index[own].numpy()
             assert (annotations.mask_id[indices] == batch.mask_ids[own].numpy()).all()
-            flipped = geometry.flip_horizontal(annotations.runs(indices))
+            flipped = sa1b.masks.flip_horizontal(annotations.runs(indices))
             assert (dense[own.numpy()] == raster.rasterize_frame(flipped, 128, size)).all()
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import sa1b
+from sa1b import Batch
 from sa1b.stream import worker_memory
-from sa1b.stream.batch import Batch
 from sa1b.stream.worker_memory import image_memory, sent, share_images
 from tests.stream.recorded import RECIPE, make_root
 

@@ -4,6 +4,7 @@
 that torchrun sets; they are forked (tests/processes.py), which saves 3 s of processor time for each.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,23 +18,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import sa1b
-from sa1b.engine.checkpoint import folder as checkpoint_files
-from sa1b.engine.weights import newest as newest_good
-from sa1b.programs.synthetic import source_tars as synthetic
-from sa1b.programs.synthetic.phrases import Phrases
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.stream.order import Order
-from tests import processes
+from tests import kit, processes
 from tests.processes import REPOSITORY, Process, rank_environments
 from tests.shards import tiny
 
+FIRST_ID = 11_188  # of the second tar of `sa1b synthesize`
 IMAGES = 16  # an epoch ends within the steps
 STEPS = 4
 BATCH = 5  # not a multiple of 2 or 3 ranks
@@ -76,13 +71,10 @@ AFTER_FAILURE = 120  # seconds until it does after one of its ranks has failed
 
 
 def make_root(folder: Path, images: int = 23) -> Path:
-    """A root of a few small synthetic images, ids from 100 on, and FOLDER/phrases.parquet."""
-    phrases = Phrases()
-    tar = folder / "sa_000001.tar"
-    synthetic.write_tar(tar, images=images, first_id=100, long_side=160, phrases=phrases)
-    pq.write_table(phrases.table(), folder / "phrases.parquet")
+    """A root of a few small synthetic images, ids from FIRST_ID on, and FOLDER/phrases.parquet."""
+    flags = ("--tars", 1, "--first-tar", 1, "--images-per-tar", images, "--long-side", 160, "--workers", 1)
+    kit.run("synthesize", folder, *flags, "--phrases")
     tiny.ingest_tar(folder / "sa_000001.tar", folder / "root", images_per_shard=7)
-    write_dataset(folder / "root", read_tasks(folder / "root"))
     return folder / "root"
 
 
@@ -119,7 +111,7 @@ def start(
     folders: Sequence[Path] = (),
     stuck: int | None = None,
     until: Callable[[], bool] | None = None,
-    program: str = "tests.train.rank",
+    program: str | None = None,
 ) -> Ended:
     """Run the command on so many ranks and wait.
 
@@ -130,6 +122,7 @@ def start(
     if model == "grounding":
         own += ["--data.text", str(root.parent / "phrases.parquet")]
     common = ["--data.root", str(root), "--out", str(out), *own, "--parallel.mode", mode, *flags]
+    program = program or getattr(mishap, "program", "tests.train.rank")
     with tempfile.TemporaryDirectory() as folder, rank_environments(ranks) as environments:
         processes = []
         for rank, environment in enumerate(environments):
@@ -213,18 +206,20 @@ def torchrun(
     mode: str,
     restarts: int = 0,
     mishap: dict[str, Any] | None = None,
-    forked: bool = False,
+    agent: str | None = None,
 ) -> Process:
     """Start the command under torchrun, or its agent (agent.py); its output goes to a file beside `out`."""
-    script = ["sa1b/train.py"] if mishap is None else ["-m", "tests.train.mishap", json.dumps(mishap)]
+    script = ["sa1b/train.py"]
+    if mishap is not None:
+        script = ["-m", getattr(mishap, "program", "tests.train.rank"), "sam", json.dumps(mishap)]
     program = ["torch.distributed.run", "--standalone"]
-    if forked:
-        program = ["tests.train.agent", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    if agent:
+        program = [agent, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         script = [json.dumps(mishap)]
     command = [
         *(sys.executable, "-m", *program, f"--nproc-per-node={ranks}"),
         *(f"--max-restarts={restarts}", *script),
-        *("--data.root", str(root), "--out", str(out), *(SECOND_FLAGS if forked else FLAGS)),
+        *("--data.root", str(root), "--out", str(out), *(SECOND_FLAGS if agent else FLAGS)),
         *("--parallel.mode", mode, *flags),
     ]
     with _log(out).open("w") as log:
@@ -280,14 +275,15 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def checkpoint_steps(out: Path) -> list[int]:
-    return checkpoint_files.steps(out / "checkpoints")
+    return sorted(int(path.name[5:]) for path in out.glob("checkpoints/step-*") if path.name[5:].isdecimal())
 
 
 def newest(out: Path) -> Path:
-    """Its newest checkpoint, checked."""
-    found = newest_good(out / "checkpoints")
-    assert found is not None
-    return found.folder
+    """Its newest checkpoint, whose files have the digests of the manifest."""
+    folder = out / "checkpoints" / f"step-{checkpoint_steps(out)[-1]:08d}"
+    for name, digest in json.loads((folder / "manifest.json").read_text())["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest["sha256"]
+    return folder
 
 
 def assert_same_state(one: Path, other: Path) -> None:

@@ -5,8 +5,7 @@
 A cell is a pair of modes, each with its number of ranks and its precision, and settings that both have: a running
 mean, frozen parts, accumulation, recomputed and compiled blocks. It trains three steps. In the first mode one
 rank or all are killed after a random time in a random step; the second mode resumes. Losses, weights and running
-mean are then those of one process: to 1e-4 in fp32, and as far as 16-bit numbers and compressed gradients allow
-otherwise. All ordered pairs of modes and of precisions come before one is repeated.
+mean are then those of one process: to 1e-4 in fp32, and as far as 16-bit numbers allow otherwise. All ordered pairs of modes and of precisions come before one is repeated.
 """
 
 import argparse
@@ -35,25 +34,10 @@ FLAGS = (
 MODES: dict[str, tuple[str, tuple[str, ...], dict[int, tuple[str, ...]]]] = {
     "none": ("none", (), {1: ()}),
     "ddp": ("ddp", (), {2: (), 3: ()}),
-    "zero1": ("zero1", (), {2: (), 3: ()}),
     "fsdp": ("fsdp", (), {2: (), 3: ()}),
     "grad_op": ("fsdp", ("--parallel.shard", "grad_op"), {2: (), 3: ()}),
     "hybrid": ("fsdp", ("--parallel.replicas", "2"), {4: ()}),
-    "pipeline": ("pipeline", (), {2: (), 3: ()}),
-    "shares": ("ddp", (), {2: ("--parallel.shares", "3,1"), 3: ("--parallel.shares", "2,1,1")}),
-    "powersgd": (
-        "ddp",
-        ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "1"),
-        {2: (), 3: ()},
-    ),
 }
-
-
-def model_of(mode: str) -> str:
-    """The smallest model that a mode can train; the second one cannot be divided into stages."""
-    return "sam" if mode == "pipeline" else "reconstruction"
-
-
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -113,17 +97,13 @@ def cells(seed: int) -> Iterator[Cell]:
             rng.shuffle(precisions)
         before, after = modes.pop()
         formats = list(precisions.pop())
-        for number, mode in enumerate((before, after)):
-            if mode in ("pipeline", "powersgd") and formats[number] == "fp16":  # refused
-                formats[number] = "bf16"
         ranks = rng.choice(list(MODES[before][2]))
         others = [number for number in MODES[after][2] if number != ranks]
-        frozen = ["", "prompt_encoder", *(["image_encoder"] if "pipeline" not in (before, after) else [])]
         yield Cell(
             before=(before, ranks, formats[0]),
             after=(after, rng.choice(others), formats[1]),
             ema=rng.random() < 0.5,
-            freeze=rng.choice(frozen),
+            freeze=rng.choice(("", "prompt_encoder", "image_encoder")),
             accumulate=rng.random() < 0.5,
             recompute=rng.random() < 0.3,
             compiled=rng.random() < 0.2,
@@ -135,7 +115,7 @@ def cells(seed: int) -> Iterator[Cell]:
 
 def _flags(cell: Cell, mode: str, ranks: int, precision: str) -> tuple[str, ...]:
     _, flags, of_ranks = MODES[mode]
-    micro_batch = "1" if mode == "pipeline" or cell.accumulate else "5"
+    micro_batch = "1" if cell.accumulate else "5"
     return (
         *cell.settings(), *flags, *of_ranks[ranks],
         *("--parallel.precision", precision, "--data.micro-batch", micro_batch),
@@ -174,10 +154,6 @@ def check(cell: Cell, root: Path, out: Path, whole: Callable[[tuple[str, ...]], 
     exact = {cell.before[2], precision} == {"fp32"}
     found, expected = losses(out), losses(one)
     assert len(found) == STEPS
-    if "powersgd" in cell.modes:  # the first update has the complete gradient
-        assert found[:2] == pytest.approx(expected[:2], rel=1e-4 if exact else 0.05)
-        assert found == pytest.approx(expected, rel=0.05)
-        return killed
     assert found == pytest.approx(expected, rel=1e-4 if exact else 0.05)
     assert_close_state(one, out, exact=exact)
     return killed
@@ -187,7 +163,7 @@ def assert_close_state(one: Path, other: Path, *, exact: bool) -> None:
     """Two runs ended with the same weights and running mean, up to rounding."""
     first, second = tensors(newest(one)), tensors(newest(other))
     assert any(name.startswith("model.") for name in first)
-    assert first.keys() == {name for name in second if not name.startswith("compression.")}
+    assert first.keys() == second.keys()
     kept = [name for name in first if name.startswith("model.") or name.endswith(".ema")]
     if exact:
         for name in kept:

@@ -1,6 +1,6 @@
-"""Training with something that happens at a chosen moment: `python -m tests.train.mishap '{...}' --flags`.
+"""What happens to a rank at a chosen moment of training, by patches of the package: see mishap_rank.py.
 
-The JSON says what, on which rank, at which step (counted from 0) and at which moment of it:
+Other moments than these need none: see outside.py. The mishap says what, on which rank, at which step (counted from 0) and at which moment of it:
 
     stop    the rank is sent SIGTERM, "times" times; with "agent" torchrun is, which sends it to all ranks
     clock   the rank's clock is set a year forward, beyond any deadline
@@ -8,13 +8,10 @@ The JSON says what, on which rank, at which step (counted from 0) and at which m
     raise   the rank raises RuntimeError("no more"), or OSError with "error": "OSError"
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
-    fill    the rank fills the disk that the folder "disk" is on, before the step
-    command the rank runs the command "command", before the step
     freeze  the rank is stopped by SIGSTOP, before the step
     spin    the rank computes the loss of the step for ever
     block   reads of the rank block, from the step on: they open the FIFO "fifo"
     loop    its decoder hangs, from the step on
-    table   the rank is sent SIGUSR2
     slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
             "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to);
             with "only", by nothing else except a microsecond for each look at it
@@ -26,16 +23,14 @@ With "at", one of `PLACES`, the rank raises there: RuntimeError, or the "error" 
 With "all", it happens on every rank. The moment "evaluating" is within an evaluation after the step, counted from 1, after its micro-batch "batch".
 
 With "into", a folder, each rank notes there which images each step had, how many graphs were compiled so far,
-and how long it waits for others; with "pace", a step takes so many seconds longer. With "digests", it also notes the
-digest of each sample of a step and the prompts of its masks. With "compile", torch.compile makes graphs but no code of them.
+and how long it waits for others; with "pace", a step takes so many seconds longer. With "compile", torch.compile makes graphs
+but no code of them.
 """
 
 import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,21 +47,26 @@ from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.ranks import agreement
-from sa1b.engine.ranks.pipeline import Pipeline
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.run import TrainStep
 from sa1b.engine.watch import phase
 from sa1b.engine.watch.control import Control, Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
-from sa1b.programs.seen.prompts import prompts_of
-from sa1b.programs.seen.replayed import digest
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.protocol import Score
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.local import LocalRead
 from sa1b.stream import decode, pipeline, stats
 from tests.engine.reconstruction import Reconstruction
+
+AGENT = "tests.train.agent"
+
+
+class Mishap(dict[str, Any]):
+    """One of these for `command.start` and `command.torchrun`."""
+
+    program = "tests.train.mishap_rank"
+
 
 MOMENTS = ("begun", "judged", "agreed", "saved")
 # Places where a rank can raise an error: the function, and the first step, counted from 0; -1: before it.
@@ -75,8 +75,7 @@ PLACES = {
     "warm up": (train, "warm_up", -1),
     "first evaluation": (train.Run, "evaluate", -1),
     "data": (Feed, "_next", 1),
-    "compute": (Reconstruction, "forward", 1),  # of pipelines, "stage"
-    "stage": (Pipeline, "_compute", 1),
+    "compute": (Reconstruction, "forward", 1),
     "sync": (train, "finish", 1),
     "update": (train, "update_ema", 1),
     "before an evaluation": (train.Run, "evaluate", 1),
@@ -105,8 +104,6 @@ def arrange(mishap: dict[str, Any]) -> None:
         torch.compile = partial(torch.compile, backend="aot_eager")
     if "into" in mishap:
         _record(Path(mishap["into"]), rank, mishap.get("pace", 0.0))
-    if mishap.get("digests"):
-        _digest(Path(mishap["into"]), rank)
     if rank != mishap.get("rank", 0) and not mishap.get("all"):
         return
     if "at" in mishap:
@@ -117,17 +114,13 @@ def arrange(mishap: dict[str, Any]) -> None:
         _slow(mishap["seconds"], mishap["parts"], mishap.get("only", False))
     elif mishap["what"] == "apart":
         agreement._SHOWN_AFTER = 0.0
-    elif mishap["what"] == "fill":
-        _before(mishap["step"], partial(_fill, Path(mishap["disk"])))
-    elif mishap["what"] == "command":
-        _before(mishap["step"], partial(subprocess.run, mishap["command"], check=True))
     elif mishap["what"] in ("freeze", "spin", "block", "loop"):
         _hang(mishap)
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
     elif mishap["what"] == "clock":
         _set_clock(mishap["step"])
-    elif mishap["what"] in ("stop", "kill", "raise", "table"):
+    elif mishap["what"] in ("stop", "kill", "raise"):
         _signal(mishap)
 
 
@@ -145,23 +138,6 @@ def _raise_at(owner: Any, name: str, first: int, error: Callable[[str], Exceptio
 
     train.lr_at = lr_at
     setattr(owner, name, raising)
-
-
-def _before(at: int, work: Callable[[], object]) -> None:
-    at_rate = train.lr_at
-
-    def lr_at(config: Any, batch: int, step: int) -> float:
-        if step == at:
-            work()
-        return at_rate(config, batch, step)
-
-    train.lr_at = lr_at
-
-
-def _fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
 
 
 def _set_clock(at: int) -> None:
@@ -246,9 +222,6 @@ def _signal(mishap: dict[str, Any]) -> None:
             return
         if what == "raise":
             raise ERRORS[mishap["error"]]("no more")
-        if what == "table":
-            os.kill(os.getpid(), signal.SIGUSR2)
-            return
         if what == "stop":
             for _ in range(mishap.get("times", 1)):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -275,8 +248,8 @@ def _signal(mishap: dict[str, Any]) -> None:
             strike(step - 1)
         return judge(self, step, *arguments)
 
-    def metrics_step(self: Any, step: int, figures: dict[str, float]) -> None:
-        at_step(self, step, figures)
+    def metrics_step(self: Any, step: int, figures: dict[str, float], **more: Any) -> None:
+        at_step(self, step, figures, **more)
         if moment == "agreed":
             strike(current[0])
 
@@ -311,7 +284,7 @@ def _spoil(what: str, steps: range) -> None:
         setattr(model, name, spoilt)
 
     train.lr_at = lr_at
-    spoil(Interactive, "_iterate")  # the last part of the model, also in the last stage of a pipeline
+    spoil(Interactive, "_iterate")  # the last part of the model
     spoil(Reconstruction, "forward")
 
 
@@ -368,33 +341,3 @@ def _record(folder: Path, rank: int, pace: float) -> None:
         return judge(self, step, *arguments)
 
     Health.is_good, train.set_timeout = is_good, noted
-
-
-def _digest(folder: Path, rank: int) -> None:
-    step_forward, run_forward = TrainStep.forward_backward, train.Run.forward_backward
-    sums: dict[str, torch.Tensor] = {}
-    Interactive.traced = True
-
-    def of_step(self: TrainStep, *arguments: Any) -> dict[str, torch.Tensor]:
-        found = step_forward(self, *arguments)
-        sums.clear()
-        sums.update(found)
-        return found
-
-    def of_run(self: train.Run, batch: Any, number: int = 0) -> dict[str, torch.Tensor]:
-        totals = run_forward(self, batch, number)
-        prompts = None if "points" not in sums else prompts_of(sums["points"], sums["labels"])
-        image = batch.masks.image.tolist()
-        with (folder / f"{rank}.digests").open("a", encoding="utf-8") as file:
-            for i in range(len(batch) if number else 0):  # 0: the warm-up
-                own = prompts and [one for one, owner in zip(prompts, image, strict=True) if owner == i]
-                noted = [self.step + 1, int(batch.positions[i]), digest(batch, i), own]
-                file.write(json.dumps(noted) + "\n")
-        return totals
-
-    TrainStep.forward_backward, train.Run.forward_backward = of_step, of_run
-
-
-if __name__ == "__main__":
-    arrange(json.loads(sys.argv.pop(1)))
-    train.exit_at_once(train.main())

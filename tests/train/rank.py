@@ -6,23 +6,32 @@ last line that has its exit code.
 
 import json
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from sa1b import train
+from sa1b.recipes.presets import PRESETS
+from sa1b.train import exit_at_once, main
 from tests.engine import reconstruction
-from tests.train import mishap
+from tests.train import outside
 
-if __name__ == "__main__":
+
+def run(arrange: Callable[[dict[str, Any]], None]) -> None:
+    """Train, with a mishap that `arrange` prepares."""
     torch.set_num_threads(1)
     model, what = sys.argv.pop(1), json.loads(sys.argv.pop(1))
     if model == "several":
         for flags in what:
-            print(f"exit code {train.main(arguments=flags)}", flush=True)
-        train.exit_at_once(0)
+            print(f"exit code {main(arguments=flags)}", flush=True)
+        exit_at_once(0)
     if model == "backbone":
         sys.modules["timm"] = import_module("tests.sam.timm_stand_in")
     if what is not None:
-        mishap.arrange(what)
-    train.exit_at_once(train.main(reconstruction.PRESETS if model == "reconstruction" else train.PRESETS))
+        arrange(what)
+    exit_at_once(main(reconstruction.PRESETS if model == "reconstruction" else PRESETS))
+
+
+if __name__ == "__main__":
+    run(outside.arrange)

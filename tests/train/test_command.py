@@ -28,6 +28,7 @@ from tests.train.command import (
     starts,
     train_to_end,
 )
+from tests.train.mishap import Mishap
 
 Whole = Callable[..., Path]
 
@@ -131,7 +132,7 @@ def test_folders_that_ranks_do_not_share_are_refused_before_anything_is_written(
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    mishap = {"what": "apart", "all": True}
+    mishap = Mishap({"what": "apart", "all": True})
     ended = start(root, Path("run"), ranks=2, mode="ddp", folders=folders, mishap=mishap)
     assert ended.codes == [2, 2]
     assert re.search(
@@ -292,7 +293,7 @@ def test_a_damaged_sample_is_said_once_while_training(root: Path, tmp_path: Path
     said = (of_starts[0] + of_starts[1])[0]
     assert f"rank 0, shard {logged[0]['shard']}, image {logged[0]['image_id']})" in said
     for line in logged:  # also in steps after a resume
-        assert line["replay"].endswith(f"replay {run} --step {line['position'] // batch + 1} --out PAGE")
+        assert line["replay"].endswith(f"replay {run} --step {line['position'] // batch + 1}")
     assert f"`{logged[0]['replay']}` shows its step" in said
 
 

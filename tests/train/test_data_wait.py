@@ -11,13 +11,14 @@ import pytest
 
 from tests.storage.service import Service
 from tests.train.command import Ended, lines, losses, start
+from tests.train.mishap import Mishap
 
 STEPS = {"read": [1, 7], "decode": [7, 13]}
 
 
 def test_slow_storage_and_slow_decoding_are_named_with_the_remedy(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "slow", "rank": 0, "seconds": 1000.0, "parts": STEPS, "only": True}
+    mishap = Mishap({"what": "slow", "rank": 0, "seconds": 1000.0, "parts": STEPS, "only": True})
     flags = ("--optim.steps", "14", "--logging.window", "2", "--checkpoint.every", "100")
     ended = start(root, out, *flags, mishap=mishap)
     assert ended.codes == [0], ended.outputs

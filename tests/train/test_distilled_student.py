@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from sa1b.programs.synthetic.source_tars import write_tars
-from sa1b.shards.commit import write_dataset
-from sa1b.shards.manifest import read_tasks
 from sa1b.views import verb_view as view
 from tests import processes
 from tests.shards.tiny import ingest_tar
@@ -25,7 +23,6 @@ def test_a_student_reaches_three_quarters_of_its_teacher(tmp_path: Path) -> None
     write_tars(source, tars=2, images_per_tar=150, long_side=480, simple=True, workers=2)
     for tar in sorted(source.glob("*.tar")):
         ingest_tar(tar, root)
-    write_dataset(root, read_tasks(root))
     for split in ("train", "held-out"):
         view.main(str(root), held_out="10%", split=split, name=split)
 

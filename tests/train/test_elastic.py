@@ -79,7 +79,7 @@ class Machines:
             *(f"--nnodes={self.least}:{self.most}", f"--nproc-per-node={self.ranks}"),
             f"--max-restarts={self.restarts}",
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf={RENDEZVOUS}"),
-            *((mishap,) if self.forked else ("-m", "tests.train.mishap", mishap)),
+            *((mishap,) if self.forked else ("-m", "tests.train.mishap_rank", "sam", mishap)),
             *(
                 "--data.root",
                 str(self.root),

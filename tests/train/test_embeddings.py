@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sa1b.engine.config import parse
-from sa1b.engine.planner.fake_step import measure
+from sa1b.engine.planner import measure
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.recipe import encoder_flops

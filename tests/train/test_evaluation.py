@@ -20,6 +20,7 @@ from tests.train.command import (
     torchrun,
     train_to_end,
 )
+from tests.train.mishap import Mishap
 
 EVALUATED = ("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.masks", "3")
 
@@ -123,7 +124,9 @@ def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkp
     parted: Path, trained: Path, tmp_path: Path
 ) -> None:
     out, scored = tmp_path / "run", tmp_path / "scored"
-    mishap = {"what": "stop", "moment": "evaluating", "rank": 1, "step": 3, "batch": 1, "scored": str(scored)}
+    mishap = Mishap(
+        {"what": "stop", "moment": "evaluating", "rank": 1, "step": 3, "batch": 1, "scored": str(scored)}
+    )
     flags = (*EVALUATED, "--evaluation.every", "3")
     ended = start(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
     assert ended.codes == [0, 0], ended.outputs
@@ -147,7 +150,9 @@ def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves
     parted: Path, trained: Path, tmp_path: Path, step: int
 ) -> None:
     out, scored = tmp_path / "run", tmp_path / "scored"
-    mishap = {"what": "stop", "moment": "evaluating", "rank": 0, "step": step, "batch": 1, "agent": True}
+    mishap = Mishap(
+        {"what": "stop", "moment": "evaluating", "rank": 0, "step": step, "batch": 1, "agent": True}
+    )
     flags = (*EVALUATED, "--evaluation.every", "3")
     mishap["scored"] = str(scored)
     process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from tests.train.command import output_of, start, torchrun
-from tests.train.matrix import model_of
-from tests.train.mishap import MOMENTS, PLACES
+from tests.train.mishap import AGENT, MOMENTS, PLACES, Mishap
 
 # Longer than a test waits: a rank that waits for another one until the timeout counts as hanging.
 WAITS = ("--parallel.timeout", "1000", "--parallel.timeout-first", "1000", "--data.deadline", "100")
@@ -31,7 +30,7 @@ SLOW = [
 def test_it_prints_its_reason_and_the_others_end(
     root: Path, tmp_path: Path, mode: str, moment: str, error: str, rank: int
 ) -> None:
-    mishap = {"what": "raise", "error": error, "rank": rank, "step": 1, "moment": moment}
+    mishap = Mishap({"what": "raise", "error": error, "rank": rank, "step": 1, "moment": moment})
     given: dict[str, Any] = {"ranks": 2, "mode": mode, "mishap": mishap, "model": "reconstruction"}
     ended = start(root, tmp_path / "run", *WAITS, **given)
     assert ended.codes == [1, 1], ended.outputs
@@ -47,24 +46,16 @@ def test_it_prints_its_reason_and_the_others_end(
 MODES = {
     "none": ("none", 1, ()),
     "ddp": ("ddp", 2, ()),
-    "zero1": ("zero1", 2, ()),
     "fsdp": ("fsdp", 2, ()),
     "grad_op": ("fsdp", 2, ("--parallel.shard", "grad_op")),
     "hybrid": ("fsdp", 4, ("--parallel.replicas", "2")),
-    "pipeline": ("pipeline", 2, ()),
-    "shares": ("ddp", 2, ("--parallel.shares", "3,1")),
-    "powersgd": ("ddp", 2, ("--parallel.compress", "powersgd:2", "--parallel.compress-after", "1")),
 }
-QUICK = [("zero1", "in an evaluation"), ("pipeline", "stage"), ("powersgd", "compute"), ("ddp", "snapshot")]
-QUICK += [("ddp", "writing thread")]
+QUICK = [("grad_op", "in an evaluation"), ("fsdp", "compute"), ("ddp", "snapshot"), ("ddp", "writing thread")]
 PLACED = [
     (mode, place)
     for mode in MODES
     for place in PLACES
     if place not in ("write", "upload")  # all ranks have the error: test_faults_of_modes.py, test_bucket.py
-    and not ("evaluation" in place and mode == "pipeline")
-    and not (place == "stage" and mode != "pipeline")
-    and not (place == "compute" and mode == "pipeline")
 ]
 
 
@@ -75,14 +66,12 @@ def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
     parted: Path, tmp_path: Path, mode: str, place: str
 ) -> None:
     kind, ranks, flags = MODES[mode]
-    if mode == "pipeline":  # default micro-batches, as with no other flag
-        flags = ("--data.micro-batch", "None")
     if "evaluation" in place:
         flags += ("--data.view", "train", "--evaluation.view", "held-out", "--evaluation.every", "1")
     last = ranks - 1
-    mishap = {"what": "raise", "at": place, "rank": last, "error": "KeyError"}
+    mishap = Mishap({"what": "raise", "at": place, "rank": last, "error": "KeyError"})
     flags += ("--optim.ema", "0.5")
-    model = "sam" if "evaluation" in place else model_of(mode)
+    model = "sam" if "evaluation" in place else "reconstruction"
     ended = start(
         parted, tmp_path / "run", *WAITS, *flags, ranks=ranks, mode=kind, mishap=mishap, model=model
     )
@@ -100,7 +89,8 @@ def test_wherever_a_rank_raises_it_prints_its_reason_and_all_ranks_end(
 @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: Path, forked: bool) -> None:
     mishap = {"what": "raise", "error": "OSError", "rank": 1, "step": 1}
-    process = torchrun(root, tmp_path / "run", *WAITS, ranks=2, mode="ddp", mishap=mishap, forked=forked)
+    agent = AGENT if forked else None
+    process = torchrun(root, tmp_path / "run", *WAITS, ranks=2, mode="ddp", mishap=mishap, agent=agent)
     output = output_of(process, tmp_path / "run")
     assert process.returncode == 1
     assert output.count("error on rank 1: no more\n") == 1
@@ -111,7 +101,7 @@ def test_under_torchrun_the_reason_is_in_the_output_once(root: Path, tmp_path: P
 
 
 def test_a_single_process_finishes_its_checkpoint_before_it_ends(root: Path, tmp_path: Path) -> None:
-    mishap = {"what": "raise", "error": "OSError", "step": 1, "moment": "saved"}
+    mishap = Mishap({"what": "raise", "error": "OSError", "step": 1, "moment": "saved"})
     ended = start(root, tmp_path / "run", mishap=mishap, model="reconstruction")
     assert ended.codes == [1]
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.disks import small_disk
 from tests.train.command import checkpoint_steps, losses, newest, start, train_to_end
+from tests.train.mishap import Mishap
 
 SIZE = 24 << 20  # bytes of the disk
 
@@ -52,7 +53,7 @@ def test_lines_of_images_that_are_not_finite_stop_the_run_too(root: Path, disk: 
     out = disk / "run"
     out.mkdir()
     (out / "not-finite.jsonl").mkdir()  # cannot be written, as on a full disk
-    mishap = {"what": "nan", "rank": 1, "step": 1, "times": 1}
+    mishap = Mishap({"what": "nan", "rank": 1, "step": 1, "times": 1})
     ended = start(root, out, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [1, 1], ended.outputs
     assert f"error on rank 1: {out}/not-finite.jsonl: cannot be written (Is a directory)" in ended.outputs[1]

@@ -13,14 +13,22 @@ import torch
 
 import sa1b
 from sa1b.engine.config import parse
-from sa1b.engine.planner.fake_step import measure
+from sa1b.engine.planner import measure
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.recipes.conversion import convert
 from sa1b.recipes.presets import PRESETS, GroundingConfig
 from sa1b.shards.predictions import read_predictions
-from tests.train.command import GROUNDING_FLAGS, STEPS, assert_same_state, losses, start, train_to_end
+from tests.train.command import (
+    FIRST_ID,
+    GROUNDING_FLAGS,
+    STEPS,
+    assert_same_state,
+    losses,
+    start,
+    train_to_end,
+)
 
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 2))]
 Run = Callable[[str, int], Path]
@@ -98,7 +106,7 @@ def test_scores_are_the_same_on_two_ranks_and_say_which_region_was_found(
 
 def test_the_model_of_a_run_grounds_phrases(root: Path, run: Run, tmp_path: Path) -> None:
     model = sa1b.load_grounding(run("none", 1))
-    sample = sa1b.open(root).by_id(103)
+    sample = sa1b.open(root).by_id(FIRST_ID + 3)
     regions = sample.annotations.runs()
     found = sa1b.ground(model, sample.image, ["small red disc", "large blue box"], regions=regions)
     assert found.masks.shape == (2, sample.annotations.height, sample.annotations.width)

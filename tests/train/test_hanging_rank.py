@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.command import start
+from tests.train.mishap import Mishap
 
 HANGS = {  # what -> sentence about rank 1
     "freeze": r"does not answer: it is stopped or dead, or its host is lost; last seen .* in step \d, \w+",
@@ -21,7 +22,7 @@ HANGS = {  # what -> sentence about rank 1
 def hang(root: Path, folder: Path, what: str, *flags: str, **more: Any) -> tuple[list[int], list[str], Path]:
     out = folder / "run"
     os.mkfifo(folder / "fifo")
-    mishap = {"what": what, "rank": 1, "step": 1, "fifo": str(folder / "fifo")}
+    mishap = Mishap({"what": what, "rank": 1, "step": 1, "fifo": str(folder / "fifo")})
     ended = start(root, out, "--health.stall", "1.5", *flags, mishap=mishap, stuck=1, **more)
     return ended.codes, ended.outputs, out
 
@@ -99,7 +100,8 @@ def test_a_rank_whose_loader_hangs_ends_after_the_deadline_and_names_sample_and_
 ) -> None:
     out = tmp_path / "run"
     os.mkfifo(tmp_path / "fifo")
-    mishap = {"what": what, "rank": 1, "step": 1, "fifo": str(tmp_path / "fifo"), "all": everywhere}
+    hang = {"what": what, "rank": 1, "step": 1, "fifo": str(tmp_path / "fifo"), "all": everywhere}
+    mishap = Mishap(hang)
     flags = ("--data.deadline", "8", "--health.stall", "1", "--parallel.timeout", "300")
     ended = start(root, out, *flags, mishap=mishap, ranks=2, mode="ddp")
     assert ended.codes == [1, 1]
@@ -116,7 +118,7 @@ def test_a_rank_whose_loader_hangs_ends_after_the_deadline_and_names_sample_and_
 def test_a_single_process_reports_its_blocked_read(root: Path, tmp_path: Path) -> None:
     out, fifo = tmp_path / "run", tmp_path / "fifo"
     os.mkfifo(fifo)
-    mishap = {"what": "block", "step": 1, "fifo": str(fifo)}
+    mishap = Mishap({"what": "block", "step": 1, "fifo": str(fifo)})
     report = out / "stall.txt"
     # A step that is only slow, on a busy machine, is reported too, and before it.
     blocked = re.compile(r"rank 0 \(host .*\) is in step \d, data.*; it waits for image \d+ in")
@@ -148,7 +150,7 @@ def test_a_metrics_file_that_does_not_answer_ends_the_run_and_is_named(root: Pat
 def test_a_checkpoint_that_one_rank_does_not_write_ends_all_ranks(
     root: Path, tmp_path: Path, rank: int
 ) -> None:
-    mishap = {"what": "raise", "at": "write", "error": "never", "rank": rank}
+    mishap = Mishap({"what": "raise", "at": "write", "error": "never", "rank": rank})
     given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
     flags = ("--parallel.timeout-first", "30", "--parallel.timeout", "30", "--data.deadline", "20")
     ended = start(root, tmp_path / "run", *flags, **given)

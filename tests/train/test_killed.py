@@ -23,6 +23,7 @@ from tests.train.command import (
     torchrun,
     train_to_end,
 )
+from tests.train.mishap import Mishap
 
 Whole = Callable[..., Path]
 
@@ -132,7 +133,9 @@ def test_a_run_whose_rank_was_killed_goes_on_bit_for_bit(
     root: Path, whole: Whole, tmp_path: Path, mode: str, moment: str
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "kill", "rank": 1, "step": 3, "moment": moment, "once": str(tmp_path / "killed")}
+    mishap = Mishap(
+        {"what": "kill", "rank": 1, "step": 3, "moment": moment, "once": str(tmp_path / "killed")}
+    )
     given: dict[str, Any] = {"ranks": 2, "mode": mode, "model": "reconstruction"}
     ended = start(root, out, mishap=mishap, **given)
     assert ended.codes[1] == -signal.SIGKILL
@@ -158,7 +161,7 @@ def test_a_rank_killed_at_any_moment_of_a_step_costs_nothing_on_three_ranks(
     root: Path, whole: Whole, tmp_path: Path, mode: str, moment: str, rank: int
 ) -> None:
     out, once = tmp_path / "run", tmp_path / "killed"
-    mishap = {"what": "kill", "rank": rank, "step": 3, "moment": moment, "once": str(once)}
+    mishap = Mishap({"what": "kill", "rank": rank, "step": 3, "moment": moment, "once": str(once)})
     process = torchrun(root, out, ranks=3, mode=mode, restarts=1, mishap=mishap)
     output = output_of(process, out)
     assert process.returncode == 0, output

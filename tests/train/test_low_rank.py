@@ -78,10 +78,9 @@ def test_a_run_on_several_ranks_has_the_losses_of_one_and_resumes_bit_for_bit(
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (("none", 1), ("zero1", 2)),
+        (("none", 1), ("ddp", 2)),
         pytest.param(("fsdp", 2), ("none", 1), marks=pytest.mark.slow),
-        pytest.param(("ddp", 2), ("pipeline", 2), marks=pytest.mark.slow),
-        pytest.param(("pipeline", 2), ("fsdp", 3), marks=pytest.mark.slow),
+        pytest.param(("ddp", 2), ("fsdp", 3), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_in_another_mode(
@@ -93,12 +92,9 @@ def test_a_run_resumes_in_another_mode(
     second: tuple[str, int],
 ) -> None:
     out = tmp_path / "run"
-    # The micro-batches of a pipeline are equal.
-    batch = ("--data.global-batch", "6") if "pipeline" in first + second else ()
     for (mode, ranks), mishap in ((first, {"what": "stop", "step": 2}), (second, None)):
-        train_to_end(root, out, *flags, *batch, mode=mode, ranks=ranks, mishap=mishap)
-    whole = train_to_end(root, tmp_path / "whole", *flags, *batch) if batch else run("none", 1)
-    assert losses(out) == pytest.approx(losses(whole), rel=1e-5, abs=0)
+        train_to_end(root, out, *flags, mode=mode, ranks=ranks, mishap=mishap)
+    assert losses(out) == pytest.approx(losses(run("none", 1)), rel=1e-5, abs=0)
 
 
 def test_another_rank_and_weights_that_are_not_given_are_refused(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.train.command import STEPS, figures, ids_of_steps, newest, start, tensors, train_to_end
+from tests.train.mishap import Mishap
 
 
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -16,7 +17,7 @@ def test_all_ranks_skip_the_step_and_the_images_of_that_rank_are_written_down(
     root: Path, whole: Callable[..., Path], tmp_path: Path, mode: str
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "nan", "rank": 1, "step": 2, "times": 1}
+    mishap = Mishap({"what": "nan", "rank": 1, "step": 2, "times": 1})
     train_to_end(root, out, ranks=2, mode=mode, mishap=mishap, model="reconstruction")
     found = [loss for _, loss in figures(out, "loss")]
     assert len(found) == STEPS
@@ -32,7 +33,7 @@ def test_a_skipped_step_leaves_weights_and_optimizer_as_they_were(root: Path, tm
     flags = ("--optim.steps", "3", "--checkpoint.every", "1", "--checkpoint.keep-last", "3")
     out = train_to_end(
         root, tmp_path / "run", *flags, ranks=2, mode="ddp",
-        mishap={"what": "inf", "step": 1, "times": 1}, model="reconstruction",
+        mishap=Mishap({"what": "inf", "step": 1, "times": 1}), model="reconstruction",
     )  # fmt: skip
     states = [tensors(out / "checkpoints" / f"step-{step:08d}") for step in (1, 2, 3)]
     changed = [
@@ -45,7 +46,7 @@ def test_too_many_in_a_row_end_the_run_on_all_ranks_with_an_error_that_names_the
     root: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "nan", "rank": 1, "step": 1, "times": 100}
+    mishap = Mishap({"what": "nan", "rank": 1, "step": 1, "times": 100})
     flags = ("--health.patience", "2")
     ended = start(root, out, *flags, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [1, 1]
@@ -61,7 +62,7 @@ def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_
     root: Path, tmp_path: Path, patience: str
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "nan", "step": 2, "times": 100}
+    mishap = Mishap({"what": "nan", "step": 2, "times": 100})
     flags = ("--checkpoint.every", "1", "--health.patience", patience)
     ended = start(root, out, *flags, mishap=mishap, model="reconstruction")
     assert ended.codes == [1]
@@ -75,7 +76,7 @@ def test_no_checkpoint_is_written_of_what_is_in_doubt_and_the_run_has_not_ended_
 
 
 def test_patience_counts_steps_in_a_row(root: Path, tmp_path: Path) -> None:
-    mishap = {"what": "nan", "step": 1, "times": 2}
+    mishap = Mishap({"what": "nan", "step": 1, "times": 2})
     out = train_to_end(
         root, tmp_path / "run", "--health.patience", "2", mishap=mishap, model="reconstruction"
     )

@@ -19,6 +19,7 @@ from tests.train.command import (
     tensors,
     train_to_end,
 )
+from tests.train.mishap import Mishap
 
 Run = Callable[[str, int], Path]
 SLOW = [pytest.param(*one, marks=pytest.mark.slow) for one in (("ddp", 2), ("fsdp", 3))]
@@ -78,7 +79,7 @@ def test_world_size_and_mode_may_change_where_it_goes_on(root: Path, second: Run
         into = tmp_path / f"seen by {ranks}"
         into.mkdir()
         what = {"what": "record"} if stop is None else {"what": "stop", "step": stop}
-        mishap = {**what, "into": str(into)}
+        mishap = Mishap({**what, "into": str(into)})
         flags = ("--parallel.timeout", "77", "--data.deadline", "30")
         train_to_end(root, out, *flags, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
         # After the first step, also of a resumed run.
@@ -114,7 +115,7 @@ def test_statistics_of_batch_norms_are_shared_and_those_of_a_skipped_step_are_dr
 ) -> None:
     flags = ("--norm", "--data.global-batch", "4", "--parallel.broadcast-buffers")
     flags += ("--optim.steps", "3", "--checkpoint.every", "1", "--checkpoint.keep-last", "3")
-    mishap = {"what": "inf", "step": 1, "times": 1}
+    mishap = Mishap({"what": "inf", "step": 1, "times": 1})
     given = {"ranks": 2, "mode": "ddp", "model": "reconstruction", "mishap": mishap}
     out = train_to_end(root, tmp_path / "run", *flags, **given)
     states = [tensors(out / "checkpoints" / f"step-{step:08d}") for step in (1, 2, 3)]

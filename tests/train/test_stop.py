@@ -12,6 +12,7 @@ import pytest
 
 from tests.processes import Process
 from tests.train.command import PATIENCE, checkpoint_steps, losses, output_of, processes_of, start, torchrun
+from tests.train.mishap import AGENT, Mishap
 
 LONG = ("--optim.steps", "100000")
 
@@ -22,7 +23,7 @@ LONG = ("--optim.steps", "100000")
 def test_one_rank_asked_at_any_moment_of_a_step_stops_all_with_a_checkpoint(
     root: Path, tmp_path: Path, moment: str
 ) -> None:
-    mishap = {"what": "stop", "rank": 1, "step": 1, "moment": moment}
+    mishap = Mishap({"what": "stop", "rank": 1, "step": 1, "moment": moment})
     ended = start(root, tmp_path / "run", *LONG, ranks=2, mode="ddp", mishap=mishap, model="reconstruction")
     assert ended.codes == [0, 0], ended.outputs
     done = 2 if moment == "begun" else 3  # the ranks agree once a step
@@ -36,7 +37,7 @@ def test_the_deadline_of_one_rank_stops_all_with_a_checkpoint_and_exit_code_0(
 ) -> None:
     out = tmp_path / "run"
     at = (datetime.now() + timedelta(days=1)).isoformat(timespec="seconds")
-    mishap = {"what": "clock", "rank": 1, "step": 2}
+    mishap = Mishap({"what": "clock", "rank": 1, "step": 2})
     given: dict[str, Any] = {"ranks": 2, "mode": "ddp", "mishap": mishap, "model": "reconstruction"}
     ended = start(root, out, *LONG, "--deadline", at, **given)
     assert ended.codes == [0, 0], ended.outputs
@@ -64,7 +65,7 @@ def test_a_run_that_resumes_after_its_deadline_does_no_step(root: Path, tmp_path
 
 def test_the_second_signal_ends_a_process_that_nobody_supervises_at_once(root: Path, tmp_path: Path) -> None:
     # The first one is not agreed upon before the next step: the second one comes in between.
-    mishap = {"what": "stop", "step": 1, "moment": "agreed", "times": 2}
+    mishap = Mishap({"what": "stop", "step": 1, "moment": "agreed", "times": 2})
     ended = start(root, tmp_path / "run", *LONG, mishap=mishap, model="reconstruction")
     assert ended.codes == [-signal.SIGTERM]
 
@@ -82,7 +83,7 @@ def test_torchrun_that_is_told_to_end_leaves_a_checkpoint(
     root: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "run"
-    process = torchrun(root, out, *LONG, ranks=2, mode="ddp", mishap={"what": "record"}, forked=True)
+    process = torchrun(root, out, *LONG, ranks=2, mode="ddp", mishap={"what": "record"}, agent=AGENT)
     wait_for_step(process, out, 1)
     ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     if number == signal.SIGINT:
@@ -102,7 +103,7 @@ def test_only_a_run_that_has_finished_creates_the_file_for_job_scripts(
 ) -> None:
     marker = tmp_path / "logs" / "finished"
     monkeypatch.setenv("SA1B_FINISHED", str(marker))
-    mishap = {"what": "stop", "step": 2, "moment": "begun"}  # its last step, or not
+    mishap = {"what": "stop", "step": 2}  # its last step, or not
     flags = ("--optim.steps", str(steps))
     ended = start(root, tmp_path / "run", *flags, mishap=mishap, model="reconstruction")
     assert ended.codes == [0], ended.outputs

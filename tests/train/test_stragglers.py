@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.train.command import lines, output_of, start, torchrun
+from tests.train.mishap import Mishap
 
 SECONDS = 1000.0
 PARTS = {"compute": [1, 7], "data": [7, 13], "update": [13, 19]}  # the first step is in no window
@@ -23,14 +24,13 @@ FLAGS = ("--optim.steps", "20", "--logging.window", "2", "--checkpoint.every", "
         ("ddp", 2),
         *(pytest.param(mode, 3, marks=pytest.mark.slow) for mode in ("ddp", "fsdp")),
         pytest.param("fsdp", 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_rank_is_named_with_its_part_whatever_the_mode(
     root: Path, tmp_path: Path, mode: str, ranks: int
 ) -> None:
     out = tmp_path / "run"
-    mishap = {"what": "slow", "rank": 1, "seconds": SECONDS, "parts": PARTS}
+    mishap = Mishap({"what": "slow", "rank": 1, "seconds": SECONDS, "parts": PARTS})
     ended = start(root, out, *FLAGS, ranks=ranks, mode=mode, mishap=mishap, model="reconstruction")
     assert ended.codes == [0] * ranks, ended.outputs
     windows = [line["ranks"] for line in lines(out) if "ranks" in line]

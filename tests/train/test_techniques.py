@@ -10,7 +10,6 @@ import pytest
 
 from sa1b import train
 from sa1b.engine.checkpoint import checkpoints
-from sa1b.engine.ranks import parallel
 from sa1b.engine.step import run
 from sa1b.engine.technique import Place
 from tests.processes import REPOSITORY, rank_environments
@@ -20,8 +19,7 @@ from tests.train.without import TECHNIQUES
 
 
 def test_every_technique_has_its_place() -> None:
-    named = [*parallel.MODES.values(), *vars(parallel).values(), *vars(run).values()]
-    places = {one for one in named if isinstance(one, Place)}
+    places = {one for one in vars(run).values() if isinstance(one, Place)}
     assert {one.module for one in places} == {f"sa1b.engine.{name}" for name in TECHNIQUES}
     for place in (*places, checkpoints.BUCKET):
         assert place.load() is not None, place
@@ -46,9 +44,6 @@ def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
     root: Path, tmp_path: Path
 ) -> None:
     asked = {
-        "ranks.zero1": ("--parallel.mode", "zero1"),
-        "ranks.pipeline": ("--parallel.mode", "pipeline"),
-        "ranks.compression": ("--parallel.mode", "ddp", "--parallel.compress", "bf16"),
         "planner": ("--dry-run",),
         "watch.watchdog": ("--health.stall", "60"),
         "watch.stragglers": ("--logging.window", "7"),
@@ -62,10 +57,8 @@ def test_a_run_that_asks_for_a_missing_technique_is_refused_in_one_sentence(
             command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=True
         )
     assert json.loads(done.stdout.splitlines()[-1]) == [2] * len(asked)
-    flag_of = {"ranks.compression": "--parallel.compress", "ranks.zero1": "--parallel.mode zero1"}
-    flag_of["ranks.pipeline"] = "--parallel.mode pipeline"
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
-        f"error: {flag_of.get(technique, flags[0])}: needs the module sa1b.engine.{technique}, which is not "
+        f"error: {flags[0]}: needs the module sa1b.engine.{technique}, which is not "
         "installed; drop the flag, or install sa1b again"
         for technique, flags in asked.items()
     ]

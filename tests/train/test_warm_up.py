@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.command import train_to_end
+from tests.train.mishap import Mishap
 
 FLAGS = ("--model.compile-blocks", "--data.global-batch", "6", "--data.micro-batch", "3")
 
@@ -24,7 +25,7 @@ CASES = [
 def test_no_step_compiles_anything(
     root: Path, tmp_path: Path, mode: str, ranks: int, more: tuple[str, ...]
 ) -> None:
-    mishap = {"what": "record", "into": str(tmp_path), "compile": True}
+    mishap = Mishap({"what": "record", "into": str(tmp_path), "compile": True})
     flags = (*FLAGS, *more, "--optim.steps", "3")
     train_to_end(root, tmp_path / "run", *flags, ranks=ranks, mode=mode, mishap=mishap)
     graphs = 4 if more == DECODER else 2  # windowed and global blocks; the first iteration and later ones

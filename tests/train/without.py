@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TECHNIQUES = (
-    *("ranks.zero1", "ranks.compression", "ranks.pipeline"),
-    *("planner", "watch.stragglers", "watch.watchdog"),
-)
+TECHNIQUES = ("planner", "watch.stragglers", "watch.watchdog")
 SECOND = "tests.engine.reconstruction"  # a model
 MODULES = tuple(f"sa1b.engine.{name}" for name in TECHNIQUES)
 

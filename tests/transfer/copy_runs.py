@@ -70,9 +70,10 @@ class FileKiller(Killer):
 
 def of_store(store: Store) -> dict[str, bytes]:
     if isinstance(store, FolderStore):
-        files = (path for path in store.folder.rglob("*") if path.is_file())
+        files = (path for path in store.folder.rglob("[!.]*") if path.is_file())
         return {str(path.relative_to(store.folder)): path.read_bytes() for path in files}
-    return contents(store)  # type: ignore[arg-type]
+    found = contents(store)  # type: ignore[arg-type]
+    return {name: data for name, data in found.items() if not name.startswith(".")}
 
 
 def kill_everywhere(settings: Settings) -> dict[str, Any]:

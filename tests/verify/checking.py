@@ -1,13 +1,27 @@
 """Shared code of verify's tests: a check in this process, and ways to damage files."""
 
 import json
+from types import SimpleNamespace
 
 from sa1b.shards.documents import SEAL, seal_of
 from sa1b.verify.verify import verify
+from tests import kit
 
 
-def check(root, **options):
-    """In this process: faster, and what a process of its own runs too."""
+def check(root, *, workers=1, quiet=True, **options):
+    """What `sa1b verify --json` says; always with one worker."""
+    flags = kit.flags(options)
+    done = kit.run("verify", root, "--workers", 1, "--json", *flags, code=None)
+    report = SimpleNamespace(**done.json)
+    report.findings = [SimpleNamespace(**one) for one in report.findings]
+    report.exit_code = lambda: done.code
+    report.document = lambda: done.json
+    report.table = lambda: kit.run("verify", root, "--workers", 1, *flags, code=None).out
+    return report
+
+
+def check_here(root, **options):
+    """In this process, for tests that patch it."""
     return verify(root, workers=0, quiet=True, **options)
 
 

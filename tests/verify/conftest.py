@@ -4,7 +4,10 @@ import shutil
 
 import pytest
 
+from tests.directories import short_commands, tars, whole
 from tests.shards.tiny_source import ROOTS, make_root, two_sources
+
+__all__ = ["short_commands", "tars", "whole"]
 
 
 @pytest.fixture(scope="package")

@@ -21,7 +21,7 @@ from sa1b.shards.index import IndexReader
 from sa1b.shards.quarantine import WARNINGS
 from sa1b.verify.verify import verify
 from tests.shards.tiny_source import make_root, pairs, write_source
-from tests.verify.checking import check
+from tests.verify.checking import check_here
 
 
 def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(root):
@@ -33,8 +33,8 @@ def test_numbers_that_were_changed_in_both_places_are_compared_with_the_mask(roo
     warnings = root / "quarantine" / "sa_000001" / WARNINGS
     lines = warnings.read_text().splitlines(keepends=True)
     warnings.write_text("".join(line for line in lines if json.loads(line)["reason"] != "area"))
-    assert check(root).findings == []
-    (finding,) = check(root, deep=True).findings
+    assert check_here(root).findings == []
+    (finding,) = check_here(root, deep=True).findings
     assert (finding.kind, finding.image_id) == ("odd_area", 203)
 
 
@@ -44,8 +44,8 @@ def test_an_undecodable_jpeg_is_found_deep(tmp_path):
     content[2] = (jpg[: len(jpg) // 2] + b"\xff\xd9", text)  # whole by its markers
     source = write_source(tmp_path / "sa_000001.tar", content)
     root = make_root(tmp_path / "root", [source], Options())
-    assert check(root).findings == []
-    (finding,) = check(root, deep=True).findings
+    assert check_here(root).findings == []
+    (finding,) = check_here(root, deep=True).findings
     assert (finding.kind, finding.image_id) == ("jpg_undecodable", 2)
 
 
@@ -87,7 +87,7 @@ def test_a_kept_annotation_file_is_compared_with_the_record(roots, tmp_path):
     place = data.index(b'"area": ', member.offset_data) + 8
     data[place] = ord("1") if data[place] != ord("1") else ord("2")
     tar.write_bytes(data)
-    found = check(root).findings
+    found = check_here(root).findings
     assert ("json_damaged", 301) in [(finding.kind, finding.image_id) for finding in found]
 
 
@@ -113,7 +113,7 @@ def test_a_check_without_threads_names_no_damage(root, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(IndexReader, "numbers", refuse)
-    report = check(root)
+    report = check_here(root)
     assert (report.findings, report.exit_code()) == ([], 2)
     assert sorted(report.unchecked) == manifest_shards(root)
 
@@ -130,7 +130,7 @@ def test_a_process_without_memory_names_no_damage(root, monkeypatch, where):
         raise pa.ArrowMemoryError("malloc of size 4096 failed")
 
     monkeypatch.setattr(IndexReader, {"open": "__init__"}.get(where, where), refuse)
-    report = check(root, deep=True)
+    report = check_here(root, deep=True)
     assert (report.findings, report.exit_code()) == ([], 2)
     assert set(report.unchecked.values()) == {"not enough memory to check it"}
     assert "fewer --workers" in report.table()

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import sa1b
+from sa1b import Dataset
 from sa1b.errors import Sa1bError
 from sa1b.ingest.finish import finish
-from sa1b.shards.dataset import Dataset
 from sa1b.verify.rebuild import rebuild_root, rebuild_tables
 from sa1b.views.view import open_view, write_view
-from tests.verify.checking import check
+from tests.verify.checking import check_here
 
 VALUES = [None, [], {}, "x", "../../x", 1, -1, 1.5, float("inf"), True, [None], {"": None}, 10**30, "a" * 64]
 
@@ -69,7 +69,7 @@ def test_a_wrong_type_is_an_expected_error_for_every_tool(roots, tmp_path, kind,
         changed, what = mutate(document, draw)
         data = (json.dumps(changed, indent=1) + "\n").encode()
         file.write_bytes(data)
-        findings = check(root).findings
+        findings = check_here(root).findings
         assert findings or kind == "view", what
         assert "check_failed" not in {finding.kind for finding in findings}, what
         for tool in tools:

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from sa1b.shards.dataset import Dataset
+from sa1b import Dataset
 from sa1b.views.view import write_view
 from tests.shards.tiny_source import add_layer
-from tests.verify.checking import check
+from tests.verify.checking import check_here
 
 MUTATIONS = 60
 # Nothing has the digest of a warning's text or of what a view was selected by: its form is checked, and counts.
@@ -37,7 +37,7 @@ def test_every_mutation_is_found(each_root, seed):
     root, draw = each_root, random.Random(seed)
     write_view(root, Dataset(root).table, np.arange(5, dtype=np.uint32))
     add_layer(root)
-    assert check(root).findings == []
+    assert check_here(root).findings == []
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.name not in UNSEALED)
     for _ in range(MUTATIONS // 4):
         path = draw.choice(
@@ -48,7 +48,7 @@ def test_every_mutation_is_found(each_root, seed):
         if changed == data:
             continue
         path.write_bytes(changed)
-        found = check(root).findings
+        found = check_here(root).findings
         path.write_bytes(data)
         assert found, f"{path.relative_to(root)}: {what}"
         assert "check_failed" not in {finding.kind for finding in found}

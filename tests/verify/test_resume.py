@@ -15,7 +15,7 @@ from sa1b.errors import UsageError
 from sa1b.storage.atomic import ResumeRecord
 from sa1b.verify import verify as verify_module
 from sa1b.verify.report import KEPT, SHOWN, Findings, Problem, VerifyReport
-from tests.verify.checking import check, flip
+from tests.verify.checking import check_here, flip
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,15 +53,15 @@ def damaged(root):
 @pytest.mark.parametrize("deep", [False, True])
 def test_the_report_is_the_same_after_an_interruption(damaged, tmp_path, monkeypatch, deep):
     state = tmp_path / "state"
-    expected = check(damaged, deep=deep)
+    expected = check_here(damaged, deep=deep)
     assert len(expected.findings) >= 2
     with monkeypatch.context() as patch:
         checked_shards(patch, 3)
         with pytest.raises(Stopped):
-            check(damaged, deep=deep, state=state)
+            check_here(damaged, deep=deep, state=state)
     assert state.exists()
     names = checked_shards(monkeypatch)
-    report = check(damaged, deep=deep, state=state)
+    report = check_here(damaged, deep=deep, state=state)
     assert names == ["sa1b-000001-0003.tar", "sa1b-000002-0000.tar"]
     assert without_time(report) == without_time(expected)
     assert not state.exists()
@@ -73,7 +73,7 @@ def test_what_changed_since_is_checked_again(root, tmp_path, monkeypatch, change
     with monkeypatch.context() as patch:
         checked_shards(patch, 1)
         with pytest.raises(Stopped):
-            check(root, state=state)
+            check_here(root, state=state)
     shard = root / "sa1b-000001-0000.tar"
     if change == "shard":
         shard.write_bytes(shard.read_bytes()[:-1])
@@ -91,14 +91,14 @@ def test_what_changed_since_is_checked_again(root, tmp_path, monkeypatch, change
     elif change == "number":
         state.write_bytes(state.read_bytes().replace(b'"images": ', b'"images": 1'))
     names = checked_shards(monkeypatch)
-    report = check(root, state=state, deep=change == "deep")
+    report = check_here(root, state=state, deep=change == "deep")
     assert len(names) == 5
     assert report.images == 19
 
 
 def test_processes_record_too_and_a_killed_check_goes_on(damaged, tmp_path):
     state = tmp_path / "state"
-    expected = check(damaged)
+    expected = check_here(damaged)
     program = (
         "import sys, time; from pathlib import Path; from sa1b.verify import verify\n"
         "real = verify.check_shard\n"
@@ -120,11 +120,11 @@ def test_processes_record_too_and_a_killed_check_goes_on(damaged, tmp_path):
 
 def test_a_state_inside_the_dataset_or_of_another_kind_is_refused(root, tmp_path):
     with pytest.raises(UsageError, match="is inside"):
-        check(root, state=root / "state")
+        check_here(root, state=root / "state")
     other = tmp_path / "notes.txt"
     other.write_text("not a record")
     with pytest.raises(UsageError, match="not a record"):
-        check(root, state=other)
+        check_here(root, state=other)
     assert other.read_text() == "not a record"
 
 
@@ -197,6 +197,6 @@ def test_nothing_but_a_deep_check_of_shards_reads_an_index(root, monkeypatch):
     monkeypatch.setattr(verify_module, "_check_shards", stop)
     report = VerifyReport(str(root), deep=False)
     with pytest.raises(Stopped):
-        check(root)
+        check_here(root)
     found = verify_module.RootCheck(root, report).expected()
     assert (len(found), report.findings) == (5, [])

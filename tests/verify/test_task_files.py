@@ -4,11 +4,9 @@ import shutil
 
 import pytest
 
-from sa1b.console import command
 from sa1b.shards import manifest
 from sa1b.shards.commit import write_dataset
-from sa1b.verify.rebuild import rebuild_root, rebuild_tables
-from tests.verify.checking import check, content, edit_json, flip, kinds
+from tests.verify.checking import check, edit_json
 
 TASK = "tasks/sa_000002.json"
 ROWS = "tasks/sa_000002.samples"
@@ -17,25 +15,6 @@ ROWS = "tasks/sa_000002.samples"
 def only(report):
     (finding,) = report.findings
     return finding
-
-
-def test_a_missing_task_file(root):
-    (root / TASK).unlink()
-    finding = only(check(root))
-    assert (finding.kind, finding.file) == ("task_missing", TASK)
-    assert (
-        f"{command('reshard')} PATH/TO/sa_000002.tar --out {root} --redo sa_000002 --images-per-shard 5"
-        in finding.remedy
-    )
-
-
-def test_all_task_files_missing(root):
-    shutil.rmtree(root / "tasks")
-    finding = only(check(root))
-    assert finding.kind == "tasks_missing"
-    assert f"`{command('index')} {root}`" in finding.remedy
-    rebuild_root(root, workers=0, quiet=True)
-    assert "tasks_missing" not in kinds(check(root))
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format": "sa1b-shards-1"}', b"\xff\xfe", None])
@@ -68,14 +47,6 @@ def test_a_task_file_that_is_not_as_it_is_written(root, old, new):
     finding = only(check(root))
     assert finding.file == TASK
     assert finding.kind in ("task_damaged", "task_unreadable")
-
-
-def test_any_value_in_a_task_file_is_guaranteed_by_dataset_json(root):
-    sha256 = manifest.read_task(root, "sa_000002").source["sha256"]
-    (root / TASK).write_text((root / TASK).read_text().replace(sha256, sha256[::-1]))
-    finding = only(check(root))
-    assert (finding.kind, finding.file) == ("task_differs", TASK)
-    assert "sa1b reshard" in finding.remedy
 
 
 def test_the_task_file_of_another_dataset(root, roots):
@@ -125,26 +96,6 @@ def test_a_name_that_is_no_shard_of_the_source_is_not_opened(root, name):
     assert name in finding.message
     (root / "dataset.json").unlink()
     assert all(one.shard != name or one.kind.endswith("_missing") for one in check(root).findings)
-
-
-def test_rows_of_a_source_that_are_missing(root):
-    written = content(root)
-    (root / ROWS).unlink()
-    finding = only(check(root))
-    assert (finding.kind, finding.file) == ("samples_missing", ROWS)
-    assert finding.remedy == f"`{command('index')} {root} --tables`"
-    rebuild_tables(root)
-    assert content(root) == written
-
-
-@pytest.mark.parametrize("damage", [lambda path: flip(path, 200), lambda path: path.write_bytes(b"")])
-def test_rows_of_a_source_that_are_damaged(root, damage):
-    written = content(root)
-    damage(root / ROWS)
-    finding = only(check(root))
-    assert (finding.kind, finding.file) == ("samples_damaged", ROWS)
-    rebuild_tables(root)
-    assert content(root) == written
 
 
 def test_a_directory_whose_sources_have_no_rows_yet_is_clean(root):

@@ -2,32 +2,13 @@
 
 import shutil
 
-import pytest
-
-from sa1b.errors import ManifestError
 from sa1b.shards import manifest
 from sa1b.storage.atomic import temporary_path
 from sa1b.verify import verify
 from sa1b.verify.report import VerifyReport
 from sa1b.verify.root_check import RootCheck
-from tests.shards.tiny_source import ROOTS, add_layer
+from tests.shards.tiny_source import add_layer
 from tests.verify.checking import check, flip
-
-
-@pytest.mark.parametrize("name", ROOTS)
-@pytest.mark.parametrize("deep", [False, True])
-def test_what_reshard_wrote_is_clean(name, deep, roots):
-    root = roots[name]
-    report = check(root, deep=deep)
-    assert report.findings == []
-    assert [note.partition(";")[0] for note in report.notes] == ["annotations only"] * (
-        name == "annotations_only"
-    )
-    assert report.exit_code() == 0
-    assert (report.shards, report.images) == (5, 19)
-    dataset = manifest.read_dataset(root)
-    assert report.masks == dataset["totals"]["masks"]
-    assert report.bytes == dataset["totals"]["shard_bytes"] + dataset["totals"]["index_bytes"]
 
 
 def test_an_image_that_was_odd_in_the_source_is_no_damage(roots):
@@ -56,13 +37,6 @@ def test_shards_that_nothing_claims_are_a_note(root):
     assert report.exit_code() == 0
     assert "sa1b-000009-0000.tar" in report.notes[0]
     assert temporary.name in report.notes[1]
-
-
-def test_a_folder_without_shards_is_refused(tmp_path):
-    with pytest.raises(ManifestError, match="no dataset there"):
-        check(tmp_path)
-    with pytest.raises(ManifestError, match="no dataset there"):
-        check(tmp_path / "nowhere")
 
 
 def test_layers_are_part_of_the_check(root):

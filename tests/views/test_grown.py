@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sa1b import Dataset, Stream
 from sa1b.errors import ManifestError, ShardError, UsageError
-from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.atomic import lock
-from sa1b.stream.dataset import Stream
 from sa1b.stream.plan import ResumeError
 from sa1b.views.selection import Selection, select
 from sa1b.views.view import open_view

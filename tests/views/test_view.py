@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from sa1b import Dataset
 from sa1b.errors import ManifestError, ShardError, UsageError
-from sa1b.shards.dataset import Dataset
 from sa1b.shards.documents import Options
 from sa1b.storage.reader import Reader
 from sa1b.stream.order import Order

@@ -108,7 +108,6 @@ class BucketLocation(Location):
             return error
 
     def _make_free(self, step: int) -> None:
-        """Remove incomplete checkpoints, and a damaged or earlier one of this step."""
         if self._may_be_incomplete:
             self._sweep()
         self._may_be_incomplete = True

@@ -43,10 +43,8 @@ from sa1b.engine.checkpoint.folder import STATE, FolderLocation, Found, Location
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import METADATA, SealedFile, measure, read_metadata
 from sa1b.engine.checkpoint.tensors import MismatchError
-from sa1b.engine.model import Wrapper
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.engine.step.optim import of_rank
 from sa1b.engine.technique import Place
 from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import write_whole
@@ -112,13 +110,8 @@ class Checkpoints:
             "state": state,
         }
         text = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-        rank_tensors = tensors.share(
-            tensors.gather(model, optimizer),
-            self._ranks.rank,
-            self._ranks.world_size,
-            sharded=of_rank(optimizer) is not optimizer,
-            staged=isinstance(model, Wrapper),
-        )
+        gathered = tensors.gather(model, optimizer)
+        rank_tensors = tensors.share(gathered, self._ranks.rank, self._ranks.world_size)
         copy = self._copied(rank_tensors) if self.config.asynchronous else rank_tensors
         self._writing = self._writer.submit(self._write, step, copy, text)
         if not self.config.asynchronous:
@@ -232,7 +225,6 @@ class Checkpoints:
         return step
 
     def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
-        """Make the files that this rank wrote durable, and measure them."""
         paths = sorted(temporary.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
             write_whole(temporary / STATE, state)

@@ -113,7 +113,6 @@ class RemoteRun:
                 write_whole(self.folder / _SENT, json_bytes(self._sent))
 
     def _files(self) -> Iterator[tuple[Path, str]]:
-        """The files of the local folder that belong into the bucket, and their names there."""
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
             hidden = parts[0] == CHECKPOINTS or any(part.startswith(".") for part in parts)
@@ -196,7 +195,6 @@ class RemoteRun:
             ) from None
 
     def _fetch(self) -> None:
-        """Let the *.jsonl files of the local folder be those of the bucket."""
         if not self.leads:
             return
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run

@@ -1,10 +1,14 @@
 """What a start refuses or prints: files of others in its folder, settings that differ from the checkpoint."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from sa1b.console import counted
+from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.storage.store import Store
 
@@ -84,6 +88,20 @@ def check_trained(saved: Settings, current: Settings, out: str) -> None:
         )
 
 
+def start(rank_info: RankInfo, machines: Sequence[str], parallel: ParallelConfig, step_images: str) -> str:
+    """Ranks and their `machines`, the batch, and the GPUs of this machine that no rank uses, in one line."""
+    device, ranks = rank_info.device, len(machines)
+    on_gpu, visible = device.type == "cuda", torch.cuda.device_count()
+    place = f"{'each ' if ranks > 1 else ''}on {torch.cuda.get_device_name(device) if on_gpu else 'cpu'}"
+    where = f"{counted(ranks, 'rank')} on {counted(len(set(machines)), 'machine')}, {place}"
+    line = f"{where}, mode {parallel.mode}, precision {parallel.precision}; global batch {step_images}"
+    first = machines.count(machines[rank_info.rank]) if on_gpu else 0
+    if visible <= first:
+        return line
+    unused = f"cuda:{first}" + (f" to cuda:{visible - 1}" if visible - first > 1 else "")
+    return f"{line}; not used: {unused} (torchrun --nproc_per_node={visible} starts a rank for each GPU)"
+
+
 def lines(saved: Settings, current: Settings, out: str, step: int, steps: int, position: int) -> list[str]:
     """What is printed when a run resumes after `step` of `steps` steps."""
     if step >= steps:
@@ -135,7 +153,7 @@ def _differences(saved: Any, current: Any, path: str = "") -> Iterator[tuple[str
         full = f"{path}{name}"
         if isinstance(current[name], dict) and isinstance(saved[name], dict):
             yield from _differences(saved[name], current[name], f"{full}.")
-        elif saved[name] != current[name]:
+        elif saved[name] != current[name] and full != "model.kernels":  # which was a switch
             yield full, saved[name], current[name]
 
 

@@ -2,8 +2,7 @@
 
 The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
 published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
-names, so a checkpoint of one mode can be loaded in the other, at any world size. The state of compressed
-gradients belongs to a rank: `compression.`, the rank, and the name in `sa1b.engine.ranks.compression`.
+names, so a checkpoint of one mode can be loaded in the other, at any world size.
 """
 
 import warnings
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -22,14 +20,12 @@ from torch.optim import Optimizer
 
 from sa1b.arguments import BadType
 from sa1b.engine.checkpoint.sealed_folder import MetadataReader, Writer
-from sa1b.engine.model import Wrapper, stored
+from sa1b.engine.model import stored
 from sa1b.engine.ranks.rank_info import Ranks
-from sa1b.engine.step.gradients import reduction_of
-from sa1b.engine.step.optim import of_rank
 from sa1b.errors import CheckpointError
 from sa1b.report import first_names
 
-MODEL, OPTIMIZER, COMPRESSION = "model.", "optimizer.", "compression."
+MODEL, OPTIMIZER = "model.", "optimizer."
 
 # The warning is needless: a single process is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -46,38 +42,26 @@ class MismatchError(CheckpointError):
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
-    The model declares its `weights()` or is a plain module, in any mode. With a sharded optimizer (ZeRO-1),
-    each rank has the optimizer state of its own parameters only. A stage of a pipeline has its own parameters
-    and their state only.
+    The model declares its `weights()` or is a plain module, in any mode.
     """
-    tensors = _present(_weights(model))
+    tensors = _weights(model)
     if optimizer is not None:
         names = _names(model)
-        for parameter, values in of_rank(optimizer).state.items():
+        for parameter, values in optimizer.state.items():
             for key, value in values.items():
                 if not isinstance(value, Tensor):
                     keeper, kind = type(optimizer).__name__, type(value).__name__
                     raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
                 tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
-        if (reduction := reduction_of(model)) is not None:
-            tensors |= {
-                f"{COMPRESSION}{dist.get_rank()}.{name}": tensor
-                for name, tensor in reduction.tensors().items()
-            }
     return tensors
 
 
-def share(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int, *, sharded: bool, staged: bool = False
-) -> dict[str, Tensor]:
-    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones. No
-    other rank has the optimizer state if it is `sharded`, or a tensor of a stage of a pipeline, `staged`.
-    """
+def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """The tensors that this rank writes: its shards, and an equal share (by bytes) of the unsharded ones."""
     rank_tensors: dict[str, Tensor] = {}
     load = [0] * world_size
     for name, tensor in tensors.items():
-        alone = staged or name.startswith(COMPRESSION) or (sharded and name.startswith(OPTIMIZER))
-        if isinstance(tensor, DTensor) or alone:
+        if isinstance(tensor, DTensor):
             rank_tensors[name] = tensor
             continue
         owner = load.index(min(load))
@@ -109,28 +93,21 @@ def load(
     """
     targets = _weights(model)
     _compare(folder, metadata, targets)
-    targets = _present(targets)
     states = _empty_states(folder, metadata, model, optimizer) if optimizer is not None else {}
     for name, values in states.items():
         targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
-    compression = _empty_compression(metadata, model, ranks) if optimizer is not None else {}
-    targets |= compression
     ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
-    if (reduction := reduction_of(model)) is not None:
-        of_own = f"{COMPRESSION}{ranks.rank}."
-        reduction.load_tensors({name.removeprefix(of_own): tensor for name, tensor in compression.items()})
     if optimizer is not None:
-        names, kept = _names(model), of_rank(optimizer)
-        packed = kept.state_dict()
+        names, packed = _names(model), optimizer.state_dict()
         numbered = zip(
             (number for group in packed["param_groups"] for number in group["params"]),
-            (parameter for group in kept.param_groups for parameter in group["params"]),
+            (parameter for group in optimizer.param_groups for parameter in group["params"]),
             strict=True,
         )
         packed["state"] = {
             number: states[names[parameter]] for number, parameter in numbered if names[parameter] in states
         }
-        kept.load_state_dict(packed)
+        optimizer.load_state_dict(packed)
 
 
 def read_weights(folder: Path, metadata: Metadata, *, mean: bool = True) -> dict[str, Tensor]:
@@ -169,11 +146,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
 
 
-def _present(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that this rank has; in a pipeline, those of the other stages are on the meta device."""
-    return {name: tensor for name, tensor in weights.items() if not tensor.is_meta}
-
-
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in stored(model).named_parameters()}
 
@@ -205,32 +177,14 @@ def _described(tensor: Tensor | TensorStorageMetadata) -> str:
     return f"{tensor.properties.dtype} {list(tensor.size)}"
 
 
-def _empty_compression(metadata: Metadata, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
-    """Empty tensors for this rank's state of PowerSGD; none if other ranks have saved it."""
-    entries = {name: entry for name, entry in _entries(metadata).items() if name.startswith(COMPRESSION)}
-    savers = {name.split(".")[1] for name in entries}
-    if reduction_of(model) is None or len(savers) != ranks.world_size:
-        return {}
-    device = next(model.parameters()).device
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-        for name, entry in entries.items()
-        if name.split(".")[1] == str(ranks.rank)
-    }
-
-
 def _empty_states(
     folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Empty optimizer state of this rank, by parameter and key."""
     # Shapes are those of the checkpoint, placements those of the parameters.
     names = _names(model)
-    kept = {names[parameter] for group in of_rank(optimizer).param_groups for parameter in group["params"]}
     trained = {
         names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
     }
-    if isinstance(model, Wrapper):
-        trained |= {name: parameter for parameter, name in names.items() if name in model.elsewhere}
     states: dict[str, dict[str, Tensor]] = {}
     for full, entry in _entries(metadata).items():
         if not full.startswith(OPTIMIZER):
@@ -248,8 +202,6 @@ def _empty_states(
                 f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}; pass the "
                 "settings that it was trained with"
             )
-        if name not in kept:
-            continue
         value = (
             torch.zeros(entry.size, dtype=dtype)
             if counts

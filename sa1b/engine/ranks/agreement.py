@@ -175,7 +175,6 @@ def _digest(tensor: Tensor) -> int:
 
 
 def _gather(numbers: list[int], rank_info: RankInfo) -> Tensor:
-    """int64 [world_size, len(numbers)] on the CPU."""
     values = torch.tensor(numbers, dtype=torch.int64, device=rank_info.device)
     gathered = [torch.empty_like(values) for _ in range(rank_info.world_size)]
     dist.all_gather(gathered, values)

@@ -127,9 +127,6 @@ def _check_interface(wanted: str, root: Path) -> None:
 
 
 def _recorder(out: Path) -> Iterator[Setting]:
-    """Settings of torch's flight recorder of NCCL's collectives, with the names that torch 2.11 to 2.13
-    use.
-    """
     yield Setting(
         "TORCH_FR_BUFFER_SIZE", "2000", "torch records this number of collectives on each rank, with stacks"
     )
@@ -142,7 +139,6 @@ def _recorder(out: Path) -> Iterator[Setting]:
 
 
 def _kept(setting: Setting, variables: MutableMapping[str, str]) -> Setting:
-    """The setting, or a note that the variable is set already."""
     for name in (setting.variable, _SAME.get(setting.variable)):
         if name is not None and name in variables:
             return Setting(name, None, f"kept: {variables[name]!r} is set already")
@@ -197,7 +193,6 @@ def active_ports(root: Path) -> dict[str, str]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that orders mlx5_2 before mlx5_10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
@@ -220,7 +215,6 @@ def _interface(master: str, root: Path) -> str | None:
 
 
 def _routes(root: Path) -> Iterator[tuple[str, int, int, int]]:
-    """Interface, network, mask and metric of the IPv4 routes."""
     for line in _text(root / "proc/net/route").splitlines()[1:]:
         fields = line.split()
         with suppress(IndexError, ValueError, struct.error):
@@ -252,7 +246,6 @@ def configured(environment: Mapping[str, str], root: Path) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file without white space at its ends; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -260,6 +253,5 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int:
-    """The number in a file; -1 if it has none."""
     text = _text(path)
     return int(text) if text.isdecimal() else -1

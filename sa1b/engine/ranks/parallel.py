@@ -1,9 +1,9 @@
-"""Parallel training: a single process, DDP, FSDP2 and further modes, selected by one flag.
+"""Parallel training: a single process, DDP or FSDP2, selected by one flag.
 
     rank_info = start(config)                           # device first, then the process group
     freeze(module, optim)                               # sa1b.engine.step.optim: before wrapping
     module = wrap(module, config, rank_info)            # checks that all ranks built the same model
-    optimizer = make_optimizer(module, optim, batch, mode_of(config).optimizer)
+    optimizer = make_optimizer(module, optim, batch)
     ...load a checkpoint, and train: sa1b.train...
     set_timeout(rank_info, config.timeout)              # after the first step, to detect a lost rank quickly
     stop()
@@ -13,12 +13,14 @@ The gradient is the same in all modes, for any number of ranks and micro-batches
 
 import re
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -26,190 +28,110 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
 
-from sa1b.console import counted
 from sa1b.engine.data_config import DataConfig, with_flags
 from sa1b.engine.model import declared
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig, compute_dtype
 from sa1b.engine.step.gradients import shared_statistics
-from sa1b.engine.technique import Place
 from sa1b.errors import UsageError
-from sa1b.stream.order import check_global_batch, micro_batch_count
-from sa1b.stream.plan import largest_share
+from sa1b.stream.order import micro_batch_count, whole_share
 
 _SIZE = re.compile(r"size:(\d+(?:\.\d+)?)([KMG]?)")
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
-class Mode:
-    """A value of --parallel.mode; this class is none, in which one process has everything. `divides_steps`:
-    the ranks divide the images of a step; else every rank reads all of them. `checks_model`: `check_model`
-    does anything.
+def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+    """Move the module to its device and distribute it; train and evaluate through the result.
+
+    Frozen parameters have requires_grad False already. UsageError: see `shared_statistics`.
+    DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
     """
-
-    divides_steps = True
-    checks_model = False
-
-    def fitted(self, data: DataConfig, config: ParallelConfig, world_size: int) -> DataConfig:
-        """The batch sizes that a run without --data.micro-batch has in this mode."""
-        return data
-
-    def check(self, config: ParallelConfig) -> None:
-        """Refuse settings that do not fit this mode; raises UsageError."""
-
-    def check_division(self, batch: int, size: int, count: int, config: ParallelConfig, ranks: int) -> None:
-        """Refuse a step of `batch` images in `count` micro-batches of `size` images; raises UsageError."""
-
-    def check_model(self, module: nn.Module, ranks: int) -> None:
-        """Refuse a model that cannot train in this mode, without its values; raises UsageError."""
-
-    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        """Distribute a model over the ranks, which exchange no values here."""
-        if any(tensor.device != rank_info.device for tensor in (*module.parameters(), *module.buffers())):
-            module.to(rank_info.device)
-        return module
-
-    def optimizer(self, groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-        """AdamW over groups of parameters; collective."""
-        return AdamW(groups, **settings)
+    agree(module, rank_info)
+    if config.mode != "none":
+        sync, accepted = config.sync_batchnorm, config.broadcast_buffers
+        module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
+    if config.mode == "fsdp":
+        return _fsdp(module, config, rank_info)
+    if any(tensor.device != rank_info.device for tensor in (*module.parameters(), *module.buffers())):
+        module.to(rank_info.device)
+    return module if config.mode == "none" else _ddp(module, config, rank_info)
 
 
-class Ddp(Mode):
+def _ddp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     """Every rank has the complete model. Gradients are views of the buckets, which saves a second copy."""
-
     # DDP does not broadcast buffers: they are constants, or equal on all ranks, as the statistics of
     # `shared_statistics`; or `sa1b.engine.step.gradients.Buffers` shares them after each step.
 
-    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        wrapped = DistributedDataParallel(
-            super().wrap(module, config, rank_info),
-            init_sync=False,  # `agree` has compared the models
-            device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
-            bucket_cap_mb=config.bucket,
-            gradient_as_bucket_view=True,
-            static_graph=config.static_graph,
-            find_unused_parameters=config.find_unused,
-        )
-        # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
-        wrapped.broadcast_buffers = False
-        if config.compress != "none":
-            COMPRESSION.load()(config).attach(wrapped)
-        return wrapped
+    # The gradient of a 1 x 1 convolution of channels-last pixels has other strides, but the same bytes.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    wrapped = DistributedDataParallel(
+        module,
+        init_sync=False,  # `agree` has compared the models
+        device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
+        bucket_cap_mb=config.bucket,
+        gradient_as_bucket_view=True,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused,
+    )
+    # The constructor argument of this name is deprecated, but its successor is missing before torch 2.13.
+    wrapped.broadcast_buffers = False
+    if config.compress == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if config.compress == "bf16":
+        wrapped.register_comm_hook(None, _reduce_bf16)
+    return wrapped
 
 
-class Fsdp(Mode):
+def _reduce_bf16(group: None, bucket: GradBucket) -> Future[Tensor]:
+    """Torch's hook. Torch refuses it by its name where NCCL is missing, but gloo sums bf16 too."""
+    assert dist.group.WORLD is not None
+    return default_hooks.bf16_compress_hook(dist.group.WORLD, bucket)
+
+
+def _fsdp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     """FSDP2: ranks have shards of the model, and gather groups of parameters before each pass through."""
-
     # Large groups need fewer and longer transfers; small groups need less memory, because one group is
     # computed while the next one is gathered. The units of the model are gathered in the number format of the
     # matrix products, which halves the sent bytes for 16-bit formats; all other parameters are one group in
     # float32. Inputs are never cast, because they may be coordinates.
 
-    def wrap(self, module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-        # A unit may return a view of a matrix product. Torch warns that changing such a result in place
-        # removes the hook that gathers weights for the backward pass. Models add the result to a residual.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        kept = OffloadPolicy()
-        if config.offload != "none":
-            kept = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
-        reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce]
-        shard = partial(fully_shard, mesh=rank_info.mesh, offload_policy=kept)
-        formats = MixedPrecisionPolicy(compute_dtype(config.precision), reduce, cast_forward_inputs=False)
-        for group in units(declared(module).fsdp_units(), config.wrap):
-            members = [part for unit in group for part in unit]
-            shard(members, reshard_after_forward=config.shard == "full", mp_policy=formats)
-            if hasattr(group[0][0], "gathered"):
-                _gather_group(group[0][0], group[-1][0])
-        whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
-        shard(module, reshard_after_forward=False, mp_policy=whole)
-        return module
-
-
-class GradientHook(Protocol):
-    """What reduces the gradients of DDP in place of its all-reduce; created from settings that fit it."""
-
-    def attach(self, module: DistributedDataParallel) -> None:
-        """Register the hook; if it has a state, see `sa1b.engine.step.gradients.Reduction`."""
-
-    def kept(self, module: nn.Module) -> tuple[int, int]:
-        """Numbers of its state on each rank: errors and factors."""
-        ...
-
-
-MODES: dict[str, Mode | Place[Mode]] = {
-    "none": Mode(),
-    "ddp": Ddp(),
-    "fsdp": Fsdp(),
-    "zero1": Place("sa1b.engine.ranks.zero1:MODE", "--parallel.mode zero1"),
-    "pipeline": Place("sa1b.engine.ranks.pipeline:MODE", "--parallel.mode pipeline"),
-}
-COMPRESSION: Place[Callable[[ParallelConfig], GradientHook]] = Place(
-    "sa1b.engine.ranks.compression:Compression", "--parallel.compress"
-)
-
-
-def mode_of(config: ParallelConfig) -> Mode:
-    """The mode of a run; UsageError if its module is missing."""
-    mode = MODES[config.mode]
-    return mode if isinstance(mode, Mode) else mode.load()
-
-
-def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
-    """Move the module to its device and distribute it; train and evaluate through the result.
-
-    Frozen parameters have requires_grad False already. UsageError: see `shared_statistics` and
-    `Mode.check_model`. DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
-    """
-    agree(module, rank_info)
-    if config.mode != "none" and mode_of(config).divides_steps:
-        sync, accepted = config.sync_batchnorm, config.broadcast_buffers
-        module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
-    return mode_of(config).wrap(module, config, rank_info)
+    # A unit may return a view of a matrix product. Torch warns that changing such a result in place
+    # removes the hook that gathers weights for the backward pass. Models add the result to a residual.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    kept = OffloadPolicy()
+    if config.offload != "none":
+        kept = CPUOffloadPolicy(pin_memory=config.offload == "pinned")
+    reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.reduce]
+    shard = partial(fully_shard, mesh=rank_info.mesh, offload_policy=kept)
+    formats = MixedPrecisionPolicy(compute_dtype(config.precision), reduce, cast_forward_inputs=False)
+    for group in units(declared(module).fsdp_units(), config.wrap):
+        members = [part for unit in group for part in unit]
+        shard(members, reshard_after_forward=config.shard == "full", mp_policy=formats)
+        if hasattr(group[0][0], "gathered"):
+            _gather_group(group[0][0], group[-1][0])
+    whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
+    shard(module, reshard_after_forward=False, mp_policy=whole)
+    return module
 
 
 def check_ranks(config: ParallelConfig, world_size: int) -> None:
     """UsageError names the flag of settings that do not fit together, or not this number of ranks."""
     config.check(world_size)
-    mode_of(config).check(config)
-    rank_shares(config, world_size)
     least_size(config.wrap)
-    if config.compress != "none":
-        COMPRESSION.load()(config)
 
 
-def rank_shares(config: ParallelConfig, world_size: int) -> tuple[int, ...] | None:
-    """The numbers of --parallel.shares; None: equal shares. UsageError: another form, or number of shares."""
-    if config.shares is None:
-        return None
-    words = config.shares.split(",")
-    if len(words) != world_size or not all(word.isdecimal() and int(word) for word in words):
-        ranks = counted(world_size, "rank")
-        raise UsageError(
-            f"--parallel.shares {config.shares}: does not fit {ranks}; pass a positive whole number for each "
-            "rank, with commas between them, such as 2,1,1"
-        )
-    return tuple(map(int, words))
-
-
-def micro_batches(data: DataConfig, config: ParallelConfig, world_size: int) -> tuple[int, int]:
-    """As `Config.micro_batches`, from its parts."""
-    batch, shares, mode = data.global_batch, rank_shares(config, world_size), mode_of(config)
-    readers = world_size if mode.divides_steps else 1
+def micro_batches(data: DataConfig, world_size: int) -> tuple[int, int]:
+    """As `Config.micro_batches`, of the data alone."""
     try:
-        check_global_batch(batch, readers, data.block_size, shares)
+        share = whole_share(data.global_batch, world_size, data.block_size)
     except ValueError as error:
         raise with_flags(error) from None
-    share = largest_share(batch, readers, shares)
     size = min(data.micro_batch or share, share)
-    count = micro_batch_count(batch, readers, size, block_size=data.block_size, shares=shares)
-    mode.check_division(batch, size, count, config, world_size)
-    return size, count
+    return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
 
 
 def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:

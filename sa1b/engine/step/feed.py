@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sa1b.engine.data_config import DataConfig, with_flags
-from sa1b.engine.mix_file import read_mix
+from sa1b.engine.mix_file import read_mix, reschedule
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.shards.dataset import Dataset
@@ -20,7 +20,7 @@ from sa1b.storage.errors import MissingError
 from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import ColumnError
-from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.damage_log import DamageLimitError, DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
 from sa1b.stream.mix import Mix
@@ -29,9 +29,8 @@ from sa1b.stream.mix import Mix
 class Feed:
     """The micro-batches of one rank; `image_size` is that of the model, `run` its folder, for the damage log.
 
-    `view` is read instead of `config.view`; "sequential" is the order of an evaluation. `shares`: of a step,
-    one for each rank; None: all have the same. `divided`: the ranks divide the images of a step; else every
-    rank reads all. UsageError names the flag of settings that do not fit together.
+    `view` is read instead of `config.view`; "sequential" is the order of an evaluation. UsageError names the
+    flag of settings that do not fit together.
     """
 
     def __init__(
@@ -44,8 +43,6 @@ class Feed:
         *,
         view: str | None = None,
         order: Literal["shuffle", "sequential"] = "shuffle",
-        shares: tuple[int, ...] | None = None,
-        divided: bool = True,
     ) -> None:
         target_size = config.target_size or image_size // 4
 
@@ -61,9 +58,8 @@ class Feed:
                 seed=own_seed,
                 block_size=data.block_size if order == "shuffle" else 1,
                 damage_log=run / "damaged.jsonl",
-                rank=rank_info.rank if divided else 0,
-                world_size=rank_info.world_size if divided else 1,
-                shares=shares,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
                 image_size=image_size,
                 flip=data.flip if order == "shuffle" else 0.0,
                 min_pixels=data.min_pixels if order == "shuffle" else 0,
@@ -75,8 +71,9 @@ class Feed:
             self.stream = stream(config, seed, view or config.view)
         else:
             self.stream = _mix(config, seed, view, order, stream)
-        # The lines of earlier starts count, too. Undivided, each rank finds the damage by itself.
+        # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
+        self.stream.damage_log.waits = True
         if config.decode == "gpu" and rank_info.device.type == "cpu":
             raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
         try:
@@ -92,6 +89,7 @@ class Feed:
         except ValueError as error:
             raise with_flags(error) from None
         self.micro_batches = self.stream.plan.count
+        self._config, self._history = config, [[0, 0, config.global_batch]]
         self._batches: Generator[Batch, None, None] | None = None
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
@@ -129,6 +127,7 @@ class Feed:
             if batch is None:
                 return
             yield batch
+        self.stream.damage_log.write(self.stream.iterations.used)
 
     def peek(self) -> Batch:
         """The first batch of the next step, which `step` returns again; EOFError: the feed has ended."""
@@ -144,7 +143,12 @@ class Feed:
             (_, batch), self._peeked = self._peeked, None
             return batch
         self._batches = self._batches or iter(self.loader)
-        return next(self._batches, None)
+        try:
+            return next(self._batches, None)
+        except DamageLimitError:
+            stop = self.stream.iterations.used + self.stream.plan.global_batch
+            self.stream.damage_log.write(stop, over=True)
+            raise
 
     def reading(self) -> str | None:
         """The sample that the next incomplete batch waits for; see `sa1b.stream.loader.Loader.reading`."""
@@ -156,11 +160,14 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step whose micro-batches were all taken."""
-        return self.loader.state_dict() if self._peeked is None else self._peeked[0]
+        state = self.loader.state_dict() if self._peeked is None else self._peeked[0]
+        return {**state, "history": self._history} if isinstance(self.stream, Mix) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state. Raises sa1b.stream.plan.ResumeError."""
         self.close()
+        if isinstance(self.stream, Mix):
+            self._history = reschedule(self.stream, self._config, {"history": self._history, **state})
         self.loader.load_state_dict(state)
 
     def close(self) -> None:

@@ -2,15 +2,14 @@
 
 Losses are sums over masks. Ranks and micro-batches have different numbers of masks, so a mean of means would
 weight them wrongly. Instead the sums are back-propagated, and the gradients are divided once by the number of
-masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks. Ranks
-of a `Wrapper` have different parameters, which are not averaged.
+masks in the global batch. DDP and FSDP average over ranks, so the factor is world size / masks.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,42 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sa1b.engine.model import Wrapper
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import Precision, autocast
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
 from sa1b.report import first_names
-
-
-class Reduction(Protocol):
-    """What reduces the gradients of a module, its attribute `reduction`; unchanged while `paused`."""
-
-    paused: bool
-
-    def undo(self) -> None:
-        """Restore the state before the last step, which is skipped."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of this rank by name, not copied; they are saved with a checkpoint."""
-        ...
-
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the tensors by the result of `tensors` of an earlier run."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The part of the state that is not tensors, as JSON values."""
-        ...
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> str:
-        """Continue from the `state_dict` of an earlier run; return what is printed about it, or nothing."""
-        ...
-
-
-def reduction_of(module: nn.Module) -> Reduction | None:
-    """The state of the reduction of a wrapped module; None: it has none."""
-    reduction: Reduction | None = vars(module).get("reduction")
-    return reduction
 
 
 @contextmanager
@@ -65,8 +33,6 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
 
     Until then each rank keeps unsharded gradients in float32, under FSDP too.
     """
-    if isinstance(module, Wrapper):
-        module.last = last
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     if isinstance(module, DistributedDataParallel) and not last:
@@ -90,8 +56,6 @@ def forward_backward(
     In the context of `micro_batch`. The loss is divided by `divisor`, see `loss_divisor`; the caller must
     divide its count by it too. `backward` runs the backward pass of the scaled loss.
     """
-    if isinstance(module, Wrapper):
-        return module.forward_backward(inputs, divisor)
     with unused_named(module), autocast(precision, rank_info.device):
         sums: dict[str, Tensor] = module(*inputs)
     backward(scaler.scale(sums["loss"] / divisor))
@@ -113,16 +77,12 @@ def warm_up(module: nn.Module, run: Callable[[], object]) -> None:
     # final buckets. A static graph does not support accumulation in its first backward pass, the one of this
     # call, and its buckets are final only after the second pass. Compilation also happens here, for the
     # shapes of the run's micro-batches. `run` uses the scaler's scale and autocast.
-    buffers, reduction = Buffers(module), reduction_of(module)
+    buffers = Buffers(module)
     buffers.keep()
-    if reduction is not None:
-        reduction.paused = True
     is_static = isinstance(module, DistributedDataParallel) and module.static_graph
     for _ in range(2 if is_static else 1):
         with micro_batch(module, last=True):
             run()
-    if reduction is not None:
-        reduction.paused = False
     buffers.restore()
     clear(module, module)
 
@@ -187,19 +147,16 @@ def finish(
     if rank_info.world_size > 1:
         dist.all_reduce(total)
     for parameter in module.parameters():  # DDP has zeros for a parameter that no rank has used
-        if parameter.requires_grad and parameter.grad is None and not parameter.is_meta:
+        if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     # Local tensors instead of DTensors: all modes run the same kernels, with one call each.
     held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    averaged = 1 if isinstance(module, Wrapper) else rank_info.world_size
-    factor = torch.where(total > 0, averaged / total, 1.0).to(held[0].device)
+    factor = torch.where(total > 0, rank_info.world_size / total, 1.0).to(held[0].device)
     squares = torch.stack(torch._foreach_norm(held)).square().sum()
     if rank_info.mesh is not None:
         # Replicas have equal shards, of which each counts once.
         dist.all_reduce(squares, group=rank_info.mesh.get_group("shard"))
-    elif isinstance(module, Wrapper) and rank_info.world_size > 1:
-        dist.all_reduce(squares)
     norm = squares.sqrt() * factor
     if grad_clip > 0:
         factor = factor * (grad_clip / (norm + 1e-6)).clamp(max=1)
@@ -211,7 +168,7 @@ class Buffers:
     """The buffers of a module, which forward passes change; `shared`: all ranks take those of rank 0."""
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+        self._buffers = list(module.buffers())
         self._shared = shared and bool(self._buffers)
         self._kept: list[Tensor] = []
 

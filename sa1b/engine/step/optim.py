@@ -8,10 +8,10 @@ specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,28 +45,15 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
         )
 
 
-@runtime_checkable
-class Sharded(Protocol):
-    """An optimizer of which each rank has a part, with the state of a share of the parameters."""
-
-    optim: Optimizer  # the part of this rank
-    waits: tuple[str, ...]  # names of its methods in which a rank waits for the others
-
-    def send_weights(self) -> None:
-        """Send the parameters of this rank's part, and receive the others; collective."""
-
-
-def make_optimizer(
-    module: nn.Module, config: OptimConfig, batch: int, make: Callable[..., Optimizer] = AdamW
-) -> Optimizer:
+def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimizer:
     """AdamW over the parameters that are trained, one group per layer and kind of decay.
 
     Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
     all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
 
     The module is the result of `wrap`, or never wrapped: FSDP replaces parameters, so an optimizer of the
-    unwrapped module would be invalid. `batch`: images in the global batch. `make`: AdamW, or that of a mode
-    (`sa1b.engine.ranks.parallel.Mode.optimizer`). UsageError: no parameter is trained.
+    unwrapped module would be invalid. `batch`: images in the global batch. UsageError: no parameter is
+    trained.
     """
     model = declared(module)
     weights = model.weights()
@@ -90,12 +77,8 @@ def make_optimizer(
         }
         for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
-    settings: dict[str, Any] = {
-        "betas": (config.beta1, config.beta2),
-        "eps": config.epsilon,
-        "fused": True,  # one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
-    }
-    optimizer = make(described, **settings)
+    # fused: one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
+    optimizer = AdamW(described, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)
     if isinstance(model, LimitedModel):
         optimizer.register_step_post_hook(partial(_limit, dict(weights.named_parameters()), model.largest))
     return optimizer
@@ -105,11 +88,6 @@ def make_optimizer(
 def _limit(parameters: Mapping[str, nn.Parameter], largest: Mapping[str, float], *_: Any) -> None:
     for name, value in largest.items():
         _local(parameters[name].detach()).clamp_(max=value)
-
-
-def of_rank(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state this rank keeps: a part of a sharded optimizer, or the optimizer itself."""
-    return optimizer.optim if isinstance(optimizer, Sharded) else optimizer
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
@@ -165,7 +143,7 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
     """
     if not config.ema:
         return
-    pairs = [(parameter, state) for parameter, state in of_rank(optimizer).state.items() if state]
+    pairs = [(parameter, state) for parameter, state in optimizer.state.items() if state]
     for parameter, state in pairs:
         if "ema" not in state:
             state["ema"] = parameter.detach().clone()
@@ -177,10 +155,8 @@ def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
 @contextmanager
 def averaged(module: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """Context in which the module's weights are replaced by their running mean, if there is one."""
-    # After an error the mean stays in place: with a sharded optimizer the ranks exchange the weights, and
-    # this rank would wait for the others in place of reporting its error.
     _swap(module, optimizer)
-    yield
+    yield  # after an error the mean stays in place
     _swap(module, optimizer)
 
 
@@ -189,14 +165,12 @@ def _swap(module: nn.Module, optimizer: Optimizer) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # gathered copies would be out of date
-    for parameter, state in of_rank(optimizer).state.items():
+    for parameter, state in optimizer.state.items():
         if "ema" in state:
             weight, mean = _local(parameter.detach()), _local(state["ema"])
             before = weight.clone()
             weight.copy_(mean)
             mean.copy_(before)
-    if isinstance(optimizer, Sharded):
-        optimizer.send_weights()  # each rank has the means of its share only
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,18 +14,19 @@ from torch import Tensor, nn
 from sa1b.console import command
 from sa1b.engine.checkpoint import resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.model import Wrapper, by_source, declared, inputs_of, stored, worst_image
+from sa1b.engine.model import by_source, declared, inputs_of, stored, worst_image
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
 from sa1b.engine.ranks.network import NetworkChoice
-from sa1b.engine.ranks.parallel import check_ranks, mode_of, rank_shares, wrap
+from sa1b.engine.ranks.parallel import check_ranks, wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig, grad_scaler
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, reduction_of, seed_generators
+from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, seed_generators
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
 from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
@@ -53,7 +53,7 @@ class StepWindow(Protocol):
         """Add the numbers of a step, see `Run.numbers`; `requested`: print the table of the ranks."""
 
 
-# Optional techniques around the loop; those of modes are in `sa1b.engine.ranks.parallel`.
+# Optional techniques around the loop.
 STRAGGLERS: Place[Callable[..., StepWindow]] = Place(
     "sa1b.engine.watch.stragglers:Window", "--logging.window"
 )
@@ -63,27 +63,18 @@ WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases],
 PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
     "sa1b.engine.planner:dry_run", "--dry-run"
 )
-STEP_MEMORY: Place[Callable[[Config, nn.Module, RankInfo], None]] = Place(
-    "sa1b.engine.planner:check_memory", "--dry-run"
-)
 
 
 class TrainStep:
     """A new model, which is frozen and distributed here, with its optimizer; all ranks create it together."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: Config,
-        rank_info: RankInfo,
-        wrap: Callable[[nn.Module, ParallelConfig, RankInfo], nn.Module] = wrap,
-    ) -> None:
+    def __init__(self, module: nn.Module, config: Config, rank_info: RankInfo) -> None:
         self.config, self.rank_info = config, rank_info
         freeze(module, config.optim)
         self.module = wrap(module, config.parallel, rank_info)
         self.model = declared(self.module)
-        batch, kind = config.data.global_batch, mode_of(config.parallel).optimizer
-        self.optimizer = make_optimizer(self.module, config.optim, batch, kind)
+        batch = config.data.global_batch
+        self.optimizer = make_optimizer(self.module, config.optim, batch)
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(batch * max(config.data.masks, 1))
 
@@ -120,18 +111,14 @@ class Run:
         self.step, self.best = 0, BestScore(config.evaluation)
         self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of this step, see `worst_image`
         self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
-        data, size = config.data, config.image_size
-        shares = rank_shares(config.parallel, rank_info.world_size)
-        divided = mode_of(config.parallel).divides_steps
-        self.feed = Feed(data, size, rank_info, config.folder, config.seed, shares=shares, divided=divided)
+        data = config.data
+        self.feed = Feed(data, config.image_size, rank_info, config.folder, config.seed)
         config = self.config = with_steps(config, self.feed.images)
         self.held_out = held_out_feed(config, rank_info, self.feed.stream)
         phases.reading = self.reading
         weights = initial_weights(config)
         module = build(config, weights)
         digest = state_digest(stored(module)) if weights is not None and rank_info.rank == 0 else None
-        if (check := STEP_MEMORY.find()) is not None:
-            check(config, module, rank_info)
         self.train_step = step = TrainStep(module, config, rank_info)
         if remote is None:
             check_shared_folder(config.folder, rank_info, config.data.deadline)
@@ -139,20 +126,17 @@ class Run:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         self.module, self.model = step.module, step.model
         self.optimizer, self.scaler = step.optimizer, step.scaler
-        self.wrapper = self.module if isinstance(self.module, Wrapper) else None
-        self.times = RankTime(phases, self.module, self.optimizer, rank_info)
+        self.times = RankTime(phases, self.module, rank_info)
         self.sampler = Sampler(rank_info.device)
         self.checkpoints = Checkpoints(
             remote or config.folder, config.checkpoint, config.parallel.timeout_first
         )
         with phases.part("resume"):
-            last = self._resume()
+            last, said = self._resume()
         self.feed.stream.damage_log.replay = partial(
             _replay, config.out, self.step, self.feed.state_dict()["position"], data.global_batch
         )
         self.health = Health(config.health, config.folder, rank_info, self.control)
-        if rank_info.rank == 0 and not self.ended:
-            print(lr_line(config.optim, data.global_batch), flush=True)  # before the progress bar
         self.metrics = metrics.Metrics(
             config.logging,
             config.folder,
@@ -171,6 +155,14 @@ class Run:
         self.best.share(self.metrics.evaluations, rank_info)
         self.checkpoints.best = self.best.step
         machines, self.window = hosts(rank_info), None
+        if self.best.exhausted and self.step < config.optim.steps:
+            said = [f"{config.out} ended after step {self.step:,}: {self.best.why}; raise it to train on"]
+        elif not self.ended:
+            said += [lr_line(config.optim, data.global_batch)]
+            said += [resume.start(rank_info, machines, config.parallel, config.step_images(len(machines)))]
+        if rank_info.rank == 0 and said:
+            print("\n".join(said), flush=True)
+        self.metrics.show(self.step, 0 if self.ended else config.optim.steps)
         if rank_info.rank == 0 and (make := STRAGGLERS.find()) is not None:
             self.window = make(
                 machines,
@@ -179,17 +171,15 @@ class Run:
                 LoaderSettings.of(self.feed.loader),
                 run=config.out,
                 separable=self.times.separable,
-                shares=shares,
-                divided=divided,
             )
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Resume from the newest good checkpoint, if there is one; return the metrics of its step."""
+    def _resume(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Resume from the newest good checkpoint, if any; return its metrics and what to print."""
         if self.config.resume == "no" and self.checkpoints.steps():
             raise UsageError(
                 f"--resume no: --out {self.config.out} has checkpoints; pass another --out, or move it away"
             )
-        out, settings = self.config.out, self.config.document()
+        out, settings, said = self.config.out, self.config.document(), list[str]()
         try:
             state = self.checkpoints.resume(self.module, self.optimizer)
         except MismatchError as error:
@@ -202,37 +192,26 @@ class Run:
             try:
                 with catch_warnings(record=True) as noted:
                     simplefilter("always")
-                    self.feed.load_state_dict(state["stream"])
+                    batch = saved.get("data", settings["data"])["global_batch"]
+                    self.feed.load_state_dict({"history": [[0, 0, batch]]} | state["stream"])
             except ResumeError as error:
                 resume.refuse_sequence(saved, settings, out, error)
             if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
                 self.scaler.load_state_dict(state["scaler"])
-            reduction, of_reduction = reduction_of(self.module), state.get("compression")
-            if reduction is not None and of_reduction is not None:
-                note = reduction.load_state_dict(of_reduction)
-                if note and self.rank_info.rank == 0:
-                    print(note)
-            if self.rank_info.rank == 0:
-                steps, position = self.config.optim.steps, state["stream"]["position"]
-                print(
-                    "\n".join(
-                        resume.lines(saved, settings, out, step=self.step, steps=steps, position=position)
-                    )
-                )
-                for warning in noted:  # on all ranks, as warnings, they would be printed many times
-                    print(f"warning: {warning.message}")
+            steps, position = self.config.optim.steps, state["stream"]["position"]
+            said += resume.lines(saved, settings, out, step=self.step, steps=steps, position=position)
+            # On all ranks, as warnings, they would be printed many times.
+            said += [f"warning: {warning.message}" for warning in noted]
         agree(self.module, self.rank_info)
-        return None if state is None else state.get("metrics")
+        return None if state is None else state.get("metrics"), said
 
     def save(self, line: dict[str, Any] | None) -> None:
         """Save a checkpoint of the current state; `line`: the metrics of the last step that are known."""
-        reduction = reduction_of(self.module)
         state = {
             "step": self.step,
             "metrics": line,
             "stream": self.feed.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "compression": None if reduction is None else reduction.state_dict(),
             "config": self.config.document(),
         }
         self.checkpoints.save(self.step, self.module, self.optimizer, state)
@@ -258,7 +237,8 @@ class Run:
                     phases=self.phases,
                 )
             if scores is not None:
-                self.metrics.evaluation(self.step, scores, time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                self.metrics.evaluation(self.step, scores, seconds, self.config.evaluation.how(scores))
                 self.best.add(self.step, scores)
                 self.checkpoints.best = self.best.step
 
@@ -266,6 +246,11 @@ class Run:
     def ended(self) -> bool:
         """Whether the run ends after this step; the same on all ranks."""
         return self.control.stopping or self.step >= self.config.optim.steps or self.best.exhausted
+
+    @property
+    def checkpoint(self) -> str:
+        """Path or URL of the checkpoint after this step."""
+        return f"{self.config.out.rstrip('/')}/checkpoints/{folder_name(self.step)}"
 
     @property
     def finished(self) -> bool:
@@ -291,12 +276,12 @@ class Run:
         """The image of this rank with the highest loss in the step, see `worst_image`."""
         return worst_image(self._images, getattr(self.model, "image_figures", ()))
 
-    def numbers(self, ids: list[Tensor]) -> dict[str, float]:
-        """Numbers of this rank that the ranks exchange after each step, of images with these ids, int64 [B].
+    def numbers(self) -> dict[str, float]:
+        """Numbers of this rank that the ranks exchange after each step.
 
         `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
         `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
-        of the loader's stages so far; those of a `Wrapper`.
+        of the loader's stages so far.
         """
         busy = self.feed.stream.stats.busy_seconds()
         return {
@@ -305,7 +290,6 @@ class Run:
             "peak_memory": metrics.peak_memory(self.rank_info.device),
             **self.sampler.latest(),
             **dict(zip(BUSY, busy.values(), strict=True)),
-            **({} if self.wrapper is None else self.wrapper.numbers(ids)),
         }
 
     def record(self, figures: StepFigures, lr: float) -> None:
@@ -322,7 +306,8 @@ class Run:
                 self.save(metrics.json_figures({"step": self.step, **line}))
         self.control.took(took, self.checkpoints.seconds * (2 if self.checkpoints.in_flight else 1))
         epochs = {f"epochs/{name}": seen for name, (_, seen) in self.feed.seen().items()}
-        self.metrics.step(self.step, metrics.figures_of(figures, self.phases, lr, ideal) | epochs)
+        line = metrics.figures_of(figures, self.phases, lr, ideal) | epochs
+        self.metrics.step(self.step, line, always=saves or self.ended)
         requested = self.control.take_table_request()
         if self.window is not None:
             self.window.add(self.step, figures.ranks, requested=requested)
@@ -360,26 +345,18 @@ class Run:
 
 def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
     """The command that shows the step of `position`, in a run with `step` steps at position `at`."""
-    return f"{command('replay', out, '--step', step + (at - position) // batch + 1)} --out PAGE"
+    return command("replay", out, "--step", step + (at - position) // batch + 1)
 
 
-def fitted(config: Config, world_size: int) -> Config:
-    """The settings for this number of ranks; UsageError, on every rank, names a flag that does not fit."""
+def check_fit(config: Config, world_size: int) -> None:
+    """UsageError, on every rank, names a flag that does not fit the others or this number of ranks."""
     window = config.logging.window != metrics.LoggingConfig().window
     techniques = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
     for place in [place for place, is_asked in techniques if is_asked]:
         place.load()
     check_ranks(config.parallel, world_size)
-    mode = mode_of(config.parallel)
-    config = replace(config, data=mode.fitted(config.data, config.parallel, world_size))
     images = 1 if config.evaluate_only else config.micro_batches(world_size)[0]
     config.data.check_memory(images, config.image_size)
-    if mode.checks_model:
-        with torch.device("meta"):
-            module = build(config, None)
-        freeze(module, config.optim)
-        mode.check_model(module, world_size)
-    return config
 
 
 def watched(config: Config, rank_info: RankInfo, phases: Phases) -> Watching:

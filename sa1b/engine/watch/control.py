@@ -205,12 +205,11 @@ class Health:
             "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
             "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
             f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}; "
-            f"`{replay} --out PAGE` shows those of a step with their masks"
+            f"`{replay}` lists those of a step with their masks"
         )
 
 
 def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
-    """The mean of a figure from the sums of all ranks; see `StepFigures.means`."""
     kind, _, source = name.partition("/")
     divisor = totals[f"count/{source}"] if source else count
     if source and kind == "count":

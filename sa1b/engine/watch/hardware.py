@@ -221,7 +221,6 @@ def _of_process(proc: Path) -> Callable[[], dict[str, float]]:
 
 
 def _of_gpu(device: torch.device, nvml: Any) -> Callable[[], dict[str, float]] | None:
-    """Samples of a GPU; None if NVML cannot read it."""
     if nvml is None:
         if find_spec("pynvml") is None:
             return None

@@ -37,7 +37,8 @@ class LoggingConfig:
     """Records besides RUN/metrics.jsonl, which is always written.
 
     Attributes:
-        every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step.
+        every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step. Steps with a
+            checkpoint and the last one always have a line.
         window: Steps over which the times of the ranks and the limits of their loaders are summarised.
         tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
         wandb: Project of Weights & Biases that gets the figures of these lines and the settings, through the
@@ -136,30 +137,27 @@ class Metrics:
                     break
                 self._callbacks.append(server)
                 self._keys[name] = server.key
-        if done and last is not None and done not in steps_there and done % config.every == 0:
+        if done and last is not None and done not in steps_there:
             self._append(last)
             for callback in self._callbacks:
                 callback.step(done, last)
         self._append(
             {"run": {"step": done, **(about or {}), **({"servers": self._keys} if self._keys else {})}}
         )
-        if done >= steps:
-            return
-        self._bar = tqdm(
-            total=steps,
-            initial=done,
-            desc="train",
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
 
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Record a completed step, counted from 1."""
+    def show(self, done: int, steps: int) -> None:
+        """Begin the progress line of a run with `done` of `steps` steps, unless it has all of them."""
+        if self._first and done < steps:
+            interval = 0.5 if sys.stderr.isatty() else 10
+            given: dict[str, Any] = {"desc": "train", "unit": "step", "mininterval": interval}
+            self._bar = tqdm(total=steps, initial=done, dynamic_ncols=True, **given)
+
+    def step(self, step: int, figures: Mapping[str, Any], *, always: bool = False) -> None:
+        """Record a completed step, counted from 1; `always`: whatever the interval of lines."""
         if not self._first:
             return
         self.result = f"loss {figures['loss']:.4f} in the last step"
-        if step % self._config.every == 0:
+        if always or step % self._config.every == 0:
             self._append({"step": step, **figures})
         for callback in self._callbacks:
             callback.step(step, figures)
@@ -170,15 +168,15 @@ class Metrics:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
 
-    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
-        """Record and print an evaluation after `step` steps."""
+    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float, how: dict[str, Any]) -> None:
+        """Record and print an evaluation after `step` steps; `how`: see `EvaluationConfig.how`."""
         if not self._first:
             return
-        self._append({"step": step, "evaluation": dict(scores), "seconds": seconds})
+        self._append({"step": step, "evaluation": {**scores, **how}, "seconds": seconds})
         for callback in self._callbacks:
             callback.evaluation(step, scores, seconds)
         self.evaluations[step] = dict(scores)
-        self.result = score_line(scores)
+        self.result = score_line({**scores, **how})
         self.say(f"step {step}: {self.result}")
 
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
@@ -255,8 +253,8 @@ def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
     }
 
 
-def score_line(scores: Mapping[str, float]) -> str:
-    """The scores of an evaluation as one line of text; the first one of a model's scorer is the count."""
+def score_line(scores: Mapping[str, Any]) -> str:
+    """The scores of an evaluation and its `how` in one line; the first of a model's scorer is the count."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
     left_out = [
         label.format(f"{scores[name]:,.0f}")
@@ -285,7 +283,10 @@ def score_line(scores: Mapping[str, float]) -> str:
         if scores[f"masks/{name}"]
     ]
     of_sources = f"; 1 click by source: {', '.join(parts)}" if parts else ""
-    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{of_sources}{without}"
+    limit = scores["masks_per_image"]
+    limit = "all masks of an image" if limit is None else f"at most {counted(limit, 'mask')} an image"
+    how = f"; protocol {scores['protocol']}, clicks at {scores['clicks']}, {limit}"
+    return f"mIoU {', '.join(words)} on {scores['masks']:,.0f} masks{of_sources}{without}{how}"
 
 
 def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: float | None) -> dict[str, Any]:
@@ -362,7 +363,7 @@ class BestScore:
         name = self._config.best
         if name is None:
             return
-        if name not in scores:
+        if isinstance(scores.get(name, ""), str):
             raise UsageError(f"--evaluation.best {name}: not a score; choose from {', '.join(scores)}")
         self.since += 1
         if scores[name] is not None and scores[name] > self.score:
@@ -370,8 +371,12 @@ class BestScore:
 
     @property
     def exhausted(self) -> bool:
-        """Whether --evaluation.patience ends the run."""
+        """Whether --evaluation.patience ends the run, because of `why`."""
         return 0 < self._config.patience <= self.since
+
+    @property
+    def why(self) -> str:
+        return f"{counted(self.since, 'evaluation')} without a better score (--evaluation.patience)"
 
     def share(self, earlier: Mapping[int, Mapping[str, float]], rank_info: RankInfo) -> None:
         """Add the evaluations before this start, by step, that rank 0 has read; collective."""
@@ -391,7 +396,4 @@ class BestScore:
             else "the weights before the first step"
         )
         lines = [f"best: {at} with {self._config.best} {self.score:.4g}"]
-        if self.exhausted:
-            since = counted(self.since, "evaluation")
-            lines.append(f"stopped: {since} without a better score (--evaluation.patience)")
-        return lines
+        return [*lines, f"stopped: {self.why}"] if self.exhausted else lines

@@ -18,7 +18,7 @@ them is `OTHER`. Before and after its steps a rank goes through further phases: 
 All ranks go through the same phases in the same order, so the rank that has begun the fewest phases is the
 one that the others wait for. A phase that only some ranks go through must not be added.
 
-    times = RankTime(phases, module, optimizer, rank_info)
+    times = RankTime(phases, module, rank_info)
     times.backward(loss)                                       # in place of loss.backward()
     times.seconds()                            # {"data": ..., "compute": ..., "sync": ..., "update": ...}
 """
@@ -36,11 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from sa1b.engine.model import Wrapper
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.optim import Sharded
 
 PARTS = ("data", "compute", "sync", "update", "checkpoint")
 OTHER = "other"
@@ -178,9 +175,6 @@ class RankTime:
     # - FSDP gathers the weights of each unit before its forward and backward pass, and reduces its gradients
     #   after it. The methods that do so are timed: `unshard`, `wait_for_unshard` and `post_backward` of each
     #   group of parameters.
-    # - A sharded optimizer (ZeRO) sends the weights to the other ranks. `_sync_params` is timed.
-    #
-    # In a pipeline, stages wait for each other within torch's schedule. `separable` is False.
     #
     # These methods are not a public interface of torch. If one is missing, `separable` is False, and waits
     # count as work.
@@ -195,7 +189,6 @@ class RankTime:
         self,
         phases: Phases,
         module: nn.Module,
-        optimizer: Optimizer,
         rank_info: RankInfo,
         moment: Callable[[], Moment] | None = None,
     ) -> None:
@@ -209,9 +202,6 @@ class RankTime:
         self._waiting: Moment | None = None
         self._joins = isinstance(module, DistributedDataParallel | FSDPModule)
         self.separable = all(self._observe(group, name) for group in _fsdp_groups(module) for name in _TIMED)
-        if isinstance(optimizer, Sharded):
-            self.separable &= all(self._observe(optimizer, name) for name in optimizer.waits)
-        self.separable &= not isinstance(module, Wrapper)
         phases.observer = self._enter
 
     def backward(self, loss: Tensor) -> None:
@@ -271,7 +261,6 @@ class RankTime:
 
     @contextmanager
     def _wait(self) -> Iterator[None]:
-        """Context for a wait; nothing if it is part of another one."""
         if self._waiting is not None:
             yield
             return

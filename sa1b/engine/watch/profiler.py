@@ -104,7 +104,6 @@ class StepProfiler:
         self._control.write(self.trace, files)
 
     def _table(self, recorded: profile) -> str:
-        """The operations with the largest own time, which excludes the operations that they call."""
         device = "device" if self._rank_info.device.type == "cuda" else "cpu"
         # Rows of a GPU are its kernels. Their time is also the time of the operation that started them.
         operations: list[Any] = [

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -175,7 +176,6 @@ class Requests:
             )
 
     def _needed(self) -> float:
-        """Seconds of a step and a checkpoint."""
         return max(self._steps, default=0.0) + self._checkpoint
 
     def _on_table_signal(self, number: int, frame: object) -> None:
@@ -283,8 +283,9 @@ def lost_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in PEER_LOST)
 
 
-def explain(error: Exception, rank: int, world_size: int) -> str:
-    """The message of a failing rank: its error, or one line if it only lost another rank.
+def explain(error: Exception, rank: int, world_size: int, images: int = 1) -> str:
+    """The message of a failing rank: its error, or one line if it only lost another rank. `images`: of its
+    micro-batches.
 
     Errors of this package and of the operating system are printed without a traceback, all others with one.
     """
@@ -295,7 +296,8 @@ def explain(error: Exception, rank: int, world_size: int) -> str:
     text = str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         reason = (text.splitlines() or ["no memory is left"])[0]
-        advice = "pass a smaller --data.micro-batch, --data.masks or --data.prefetch, or a smaller model"
+        smaller = f"--data.micro-batch (now {images}), " if images > 1 else ""
+        advice = f"pass a smaller {smaller}--data.masks or --data.prefetch, or a smaller model"
         return "\n".join([*lines, f"{where}: out of memory ({reason}); {advice}\n"])
     if lost_peer(error):
         reason = (text.splitlines() or [type(error).__name__])[0]
@@ -348,14 +350,19 @@ def exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def how_it_stopped(step: int, deadline: str | None, stop: Stop) -> str:
-    """The last line of a run that was asked to stop and stopped after `step` steps."""
-    before = f", before --deadline {deadline}," if stop is Stop.DEADLINE else ""
+def how_it_stopped(step: int, checkpoint: str, deadline: str | None, stop: Stop) -> str:
+    """The last line of a run that was asked to stop and stopped after `step` steps: what resumes it."""
+    before = f", before --deadline {deadline}" if stop is Stop.DEADLINE else ""
     if not step:
-        return f"stopped before the first step{before.rstrip(',')}; run the same command to start again"
-    stopped = f"stopped after step {step:,}{before} and saved a checkpoint"
-    if stop is Stop.TERMINATED and "TORCHELASTIC_RUN_ID" in os.environ:
-        return f"{stopped}; unless torchrun starts the ranks again, run the same command to resume"
-    if stop is Stop.DEADLINE and "T" in str(deadline):
-        return f"{stopped}; run the same command with a later --deadline to resume"
-    return f"{stopped}; run the same command to resume"
+        return f"stopped before the first step{before}; run the same command to start again"
+    before, started = f"{before}," if before else "", ""
+    later = " with a later --deadline" if before and "T" in str(deadline) else ""
+    unless = ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        unless = "unless torchrun starts the ranks again, " if stop is Stop.TERMINATED else ""
+        with suppress(OSError):
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")[:-1]
+            # torchrun may have ended before its ranks, which then have another parent.
+            started = f": {shlex.join(words)}" if words[-len(sys.argv) + 1 :] == sys.argv[1:] else ""
+    again = f"{unless}run the same command{later} to resume from {checkpoint}{started}"
+    return f"stopped after step {step:,}{before} and saved a checkpoint; {again}"

@@ -31,7 +31,6 @@ PARTS = ("data", "compute", "sync", "update")
 LIMIT = 1.3  # times the median of the other ranks
 _OWN = [PARTS.index(name) for name in WORK]
 _ROWS = 32  # ranks in a table
-_LARGEST_SHARE = 20  # of the slowest rank
 
 Times = npt.NDArray[np.float64]
 
@@ -61,24 +60,13 @@ class Straggler:
 
 class Stragglers:
     """The times of all ranks in the last `size` steps. `hosts` are their machines, `separable` is that of
-    `RankTime`, `shares` those of --parallel.shares; None: equal. `divided`: the ranks divide the images of a
-    step; False for the stages of a pipeline.
+    `RankTime`.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        size: int,
-        *,
-        separable: bool = True,
-        shares: Sequence[int] | None = None,
-        divided: bool = True,
-    ) -> None:
+    def __init__(self, hosts: Sequence[str], size: int, *, separable: bool = True) -> None:
         self.count = 0  # steps so far
         self._hosts = list(hosts)
         self._separable = separable
-        self._divided = divided
-        self._shares = np.array(shares or [1] * len(hosts))
         self._times = np.zeros((size, len(PARTS), len(hosts)))
         self._windows = np.zeros(len(hosts), np.int64)  # consecutive windows in which a rank was slow
 
@@ -129,19 +117,6 @@ class Stragglers:
             )
         return stragglers
 
-    def better_shares(self) -> list[int] | None:
-        """Shares with which all ranks take the same time; None: none is slow, or they do not divide steps."""
-        # The smallest whole numbers with ratios within a tenth of the ratios of the ranks' speeds.
-        if not self._divided or not self.slow():
-            return None
-        speeds = self._shares / self._times[: self.steps].mean(axis=0)[_OWN].sum(axis=0)
-        speeds /= speeds.min()
-        for least in range(1, _LARGEST_SHARE):
-            shares = np.rint(least * speeds)
-            if (np.abs(shares / (least * speeds) - 1) < 0.1).all():
-                break
-        return [int(share) for share in shares]
-
     def judge(self) -> list[Straggler]:
         """At the end of a window, the ranks that were slow in the last two windows, once per incident."""
         slow = {straggler.rank: straggler for straggler in self.slow()}
@@ -179,17 +154,10 @@ class Stragglers:
             lines.append(f"{rank:>5}  {self._hosts[rank]:<{width}}{columns}{mark}")
         if len(self._hosts) > _ROWS:
             lines.append(f"{len(self._hosts) - _ROWS} faster ranks are left out; metrics.jsonl has all")
-        if len(self._hosts) <= _ROWS and (shares := self.better_shares()) is not None:
-            numbers = ",".join(map(str, shares))
-            lines.append(
-                f"if the slow ranks stay slow: --parallel.shares {numbers} gives them less of each step"
-            )
         lines.append(
             "compute: own work; sync: waiting for other ranks and communication"
             if self._separable
             else "compute includes waiting for other ranks: this version of torch does not separate it"
-            if self._divided
-            else "compute includes waiting for other stages of the pipeline"
         )
         return "\n".join(lines)
 
@@ -214,10 +182,8 @@ class Window:
         *,
         run: str,
         separable: bool,
-        shares: Sequence[int] | None = None,
-        divided: bool = True,
     ) -> None:
-        self._stragglers = Stragglers(hosts, size, separable=separable, shares=shares, divided=divided)
+        self._stragglers = Stragglers(hosts, size, separable=separable)
         self._loader = LoaderWindow(loader)
         self._metrics = metrics
         self._run = run
@@ -242,4 +208,4 @@ class Window:
             self._metrics.say(message)
 
     def _replay(self, step: int) -> str:
-        return f"{command('replay', self._run, '--step', step)} --out PAGE"
+        return command("replay", self._run, "--step", step)

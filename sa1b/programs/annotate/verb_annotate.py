@@ -26,7 +26,7 @@ from sa1b.report import present
 from sa1b.shards import MAX_IMAGE_PIXELS, MAX_STORED_PIXELS
 from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
-TOUR = (160, "Train", "label your own images", "sa1b annotate photos --weights run --out labelled")
+TOUR = (120, "Training", "label your own images", "sa1b annotate photos --weights run --out labelled")
 
 if TYPE_CHECKING:
     import torch

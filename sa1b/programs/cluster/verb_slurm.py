@@ -27,7 +27,7 @@ from sa1b.errors import UsageError
 from sa1b.programs.cluster.slurm import MAX_ARRAY, Site, doctor_script, reshard_script, train_script
 from sa1b.sources.path_arguments import check_here
 
-TOUR = (170, "On a cluster", "print a job script", "sa1b slurm reshard downloads --out shards > job.sh")
+TOUR = (130, "Training", "print a job script", "sa1b slurm reshard downloads --out shards > job.sh")
 
 # minutes, minutes:seconds, hours:minutes:seconds; with days: hours, hours:minutes, hours:minutes:seconds
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -135,7 +135,9 @@ def main(
         _check_memory(memory, workers, "worker", _WORKER)
         text = reshard_script(arguments, site, tasks=tasks, workers=workers, accepted=accept)
     elif verb == "doctor":
-        _check_doctor(arguments)
+        with loading():
+            doctor = verbs.module_of("doctor")
+        parse(doctor.main, arguments, command("doctor"))
         _check_memory(memory, ranks // nodes, "rank", _RANK)
         text = doctor_script(arguments, site, nodes=nodes, gpus=gpus)
     else:
@@ -160,13 +162,6 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
     if not (call.args[0] or call.keywords["links"] or call.keywords["rename"]):
         raise UsageError("SOURCE or --links: missing; add tars, folders or a list of links")
     return int(call.keywords["workers"] or 1)
-
-
-def _check_doctor(arguments: tuple[str, ...]) -> None:
-    with loading():
-        doctor = verbs.module_of("doctor")
-    call, _ = parse(doctor.main, arguments, command("doctor"))
-    doctor.check(*call.args, **call.keywords)
 
 
 def _check_train(arguments: tuple[str, ...], ranks: int, gpus: int) -> None:

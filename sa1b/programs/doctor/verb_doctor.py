@@ -8,21 +8,48 @@ Writes temporary files only, and the cached sample table of a URL. Exit code 0: 
 failed; 2: a flag is wrong; 130: interrupted.
 """
 
+import csv
+import json
 import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
-from sa1b.arguments import Range
-from sa1b.console import exit_code_of, loading
-from sa1b.errors import UsageError
-from sa1b.report import present
+from sa1b.arguments import Range, was_url
+from sa1b.console import counted, exit_code_of, loading
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.limit import Limited, OverdueError
+from sa1b.programs.doctor import Finding, RankProcess, Report, State, differences, level, named
+from sa1b.report import memory_text, present
 from sa1b.sources.path_arguments import takes_endpoint
+from sa1b.storage.atomic import nearest_existing
+from sa1b.storage.local import OPEN_FILES
 
-TOUR = (130, "Train", "check machine and ranks", "sa1b doctor shards")
+TOUR = (160, "Questions about both", "check machine and ranks", "sa1b doctor shards")
+Name = Literal[
+    "versions", "device", "gpu-state", "placement", "environment", "cpus", "memory", "shared-memory",
+    "open-files", "space", "dataset", "read-rate", "rendezvous", "bandwidth", "gradients",
+]  # fmt: skip
+Names = Annotated[UseAppendAction[tuple[Name, ...]], tyro.conf.arg(metavar="CHECK")]
+Check = Callable[..., Iterator[Finding]]
+FIRST = "Fix that first"
+# Of the checks that take seconds: the one that must not have failed, and how many times longer it may take.
+NEEDS = {"read rate": ("dataset", 1), "placement": ("device", 10), "bandwidth": ("device", 1)}
+NEEDS |= {"gradients": ("device", 10)}
 
 
 @takes_endpoint
@@ -30,13 +57,13 @@ def main(
     root: Annotated[Positional[str | None], tyro.conf.arg(metavar="ROOT")] = None,
     /,
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    only: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
-    skip: Annotated[UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHECK")] = (),
+    preset: str | None = None,
+    only: Names = (),
+    skip: Names = (),
     seconds: Annotated[float, Range(0.1, 600)] = 5.0,
-    timeout: Annotated[float, Range(1, 3600)] = 60.0,
+    timeout: Annotated[float, Range(1, 3600)] = 30.0,
     rate: Annotated[float | None, Range(above=0, below=1_000_000)] = None,
-    largest_message: Annotated[int, Range(1, 65536, unit=" MiB")] = 256,
-    ring: bool = False,
+    kernels: bool = False,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> NoReturn:
     """Check that this machine, or all ranks of a job, are set up correctly for training.
@@ -45,55 +72,37 @@ def main(
         root: Dataset directory that training reads, or its URL (s3://...). Without it, the checks of storage
             are skipped.
         out: Folder in which a run would write, to check its space.
+        preset: Model whose tensors and gradients are checked, by default tiny, and whose images storage must
+            deliver, by default those of vit_b. `sa1b train --help` lists them; distill needs a teacher.
         only: Run only this check. May be repeated.
         skip: Do not run this check. May be repeated.
-        seconds: Duration of each measurement of a rate, 0.1 to 600.
+        seconds: Duration of the measurement of the read rate, 0.1 to 600.
         timeout: Seconds that a rank waits for the others, 1 to 3600.
-        rate: Images per second that one rank trains, which storage must deliver. By default those of ViT-B
-            at 40 % of the GPU's peak, or 1 on a CPU.
-        largest_message: MiB of the largest message of the bandwidth sweep, 1 to 65536. Those that would take
-            more than --seconds are left out.
-        ring: Also run a ring all-reduce of messages between neighbours, print who sends what in each step,
-            and time each link.
+        rate: Images per second that one rank trains, which storage must deliver. By default those of the
+            preset at 40 % of the GPU's peak, or 1 on a CPU.
+        kernels: Instead of the checks, compare each Triton kernel with torch's operators on the GPU of each
+            machine, for the published models, or for the model of the run in --out. Runs use the result.
         json_output: Print the findings of all ranks as JSON, without progress.
     """
-    check(
-        root,
-        only=only,
-        skip=skip,
-        seconds=seconds,
-        timeout=timeout,
-        rate=rate,
-        largest_message=largest_message,
-    )
     with loading():
-        from sa1b.programs.doctor.all_checks import ON_DEMAND, Interrupted, run_checks
-        from sa1b.programs.doctor.check import RankProcess
-    try:
-        process = RankProcess.of_this_process(
-            root=root,
-            out=out,
-            seconds=seconds,
-            timeout=timeout,
-            rate=rate,
-            largest_message=largest_message << 20,
-        )
-    except ValueError as error:
-        raise UsageError(f"{error}") from None
-    chosen, left_out = set(map(plain, only)), set(map(plain, skip))
-
-    def runs(name: str) -> bool:
-        wanted = plain(name) in chosen if chosen or name in ON_DEMAND else True
-        return plain(name) not in left_out and (wanted or (ring and plain(name) == "ring"))
-
-    try:
-        report = run_checks(process, runs, quiet=json_output)
-    except Interrupted as interrupted:
-        if not json_output and process.rank == 0:
-            print(interrupted.report.table(), flush=True)
-        code = exit_code_of(interrupted)
-        sys.stderr.flush()
-        os._exit(code)  # as below: threads of the checks still run
+        import sa1b.programs.doctor.checks  # noqa: F401
+        from sa1b.recipes.presets import PRESETS
+    if preset is not None and preset not in PRESETS:
+        raise UsageError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
+    settings: dict[str, Any] = {"seconds": seconds, "timeout": timeout, "rate": rate, "preset": preset}
+    process = RankProcess.of_this_process(root=root, out=out, **settings)
+    title, found = f"rank {process.rank} on {process.host}", list[Finding]()
+    if kernels:
+        report: Report | None = Report([*compared_kernels(process)], title)
+    else:
+        try:
+            report = examine(process, {*(only or get_args(Name))} - {*skip}, found, quiet=json_output)
+        except KeyboardInterrupt as interrupted:
+            if not json_output and process.rank == 0:
+                print(Report(found, f"{title}, interrupted").table(), flush=True)
+            code = exit_code_of(interrupted)
+            sys.stderr.flush()
+            os._exit(code)  # as below
     if report is not None:  # otherwise rank 0 prints the findings of this rank
         present(report, json_output)
     sys.stdout.flush()
@@ -101,28 +110,290 @@ def main(
     os._exit(0 if report is None else report.exit_code())
 
 
-def check(
-    root: str | None = None,
-    *,
-    only: tuple[str, ...] = (),
-    skip: tuple[str, ...] = (),
-    seconds: float = 5.0,
-    timeout: float = 60.0,
-    rate: float | None = None,
-    largest_message: int = 256,
-    **_: object,
-) -> None:
-    """UsageError names the flag of a wrong argument of `main`."""
-    with loading():
-        from sa1b.programs.doctor.all_checks import names
-    for flag, given in (("--only", only), ("--skip", skip)):
-        for name in given:
-            if plain(name) not in map(plain, names()):
-                raise UsageError(f"{flag} {name}: no such check; they are: {', '.join(names())}")
-    if only and not set(map(plain, only)) - set(map(plain, skip)):
-        raise UsageError(f"--only {', '.join(only)}: no check is left; omit one of them from --skip")
+def compared_kernels(process: RankProcess) -> Iterator[Finding]:
+    """Each Triton kernel compared with torch's operators anew, by the first rank of a machine."""
+    from sa1b.masks.proved import MASKS
+    from sa1b.sam.kernel_proof import Kind, prove
+    from sa1b.sam.model import PRESETS as MODELS
+
+    if process.device.type != "cuda" or process.local_rank > 0:
+        why = "no GPU" if process.device.type != "cuda" else "another rank of this machine compares them"
+        yield Finding("skipped", why, "Run this on a machine with a GPU", check="kernels")
+        return
+    model, formats = asdict(MODELS["vit_b"]), {"bf16", "fp16", "fp32"}
+    if process.out is not None and (config := process.out / "config.json").is_file():
+        settings = json.loads(config.read_bytes())
+        model, formats = settings["model"], {settings["parallel"]["precision"], "fp32"}
+    sizes = model["channels"], model["pixel_features"], model["image_size"] // model["patch_size"]
+    kinds = [Kind(name, sizes, process.device.index) for name in sorted(formats)]
+    for kind in (Kind(MASKS, (), process.device.index), *kinds):
+        for name, result in kind.found(prove([kind], {})).items():
+            parts = [f"{part} {result[part]:.2g}" for part in ("forward", "backward") if part in result]
+            registers = f"{result.get('registers') or 'no'} registers"
+            facts = f"errors {', '.join([*parts, registers])}" if parts else result["why"]
+            figure = f"{kind.number_format:<5}  {'right' if result['right'] else 'wrong'}  {facts}"
+            figure += f"  {result.get('seconds', 0.0):g} s"
+            remedy = "" if result["right"] else f"Report this table: {result['why']}"
+            values = {"kernel": name, **kind._asdict(), **result}
+            state: State = "ok" if result["right"] else "failed"
+            yield Finding(state, figure, remedy, values, "together" if "+" in name else name)
 
 
-def plain(name: str) -> str:
-    """The name of a check with hyphens for spaces, so that no quotes are needed: "shared-memory"."""
-    return name.replace(" ", "-").lower()
+def run(process: RankProcess, name: str, work: Check, before: list[Finding], quiet: bool) -> list[Finding]:
+    """The findings of a check; an error is one too, and that the check does not end."""
+    import torch
+
+    from sa1b.programs.doctor.checks import split
+
+    needed, times = NEEDS.get(name, ("", 1))
+    if any(one.check == needed and one.state == "failed" for one in before):
+        return [process.own(Finding("skipped", f"the check {needed!r} failed", FIRST), name)]
+    if needed and process.rank == 0 and not quiet:
+        print(f"doctor: {name} ...", file=sys.stderr, flush=True)
+
+    def found() -> list[Finding]:
+        if process.device.type == "cuda":
+            torch.cuda.set_device(process.device)  # of this thread
+        return [*work(process)]
+
+    limit = times * (process.timeout / 2 + 4 * process.seconds)
+    try:  # in a thread, because a read of a dead file server or a call of a broken driver may never return
+        findings = Limited().call(found, limit)
+    except OverdueError:
+        remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`; "
+        remedy += "`py-spy dump --pid` shows where a rank waits for others"
+        findings = [Finding("failed", f"did not end within {limit:g} s", remedy)]
+    except (Sa1bError, OSError) as error:
+        findings = [Finding("failed", *split(error, process))]
+    except Exception as error:
+        figure = f"the check ended by {type(error).__name__}: {error}".splitlines()[0]
+        findings = [Finding("failed", figure, "Report this with the output of --json")]
+    return [process.own(finding, name) for finding in findings]
+
+
+def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet: bool) -> Report | None:
+    """Run the chosen checks, on every rank. Rank 0 returns the findings of all, another rank None, or its
+    own if it cannot reach the others. `found` gets the findings of this rank.
+    """
+    from sa1b.engine.ranks.process_group import fault
+    from sa1b.programs.doctor import checks
+
+    def is_chosen(name: str) -> bool:
+        return name.replace(" ", "-").lower() in chosen
+
+    of_each: dict[str, Check] = {
+        "versions": checks.versions, "device": checks.device, "GPU state": gpu_state,
+        "placement": checks.placement, "environment": checks.environment, "CPUs": checks.cpus,
+        "memory": checks.memory, "shared memory": shared_memory, "open files": open_files, "space": space,
+        "dataset": checks.dataset, "read rate": checks.read_rate,
+    }  # fmt: skip
+    of_all = {"bandwidth": checks.bandwidth, "gradients": checks.gradients}
+    alone, hosts = f"rank {process.rank} on {process.host}, alone", dict[int, str]()
+    unreachable: list[Finding] = []
+    if process.world_size > 1:  # first, so that ranks measure at the same time; torch raises several classes
+        try:
+            store, hosts = Limited().call(partial(meet, process), 4 * process.timeout)
+            group = Limited().call(partial(join, process, store, hosts), 3 * process.timeout)
+        except Exception as error:
+            reason, remedy = fault(error, serves=process.rank == 0)
+            if hosts:
+                reason = f"the ranks cannot connect to each other: {' '.join(str(error).split())[:200]}"
+                remedy = "open all TCP ports between the hosts, or set GLOO_SOCKET_IFNAME and "
+                remedy += "NCCL_SOCKET_IFNAME to the interface between them"
+            unreachable = [Finding("failed", reason, remedy[:1].upper() + remedy[1:])]
+    for name, work in of_each.items():
+        if is_chosen(name):
+            found += run(process, name, work, found, quiet)
+    if process.world_size == 1 and is_chosen("rendezvous"):
+        remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
+        unreachable = [Finding("skipped", "one process; these checks need several ranks", remedy)]
+    if unreachable or process.world_size == 1:
+        found += [process.own(one, "rendezvous") for one in unreachable]
+        title = f"1 process on {process.host}" if process.world_size == 1 else alone
+        return Report(found, title, [process.host])
+    missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
+    at = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    met = Finding("ok", f"{process.world_size} ranks met at {at}", check="rendezvous")
+    if missing:
+        figure = f"{len(missing)} of {process.world_size} ranks did not answer at {at}"
+        figure += f" within {process.timeout:g} s"
+        remedy = "Look at the output of these ranks: they did not start, hang, or print why they cannot "
+        remedy += f"reach {at}; --timeout waits longer"
+        met = Finding("failed", figure, remedy, {}, "rendezvous", missing)
+    try:
+        findings = gathered(process, found, hosts, group)
+        for one in (*differences(findings), met):
+            findings += [one] if is_chosen(one.check) else []
+        for name, work in of_all.items():
+            if is_chosen(name) and missing:
+                findings.append(Finding("skipped", f"{named(missing)} did not answer", FIRST, check=name))
+            elif is_chosen(name):
+                findings += gathered(process, run(process, name, work, findings, quiet), hosts, group)
+    except (RuntimeError, OverdueError) as error:
+        return Report([*found, silent(hosts, error)], alone, [process.host])
+    title = f"{process.world_size} ranks on {counted(len({*hosts.values()}), 'host')}"
+    report = Report(findings, title, [hosts.get(rank, "?") for rank in range(process.world_size)])
+    return report if process.rank == 0 else None
+
+
+def meet(process: RankProcess) -> tuple[Any, dict[int, str]]:
+    """The store of the ranks, and the host of each rank that reaches MASTER_ADDR:MASTER_PORT in time."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, wait, end = process.rank, timedelta(seconds=process.timeout), time.monotonic() + process.timeout
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while not serves:  # torch would print tracebacks until rank 0 has started
+        try:
+            socket.create_connection(at, 5).close()
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    # As in torch.distributed.rendezvous, but the store does not wait for all ranks: then one can be named.
+    tcp = TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    keys = [f"host/{number}" for number in range(process.world_size)]
+    store.set(keys[rank], process.host)
+    if rank == 0:
+        end = time.monotonic() + process.timeout
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        arrived = [number for number, key in enumerate(keys) if store.check([key])]
+        store.set("hosts", json.dumps({number: store.get(keys[number]).decode() for number in arrived}))
+    store.set_timeout(2 * wait)  # rank 0 may have come later, and waits for others
+    hosts = {int(number): host for number, host in json.loads(store.get("hosts")).items()}
+    if rank not in hosts:
+        raise TimeoutError("rank 0 no longer waits for this rank")
+    return store, hosts
+
+
+def join(process: RankProcess, store: Any, hosts: dict[int, str]) -> Any:
+    """Start the process group of the ranks that have met; a gloo group of them."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from sa1b.engine.ranks.network import choose
+
+    is_gpu, members = process.device.type == "cuda", sorted(hosts)
+    choose("auto", gpus=is_gpu, out=Path(tempfile.gettempdir())).apply()
+    wait, backend = timedelta(seconds=process.timeout), "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    settings: Any = {"rank": members.index(process.rank), "world_size": len(members), "timeout": wait}
+    dist.init_process_group(backend, store=PrefixStore("group", store), **settings)
+    group = dist.new_group(backend="gloo", timeout=wait)
+    for one in (None, group):  # a check that hangs ends before
+        _set_pg_timeout(50 * wait, one)
+    return group
+
+
+def gathered(process: RankProcess, found: list[Finding], hosts: dict[int, str], group: Any) -> list[Finding]:
+    """The findings of all ranks; RuntimeError names, on rank 0, those that do not answer in time."""
+    import torch.distributed as dist
+
+    limit = 12 * (process.timeout / 2 + 4 * process.seconds)  # longer than any check
+    of_all = [found] * len(hosts)
+
+    def work() -> None:
+        dist.monitored_barrier(group, timedelta(seconds=limit), wait_all_ranks=True)
+        dist.all_gather_object(of_all, found, group=group)
+
+    Limited().call(work, 2 * limit)  # in a thread, for Ctrl-C
+    return [finding for part in of_all for finding in part]
+
+
+def silent(hosts: dict[int, str], error: Exception) -> Finding:
+    """The finding that ranks hang, or have ended, which the barrier of gloo names on rank 0."""
+    text, members = " ".join(str(error).split()), sorted(hosts)
+    match = re.search(r"Ranks? ([\d, ]*\d) failed to pass", text)
+    ranks = tuple(members[int(number)] for number in match[1].split(",")) if match else ()
+    figure = "these ranks hang, or have ended" if ranks else f"a rank hangs, or has ended: {text[:200]}"
+    remedy = "Look at the output of the ranks; `py-spy dump --pid` shows where one hangs"
+    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+    return Finding("failed", figure, remedy, {}, "rendezvous", ranks, where)
+
+
+def gpu_state(process: RankProcess) -> Iterator[Finding]:
+    """Errors and use of the GPUs of this machine, from nvidia-smi, by its first rank."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        why = "no GPU" if process.device.type == "cpu" else "nvidia-smi is not in PATH"
+        yield Finding("skipped", why, "Add the folder of nvidia-smi to PATH if there are GPUs")
+    if program is None or process.local_rank > 0:
+        return
+    query = "--query-gpu=index,uuid,name,ecc.errors.uncorrected.volatile.total,memory.used,{}.hw_slowdown"
+    for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):  # the second one before driver 535
+        words = [program, query.format(reasons), "--format=csv,noheader,nounits"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            break
+    else:
+        text = (done.stderr or done.stdout or f"exit code {done.returncode}").splitlines()[0]
+        remedy = "Reboot the node, or drain it: the driver or a GPU does not answer (dmesg | grep -i xid)"
+        yield Finding("failed", f"nvidia-smi fails: {text}", remedy)
+        return
+    rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines())]
+    if chosen := tuple(one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one):
+        rows = [row for row in rows if row[0] in chosen or row[1].startswith(chosen)]
+    problems = []
+    for index, uuid, name, errors, used, slowdown in rows:
+        gpu = f"GPU {index} ({name}, {uuid})"
+        if errors.strip("0").isdecimal():
+            remedy = "Reset or replace this GPU; drain the node"
+            problems.append(Finding("failed", f"{gpu}: {errors} uncorrected memory errors", remedy))
+        if slowdown == "Active":
+            remedy = "Look at temperature, fans and power: nvidia-smi -q -d PERFORMANCE"
+            problems.append(Finding("warning", f"{gpu}: slowed down by hardware", remedy))
+        if used.isdecimal() and int(used) > 2048:  # MiB; the contexts of the ranks take less
+            remedy = "End the other processes that `nvidia-smi` lists"
+            problems.append(Finding("warning", f"{gpu}: {used} MiB are in use", remedy))
+    yield from problems or [Finding("ok", f"{counted(len(rows), 'GPU')}, no errors, no other users")]
+
+
+def shared_memory(process: RankProcess) -> Iterator[Finding]:
+    """Free space of /dev/shm, through which NCCL and DataLoader workers exchange data."""
+    # In Docker's 64 MiB both end with a bus error; the documentation of NCCL gives a container 1 GiB.
+    space = os.statvfs("/dev/shm")
+    total, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
+    remedy = "Remove what ended processes left there, or make it larger: docker run --shm-size=8g, in "
+    remedy += "Kubernetes an emptyDir of medium Memory, on a host mount -o remount,size=8G /dev/shm"
+    figure = f"{memory_text(free)} free of {memory_text(total)} in /dev/shm, 1 GiB advised"
+    values = {"free_bytes": free, "total_bytes": total}
+    yield Finding(level(free, (64 << 20) + 1, 1 << 30), figure, remedy, values)
+
+
+def open_files(process: RankProcess) -> Iterator[Finding]:
+    """`ulimit -n`: open shards, connections to a store, and sockets to the other ranks."""
+    soft, hard = (limit if limit >= 0 else 1 << 40 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    needed = 2 * OPEN_FILES + 4 * process.world_size
+    remedy = f"Run `ulimit -n {max(needed, 4096)}` first; the hard limit, {hard}, is LimitNOFILE= of slurmd, "
+    remedy += "nofile in /etc/security/limits.conf, docker run --ulimit nofile=65536"
+    values = {"soft": soft, "hard": hard, "needed": needed}
+    yield Finding(level(soft, needed, needed), f"limit {soft}, {needed} needed", remedy, values)
+
+
+def space(process: RankProcess) -> Iterator[Finding]:
+    """Free bytes and files of --out and of the folder for temporary files, which need not exist."""
+    # A checkpoint of ViT-H has 7.7 GB, and two are kept while a third is written.
+    wanted = [("--out ", process.out, 25e9), ("temporary files in ", Path(tempfile.gettempdir()), 1e9)]
+    for what, folder, advised in wanted:
+        if folder is None or was_url(folder):
+            yield Finding("skipped", "no folder is named", "Name the folder of the run: --out FOLDER")
+            continue
+        existing = nearest_existing(folder)
+        try:
+            with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
+                file.write(bytes(4096))
+        except OSError as error:
+            remedy = "Name a folder that this user can write, or free space"
+            yield Finding("failed", f"{what}{folder}: cannot be written ({error.strerror})", remedy)
+            continue
+        stats = os.statvfs(existing)
+        free, files = stats.f_frsize * stats.f_bavail, stats.f_favail if stats.f_files else 10**9
+        figure = f"{what}{folder}: {memory_text(free)} free, {files:,} more files"
+        remedy = f"Free space, {memory_text(advised)} are advised, or name a folder on another disk"
+        values = {"folder": str(folder), "free_bytes": free, "free_files": files}
+        yield Finding(level(free if files >= 1000 else 0, advised / 25, advised), figure, remedy, values)

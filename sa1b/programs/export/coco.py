@@ -12,7 +12,6 @@ reads them again.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from sa1b.programs.export.export_format import (
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.manifest import READING
 from sa1b.shards.sample import Sample
+from sa1b.sources.coco_pair import json_text
 from sa1b.storage.atomic import commit, flush, naming_path, temporary_path
 
 Segmentation = Literal["rle", "polygons"]
@@ -123,11 +123,11 @@ class Coco(Format):
                     annotation |= {name: given[index] for name, given in lists.items() if given is not None}
                     category = annotation.pop("category", _OBJECT["name"])
                     _add(categories, {**_OBJECT, "id": annotation["category_id"], "name": category}, part)
-                    file.write(b",\n" * (first > 1) + json.dumps(annotation).encode())
+                    file.write(b",\n" * (first > 1) + json_text(annotation).encode())
                     first += 1
                 values |= {"texts": sample.annotations.texts()} if self.texts else {}
                 further = {name: value for name, value in values.items() if value is not None}
-                entries.append(json.dumps(_entry(sample) | further))
+                entries.append(json_text(_entry(sample) | further))
             file.write(b"\n" * (first > 1) + _MIDDLE.encode())
             file.write(",\n".join(entries).encode() + f"\n{_CATEGORIES}".encode())
             file.writelines(line.encode() for line in _separated(_listed(categories)))
@@ -264,13 +264,8 @@ def annotations(
             "area": areas[index],
             "segmentation": mask,
             "mask_id": int(stored.mask_id[index]),
-            "predicted_iou": _number(stored.predicted_iou[index]),
-            "stability_score": _number(stored.stability_score[index]),
-            "point_coords": [[_number(value) for value in stored.point_coords[index]]],
-            "crop_box": [_number(value) for value in stored.crop_box[index]],
+            "predicted_iou": float(stored.predicted_iou[index]),  # NaN where a file lacks it
+            "stability_score": float(stored.stability_score[index]),
+            "point_coords": [stored.point_coords[index].tolist()],
+            "crop_box": stored.crop_box[index].tolist(),
         }
-
-
-def _number(value: float) -> float | None:
-    """A number that JSON can express; SA-1B's fields are NaN where a file lacks them."""
-    return float(value) if math.isfinite(value) else None

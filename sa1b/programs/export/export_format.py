@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from sa1b.console import command
 from sa1b.errors import ManifestError, UsageError
@@ -44,11 +45,7 @@ from sa1b.shards.sample import Sample
 from sa1b.storage.atomic import flush, naming_path, process_of_temporary, temporary_path
 
 Rows = npt.NDArray[np.int64]
-
-
 Ids = npt.NDArray[np.uint64]
-
-
 IMAGES_PER_PART = 1024
 
 
@@ -143,9 +140,15 @@ class JoinedColumn(Protocol):
 
 
 def check_joined(
-    columns: Sequence[JoinedColumn], dataset: Dataset, taken: Mapping[str, Collection[str]] | None = None
+    columns: Sequence[JoinedColumn],
+    dataset: Dataset,
+    taken: Mapping[str, Collection[str]] | None = None,
+    *,
+    in_json: bool = True,
 ) -> None:
-    """UsageError: a column of other images, or with a name of the format; `taken`: names by key."""
+    """UsageError: a column of other images, with a name of the format (`taken`: names by key), or of values
+    that have no form in JSON, if the format needs it.
+    """
     ids = dataset.table.image_id.astype(np.int64)
     for column in columns:
         if column.key == "image_id" and not column.count(ids):
@@ -153,10 +156,22 @@ def check_joined(
                 f"--join {column.name}: its table has a row for none of the {len(ids):,} images of "
                 f"{dataset.root}; pass the table of this dataset, with image ids such as {ids[0]}"
             )
+        if in_json and not _has_json(column.kind):
+            raise UsageError(
+                f"--join {column.name}: {column.kind} has no form in JSON; convert it to text or numbers, or "
+                "export --to parquet"
+            )
         if taken is not None and column.name in taken[column.key]:
             raise UsageError(
                 f"--join {column.name}: the files have a field of this name; choose another name"
             )
+
+
+def _has_json(kind: pa.DataType) -> bool:
+    if pa.types.is_nested(kind):
+        return all(_has_json(kind.field(number).type) for number in range(kind.num_fields))
+    lacking = ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_decimal", "is_duration")
+    return not any(getattr(pa.types, name)(kind) for name in lacking)
 
 
 def joined_identity(columns: Sequence[JoinedColumn]) -> list[tuple[str, str, str]]:

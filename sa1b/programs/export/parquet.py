@@ -87,7 +87,7 @@ class Parquet(Format):
 
     def check(self, dataset: Dataset) -> None:
         super().check(dataset)
-        check_joined(self.columns, dataset, dict.fromkeys(("image_id", "mask_id"), _COLUMNS))
+        check_joined(self.columns, dataset, dict.fromkeys(("image_id", "mask_id"), _COLUMNS), in_json=False)
 
     def parts(self, dataset: Dataset, rows: Rows) -> Iterable[tuple[str, Rows]]:
         starts = range(0, len(rows), self.images_per_file)

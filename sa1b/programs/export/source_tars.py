@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from isal import igzip
 
-from sa1b.errors import ShardError
 from sa1b.names import image_name, member_name
 from sa1b.programs.export.export_format import (
     Format,
@@ -43,6 +42,7 @@ from sa1b.programs.export.export_format import (
 )
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import Sample
+from sa1b.sources.coco_pair import json_text
 
 _GZIP_LEVEL = 2  # isal has levels 0 to 3; no level makes JPEGs much smaller
 
@@ -155,17 +155,7 @@ class WebDataset(Format):
                 for column in self.columns:
                     value = joined_value(column, sample)
                     if value is not None:
-                        ending, data = _encoded(column, sample, value)
-                        add_member(tar, f"{key}.{column.name}.{ending}", data)
-
-
-def _encoded(column: JoinedColumn, sample: Sample, value: Any) -> tuple[str, bytes]:
-    if isinstance(value, str):
-        return "txt", value.encode()
-    try:
-        return "json", json.dumps(value, ensure_ascii=False).encode()
-    except TypeError as error:
-        raise ShardError(
-            f"{image_name(sample.image_id)}: the value of column {column.name!r} has no JSON form ({error}); "
-            "export without this column, or convert it to text or numbers"
-        ) from None
+                        is_text = isinstance(value, str)
+                        data = value if is_text else json_text(value, ensure_ascii=False)
+                        ending = "txt" if is_text else "json"
+                        add_member(tar, f"{key}.{column.name}.{ending}", data.encode())

@@ -27,7 +27,7 @@ from sa1b.ray_tasks import Address, Engine
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_here, checked_quality, takes_endpoint
 
-TOUR = (190, "Repair, export and copy", "write other formats", "sa1b export shards --to folders --out files")
+TOUR = (80, "Data", "write other formats", "sa1b export shards --to folders --out files")
 
 if TYPE_CHECKING:
     from sa1b.programs.export.export_format import Format, JoinedColumn

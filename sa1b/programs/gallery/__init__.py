@@ -1,1 +1,1 @@
-"""A gallery: any input as one HTML page that shows its masks and their distributions."""
+"""A gallery: images of a dataset directory and their masks as one HTML page."""

@@ -149,7 +149,7 @@ class MaskFiles:
     def _of_coco(
         self, path: Path, file: CocoFile, image: CocoImage, image_id: int, height: int, width: int
     ) -> Annotations:
-        size = image.entry.get("height"), image.entry.get("width")
+        size = image.size
         if (size[0] or height, size[1] or width) != (height, width):
             raise BadSample("image_size", _sizes(path.name, size[1], size[0], width, height))
         provenance = {"format": "coco", "file": path.name, "image": image.entry}
@@ -198,7 +198,7 @@ def _pair(image_id: int, text: bytes, height: int, width: int) -> Annotations:
 
 
 def _sizes(what: str, width: Any, height: Any, stored_width: int, stored_height: int) -> str:
-    size = f"{str(width)[:20]} x {str(height)[:20]}"
+    size = f"{repr(width)[:20]} x {repr(height)[:20]}"
     return f"{what}: masks of {size} pixels, the image has {stored_width} x {stored_height}"
 
 

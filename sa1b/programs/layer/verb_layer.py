@@ -26,7 +26,7 @@ from sa1b.sources.path_arguments import check_writable, takes_endpoint
 if TYPE_CHECKING:
     from sa1b.shards.documents import LayerInfo
 
-TOUR = (95, "See and select", "masks beside the shards", "sa1b layer add shards masks.json --name round2")
+TOUR = (60, "Data", "masks beside the shards", "sa1b layer add shards masks.json --name round2")
 
 
 @takes_endpoint

@@ -1,16 +1,19 @@
 """Print the bytes, disk space and hours that a conversion will take, and the links that do not work.
 
 Example: sa1b plan downloads --out shards --workers 4
-         sa1b plan --links links.txt --out s3://BUCKET/shards --workers 32 --rate 500
+         sa1b plan --links links.txt --out s3://BUCKET/shards --nodes 8 --cpus 32 --workers 32 --rate 500
          sa1b plan --links links.txt --image-size 1024 --json
 
-`sa1b plan train` and `sa1b plan order` are other commands: what a training run takes on a cluster, and what
-its order reads. For a folder of sources with one of these names, write ./train or ./order.
+`sa1b plan train` is another command: what a training run takes on a cluster. For a folder of sources with
+this name, write ./train.
 
 Writes no file. Exit code 0: printed; 1: printed, and a link does not work or the disk is too small; 2:
 nothing was printed; 130: interrupted.
 """
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +21,22 @@ import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.arguments import Range
-from sa1b.console import loading
+from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
-from sa1b.report import present
+from sa1b.report import bar, duration_text, fact_lines, failed_lines, size_text
 from sa1b.sources.path_arguments import Endpoint, check_rate, checked_quality, linked, paths_of, store_of
 from sa1b.sources.stored_file import CONNECTIONS
+from sa1b.storage.atomic import nearest_existing
+from sa1b.workers import available_cpus
 
-TOUR = (20, "Make shards", "estimate disk and time", "sa1b plan downloads --out shards")
+TOUR = (140, "Questions about both", "estimate disk and time", "sa1b plan downloads --out shards")
+
+# Bytes of source per second, from benchmarks/results/intel-xeon-2-cores-parts.json, "reshard": of one worker,
+# which uses more than one processor, and of one processor.
+WORKER_RATE, PROCESSOR_RATE = 197e6, 146e6
+# Processor time with --image-size 1024 / time without it: 7.1 s and 1.45 s for a tar of 192 synthetic images.
+RESIZING = 4.9
+EXAMPLE_SIZE = 1024  # of --image-size, if none is given
 
 
 def main(
@@ -36,6 +48,8 @@ def main(
     out: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None,
     image_size: int | None = None,
     annotations_only: bool = False,
+    nodes: Annotated[int, Range(1)] = 1,
+    cpus: Annotated[int | None, Range(1)] = None,
     workers: Annotated[int, Range(1)] = 1,
     rate: Annotated[float | None, tyro.conf.arg(metavar="MB/S")] = None,
     scratch: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -46,9 +60,9 @@ def main(
     """Print the bytes, disk space and hours that a conversion will take, and the links that do not work.
 
     Space is estimated as `sa1b reshard` estimates it before it starts. The smaller of two rates determines
-    the time: that of reading (--rate), and that of the processors. The second one was measured on an Intel
-    Xeon: 146 MB/s of source for each processor, at most 197 MB/s for each worker, and a fifth of both with
-    --image-size.
+    the time: that of reading (--rate), and that of the processors of all nodes. The second one was measured
+    on an Intel Xeon: 146 MB/s of source for each processor, at most 197 MB/s for each worker, and a fifth of
+    both with --image-size.
 
     Args:
         source: Tars, folders of extracted pairs, folders that contain these, or URLs of tars, as for
@@ -59,8 +73,11 @@ def main(
         image_size: Re-encode images so that the longer side has this many pixels. By default images keep
             their original bytes, and the estimate for 1024 is also printed.
         annotations_only: Store annotations and indexes without images, as `sa1b reshard --annotations-only`.
-        workers: Worker processes.
-        rate: Rate at which the sources can be read or downloaded, in MB per second, over all workers.
+        nodes: Machines that run the same `sa1b reshard` at the same time.
+        cpus: Processors of a machine. By default those of this one, and the output says so.
+        workers: Worker processes of each machine, as for `sa1b reshard`.
+        rate: Rate at which the link or the store delivers the sources to all machines together, in MB per
+            second.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
             default sa1b-USERID in the system's folder for temporary files.
         ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
@@ -73,17 +90,93 @@ def main(
     checked_quality(image_size, None, annotations_only=annotations_only)
     store = None if out is None else store_of(out, scratch, endpoint, source)
     with loading():
-        from sa1b.programs.plan.ingest_plan import plan
-    ingest_plan = plan(
-        paths_of(source),
-        linked(source, links, CONNECTIONS, None, endpoint),
-        store,
-        image_size=image_size,
-        annotations_only=annotations_only,
-        workers=workers,
-        rate=None if rate is None else rate * 1e6,
-        ignore=ignore,
-        quiet=json_output,
-    )
-    present(ingest_plan, json_output)
-    return ingest_plan.exit_code()
+        from sa1b.ingest.ingest import is_partial, is_unchanged
+        from sa1b.ingest.start_checks import admitted, by_name, check_options, needed_space
+        from sa1b.shards.documents import Options
+        from sa1b.shards.manifest import known_tasks
+        from sa1b.sources.discovery import Discovered
+        from sa1b.sources.remote_sources import remote_sources
+    paths, scratched = paths_of(source), [] if store is None else [store.scratch]
+    discovered = admitted(paths, {}, scratched, ignore) if paths else Discovered()
+    local, remote = by_name(discovered, linked(source, links, CONNECTIONS, None, endpoint))
+    tasks = {} if store is None else known_tasks(store)
+    if store is not None and tasks:
+        used = next(iter(tasks.values())).options
+        check_options(store, tasks, replace(used, image_size=image_size, annotations_only=annotations_only))
+    whole = {name: task.source for name, task in tasks.items() if not is_partial(task)}
+    known = {name: (int(task["size"]), int(task["mtime_ns"])) for name, task in whole.items()}
+    with bar(len(remote), "sizes", " links", json_output or not remote) as progress:
+        sized, failed = remote_sources(remote, known, progress=progress.update)
+    sources = sorted([*local.values(), *sized], key=lambda one: one.name)
+    left, finished = sources, list[str]()
+    if store is not None:
+        listed = store.listed_size()
+        kept = [one for one in sources if one.name in tasks]
+        finished = [one.name for one in kept if is_unchanged(tasks[one.name], one, store, listed)]
+        left = [one for one in sources if one.name not in finished]
+    is_local, total = store is None or store.is_local, sum(one.size for one in left)
+    at_once = workers * nodes if is_local else workers  # sources on the same disk
+    size, own = image_size or EXAMPLE_SIZE, Options(annotations_only=annotations_only)
+    original = needed_space(left, own, at_once)
+    resized = needed_space(left, replace(own, image_size=size, quality=95), at_once)
+    space = original if image_size is None else resized
+    needed, free = space.spill + (space.shards if is_local else space.staged), None
+    if store is not None:
+        free = shutil.disk_usage(nearest_existing(store.scratch)).free
+    of_node = cpus or available_cpus()
+    processors = nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)
+    processors /= 1 if image_size is None else RESIZING
+    reading = None if rate is None else rate * 1e6
+    hours = total / min(processors, reading or processors) / 3600
+    code = int(bool(failed) or (free is not None and free < needed))
+    if json_output:
+        document = {
+            "exit_code": code,
+            "sources": len(local) + len(remote),
+            "finished": finished,
+            "failed": failed,
+            "not_taken": len(discovered.not_taken),
+            "bytes_to_read": total,
+            "annotations_only": annotations_only,
+            "shard_bytes": original.shards,
+            "image_size": size,
+            "shard_bytes_with_image_size": resized.shards,
+            "spill_bytes": original.spill,
+            "staged_bytes": 0 if is_local else space.staged,
+            "needed_bytes": needed,
+            "free_bytes": free,
+            "workers": workers,
+            "cpus": of_node,
+            "bytes_per_second": {"processor": processors, "reading": reading},
+            "hours": hours,
+        }
+        show(json.dumps(document, indent=1))
+        return code
+    state = [f"{len(left):,} to convert"]
+    state += [] if out is None else [f"{len(finished):,} finished in {store}"]
+    state += [f"{len(failed):,} whose link does not work"] if failed else []
+    other = f"; with --image-size {size} {size_text(resized.shards)}"
+    other = " without images" if annotations_only else other
+    machine = f"{cpus} CPUs" if cpus else f"the {of_node} CPUs of this machine (--cpus: others)"
+    rows = [
+        ("sources", f"{len(local) + len(remote):,}: {', '.join(state)}"),
+        ("to read", size_text(total)),
+        ("shards", f"{size_text(original.shards)}{other}"),
+        ("spill", f"{size_text(space.spill)} for {counted(at_once, 'worker')}"),
+        ("machines", f"{counted(nodes, 'node')} with {counted(workers, 'worker')} on {machine}"),
+    ]
+    if not is_local:
+        rows.append(("scratch", f"{size_text(space.staged)} until the shards are uploaded"))
+    if free is not None:
+        few = "" if free >= needed else f", too little: {size_text(needed)} needed"
+        rows.append(("free", f"{size_text(free)} in {store and store.scratch}{few}"))
+    rates = [(processors, f"the processors: {processors / 1e6:,.0f} MB/s")]
+    rates += [] if reading is None else [(reading, f"reading: {reading / 1e6:,.0f} MB/s")]
+    slower, *faster = [text for _, text in sorted(rates)]
+    more = f" ({faster[0]})" if faster else "; pass --rate for the time of reading"
+    rows.append(("time", f"{duration_text(3600 * hours)}, limited by {slower}{more}"))
+    lines = fact_lines(rows)
+    if discovered.not_taken:
+        lines.append(f"not taken: {counted(len(discovered.not_taken), 'path')}; reshard lists them")
+    show("\n".join([*lines, *failed_lines(failed)]))
+    return code

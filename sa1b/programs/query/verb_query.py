@@ -26,7 +26,7 @@ from sa1b.errors import UsageError
 from sa1b.report import aligned, present
 from sa1b.sources.path_arguments import check_here, check_writable, takes_endpoint
 
-TOUR = (100, "See and select", "ask in SQL", 'sa1b query shards "SELECT count(*) FROM masks"')
+TOUR = (200, "Questions about both", "ask in SQL", 'sa1b query shards "SELECT count(*) FROM masks"')
 
 if TYPE_CHECKING:
     from sa1b.programs.query.sql import Query

@@ -12,52 +12,20 @@ was not seen; 2: not answered; 130: interrupted.
 """
 
 import io
-from dataclasses import dataclass
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional, UseAppendAction
 
 from sa1b.arguments import Range
-from sa1b.console import counted, loading
+from sa1b.console import counted, loading, show
 from sa1b.errors import UsageError
-from sa1b.report import first_lines, present
+from sa1b.report import first_lines
 from sa1b.sources.path_arguments import takes_endpoint
 
-if TYPE_CHECKING:
-    from sa1b.programs.seen.history import Span
-
-TOUR = (145, "Train", "images that a run trained on", "sa1b seen run")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """The answer: of each source, its images by the number of times they were used; and single images."""
-
-    run: str
-    steps: int
-    sources: list[dict[str, Any]]
-    images: list[dict[str, Any]]
-
-    def document(self) -> dict[str, Any]:
-        return {"run": self.run, "steps": self.steps, "sources": self.sources, "images": self.images}
-
-    def table(self) -> str:
-        if self.images:
-            return "\n".join(first_lines([line for answer in self.images for line in _lines(answer)]))
-        lines = [f"{self.run}: {counted(self.steps, 'step')}"]
-        for source in self.sources:
-            lines.append(
-                f"{source['source']} ({source['root']}): {counted(source['used'], 'image')} used, "
-                f"{source['distinct']:,} of {source['images']:,} seen, "
-                f"each {source['least']:,} to {source['most']:,} times"
-            )
-        return "\n".join(lines)
-
-    def exit_code(self) -> int:
-        seen = {answer["image_id"] for answer in self.images if answer["times"]}  # in any source
-        return int(not seen.issuperset(answer["image_id"] for answer in self.images))
+TOUR = (210, "Questions about both", "images that a run trained on", "sa1b seen run")
 
 
 @takes_endpoint
@@ -81,97 +49,66 @@ def main(
         out: Also write a table of the images that were seen, all or those of --image, a Parquet file.
         json_output: Print the result as JSON.
     """
-    if before_step is not None:
-        Range(0).check("--before-step", before_step)
     if masks and not image and out is None:
         raise UsageError("--masks: needs --image or --out, because a run has many masks; add one of them")
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
-        from sa1b.programs.seen.history import read_metrics, spans
-    starts = spans(run, read_metrics(run), before_step)
-    steps = sum(span.stop - span.first for span in starts)
-    sources, answers = ([], _answers(starts, image, masks)) if image else (_sources(starts), [])
-    answer = Seen(run, steps, sources, answers)
-    if out is not None:
-        _write(out, starts, image, masks)
-    present(answer, json_output)
-    return answer.exit_code()
-
-
-def _lines(answer: dict[str, Any]) -> list[str]:
-    there = f" in {answer['source']}" if answer["source"] else "; not an image of this run"
-    masks = [
-        f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in answer.get("masks", ())
-    ]
-    return [f"image {answer['image_id']}: seen {counted(answer['times'], 'time')}{there}", *masks]
-
-
-def _sources(starts: "list[Span]") -> list[dict[str, Any]]:
-    from sa1b.programs.seen.history import seen_images
-
-    return [
-        {
-            "source": seen.source,
-            "root": seen.root,
-            "images": len(seen.ids),
-            "used": int(seen.times.sum()),
-            "distinct": int((seen.times > 0).sum()),
-            "least": int(seen.times.min()),
-            "most": int(seen.times.max()),
+        from sa1b.programs.seen.history import seen_images, seen_masks, spans_of
+    spans = spans_of(run, before_step)
+    found = seen_images(spans)
+    chosen = seen_masks(spans, image) if masks else None
+    steps, sources, images = sum(span.stop - span.first for span in spans), [], list[dict[str, Any]]()
+    lines = [] if image else [f"{run}: {counted(steps, 'step')}"]
+    for wanted in image:
+        there = [(name, times[ids == wanted]) for name, (_, ids, times) in found.items()]
+        answers: list[tuple[str | None, int]] = [(name, int(one[0])) for name, one in there if len(one)]
+        for source, count in answers or [(None, 0)]:
+            images.append({"image_id": wanted, "source": source, "times": count})
+            where = f" in {source}" if source else "; not an image of this run"
+            lines.append(f"image {wanted}: seen {counted(count, 'time')}{where}")
+            if chosen is not None and source:
+                own = [mask for mask in chosen if (mask["source"], mask["image_id"]) == (source, wanted)]
+                names = ("mask_id", "mask_index", "times")
+                images[-1]["masks"] = [{name: mask[name] for name in names} for mask in own]
+                lines += [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in own]
+    for name, (root, ids, times) in found.items() if not image else ():
+        figures = {
+            "used": int(times.sum()),
+            "distinct": int((times > 0).sum()),
+            "least": int(times.min()),
+            "most": int(times.max()),
         }
-        for seen in seen_images(starts)
-    ]
+        sources.append({"source": name, "root": root, "images": len(ids), **figures})
+        text = "{used:,} images used, {distinct:,} of {images:,} seen, each {least:,} to {most:,} times"
+        lines.append(f"{name} ({root}): {text.format(**sources[-1])}")
+    if out is not None:
+        _write(out, found, chosen, image)
+    document = {"run": run, "steps": steps, "sources": sources, "images": images}
+    show(json.dumps(document, indent=1) if json_output else "\n".join(first_lines(lines)))
+    seen = {one["image_id"] for one in images if one["times"]}  # in any source
+    return int(not seen.issuperset(image))
 
 
-def _answers(starts: "list[Span]", images: tuple[int, ...], masks: bool) -> list[dict[str, Any]]:
-    """How often each image was used, in each dataset that has it; with `masks` also each of its masks."""
-    from sa1b.programs.seen.history import visits
-
-    answers: list[dict[str, Any]] = []
-    for wanted in images:
-        known: dict[str, dict[str, Any]] = {}
-        for span, source, positions in visits(starts, wanted):
-            answer = known.setdefault(source.name, {"image_id": wanted, "source": source.name, "times": 0})
-            answer["times"] += len(positions)
-            if masks:
-                answer.setdefault("visits", []).append((span, positions))
-        for answer in known.values():
-            if masks:
-                from sa1b.programs.seen.samples import seen_masks
-
-                rows = seen_masks(answer.pop("visits")).to_pylist()
-                answer["masks"] = [
-                    {name: row[name] for name in ("mask_id", "mask_index", "times")} for row in rows
-                ]
-        answers += known.values() or [{"image_id": wanted, "source": None, "times": 0}]
-    return answers
-
-
-def _write(out: Path, starts: "list[Span]", images: tuple[int, ...], masks: bool) -> None:
-    """Write the table of --out."""
+def _write(out: Path, found: Any, chosen: list[dict[str, Any]] | None, images: tuple[int, ...]) -> None:
+    """Write a table of the images with the times of each, or of the masks."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from sa1b.programs.seen.history import seen_images, visits
     from sa1b.storage.atomic import write_whole
 
-    if masks:
-        from sa1b.programs.seen.samples import seen_masks
-
-        pieces = [(span, positions) for wanted in images for span, _, positions in visits(starts, wanted)]
-        whole = [(span, range(span.position, span.end)) for span in starts]
-        table = seen_masks(pieces if images else whole)
+    if chosen is not None:
+        names = "image_id", "mask_id", "mask_index", "times"
+        schema = pa.schema([*((name, pa.int64()) for name in names), ("source", pa.string())])
+        table = pa.Table.from_pylist(chosen, schema)
     else:
-        parts = seen_images(starts)
-        used = [(part.times > 0) & (not images or np.isin(part.ids, images)) for part in parts]
-        columns = {
-            "image_id": [part.ids[some] for part, some in zip(parts, used, strict=True)],
-            "times": [part.times[some] for part, some in zip(parts, used, strict=True)],
-            "source": [np.full(int(some.sum()), part.source) for part, some in zip(parts, used, strict=True)],
-        }
-        table = pa.table({name: np.concatenate(arrays) for name, arrays in columns.items()})
+        used = [(times > 0) & (not images or np.isin(ids, images)) for _, ids, times in found.values()]
+        parts = [
+            pa.table({"image_id": ids[rows], "times": times[rows], "source": [name] * int(rows.sum())})
+            for (name, (_, ids, times)), rows in zip(found.items(), used, strict=True)
+        ]
+        table = pa.concat_tables(parts, promote_options="permissive")
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     write_whole(out, buffer.getvalue())

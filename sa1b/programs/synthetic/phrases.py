@@ -5,14 +5,9 @@ have the same words, so a phrase may describe several of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-RING, STRIP = "ring", "strip"
-SMALL, MEDIUM, LARGE = 0.003, 0.015, 0.05  # smallest area fractions of small, medium and large objects
+SIZES = {0.05: "large", 0.015: "medium", 0.003: "small", 0.0: "tiny"}  # by least area fraction
 LONG = 1.5  # smallest aspect ratio of a long object
 FAINT = 5.0  # grey levels; a texture of a smaller standard deviation is not seen
 GREY = 0.14  # largest saturation of a grey
@@ -24,11 +19,10 @@ _TEXTURES = ("mottled", "cloudy", "combed", "brushed", "grainy")  # of the tiles
 _OUTLINES = {1.6: "diamond", 2.0: "disc", 3.0: "cushion", 6.0: "box"}  # by exponent of the superellipse
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """The numbers with which an object was drawn; grey levels are from 0 to 255."""
 
-    colour: tuple[float, float, float]
+    colour: Sequence[float]
     tile: int
     contrast: float  # standard deviation of the texture
     striped: bool
@@ -38,34 +32,17 @@ class Look:
     thin: bool  # poles, cables and branches
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """The words of an object: size, colour, texture and shape."""
-
-    size: str
-    colour: str
-    texture: str
-    shape: str
-
-    def texts(self) -> list[str]:
-        """Three wordings of one phrase; the first one is the plainest."""
-        kind = " ".join(word for word in (self.colour, self.texture, self.shape) if word)
-        with_texture = f", {self.texture}" if self.texture else ""
-        return [
-            f"{self.size} {kind}",
-            f"{self.shape}, {self.size}{with_texture} and {self.colour}",
-            f"{kind} of {self.size} size",
-        ]
-
-
-def words_of(look: Look, area: float) -> Words:
-    """The words of an object that visibly covers `area` (0 to 1) of the image."""
-    size = "large" if area >= LARGE else "medium" if area >= MEDIUM else "small" if area >= SMALL else "tiny"
-    shape = STRIP if look.thin else RING if look.hollow else _OUTLINES[look.power]
-    if look.aspect >= LONG and not look.thin:
-        shape = f"long {shape}"
+def described(look: Look, area: float) -> dict[str, object]:
+    """Single words, `text` and `texts` (three wordings) of an object that covers `area` (0 to 1)."""
+    size = next(name for least, name in SIZES.items() if area >= least)
+    shape = "strip" if look.thin else "ring" if look.hollow else _OUTLINES[look.power]
+    shape = f"long {shape}" if look.aspect >= LONG and not look.thin else shape
     texture = "striped" if look.striped else _TEXTURES[look.tile] if look.contrast >= FAINT else "plain"
-    return Words(size, colour_name(look.colour), texture, shape)
+    colour = colour_name(look.colour)
+    kind = f"{colour} {texture} {shape}"
+    texts = [f"{size} {kind}", f"{shape}, {size}, {texture} and {colour}", f"{kind} of {size} size"]
+    words = {"size": size, "colour": colour, "texture": texture, "shape": shape}
+    return {"text": texts[0], "texts": texts, **words}
 
 
 def colour_name(colour: Sequence[float]) -> str:
@@ -84,31 +61,3 @@ def colour_name(colour: Sequence[float]) -> str:
         hue = (red - green) / chroma + 4
     name = next((name for name, end in zip(_HUES, _HUE_ENDS, strict=True) if hue / 6 < end), "red")
     return tone + ("brown" if name == "orange" and value <= DARK else name)
-
-
-@dataclass(slots=True)
-class Phrases:
-    """The phrases of the objects of some images, in ascending order of their ids."""
-
-    rows: list[tuple[int, int, Words]] = field(default_factory=list)
-
-    def add(
-        self, image_id: int, mask_ids: Sequence[int], looks: Sequence[Look], areas: Sequence[float]
-    ) -> None:
-        """Add the objects of an image; areas: see `words_of`."""
-        for mask_id, look, area in zip(mask_ids, looks, areas, strict=True):
-            self.rows.append((image_id, mask_id, words_of(look, area)))
-
-    def extend(self, other: "Phrases") -> None:
-        self.rows.extend(other.rows)
-
-    def table(self) -> "pa.Table":
-        """A row for each object: its ids, `text`, `texts` (three wordings) and single words."""
-        import pyarrow as pa
-
-        rows = sorted(self.rows, key=lambda row: row[:2])
-        words = [words for *_, words in rows]
-        ids = {"image_id": [row[0] for row in rows], "mask_id": [row[1] for row in rows]}
-        texts = [described.texts() for described in words]
-        single = {name: [getattr(described, name) for described in words] for name in Words.__slots__}
-        return pa.table({**ids, "text": [some[0] for some in texts], "texts": texts, **single})

@@ -4,8 +4,9 @@ Objects are painted from large to small. An object inside another object becomes
 nest. An object across an outline hides the pixels below it, and each mask is the visible region.
 """
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import cv2
 import numpy as np
@@ -61,25 +62,12 @@ class Shape:
     x: int
     y: int
     mask: Mask
-    ancestors: frozenset[int] = field(default_factory=frozenset)
-    look: Look | None = None
+    ancestors: frozenset[int] = frozenset()
+    look: Any = None  # `Look`
 
-
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    mask: Mask  # uint8 [h, w] of 0 and 1, without empty border rows or columns
-    power: float  # exponent of the superellipse
-    aspect: float
-    hollow: bool
-    thin: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Surface:
-    colour: tuple[float, float, float]
-    tile: int
-    contrast: float
-    striped: bool
+    def part(self, x0: int, x1: int, y0: int, y1: int) -> Mask:
+        """The region in a rectangle of the image, a view."""
+        return self.mask[y0 - self.y : y1 - self.y, x0 - self.x : x1 - self.x]
 
 
 def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> ScenePlan:
@@ -124,16 +112,12 @@ def draw(rng: np.random.Generator, scene: ScenePlan) -> tuple[Mask, list[Shape]]
     shapes: list[Shape] = []
     roughness = ROUGHNESS * (SIMPLE_ROUGHNESS if scene.simple else 1)
     for area in scene.areas * (height * width):
-        outline = _outline(rng, float(area), height, width, roughness)
-        shape = _place(rng, outline.mask, owner, shapes)
+        mask, outline = _outline(rng, float(area), height, width, roughness)
+        shape = _place(rng, mask, owner, shapes)
         if not shape.mask.any():
             continue
         _hide(shape, shapes)
-        surface = _paint(rng, canvas, shape, hues, contrast)
-        shape.look = Look(
-            colour=surface.colour, tile=surface.tile, contrast=surface.contrast, striped=surface.striped,
-            power=outline.power, aspect=outline.aspect, hollow=outline.hollow, thin=outline.thin,
-        )  # fmt: skip
+        shape.look = Look(**_paint(rng, canvas, shape, hues, contrast), **outline)
         h, w = shape.mask.shape
         owner[shape.y : shape.y + h, shape.x : shape.x + w][shape.mask > 0] = len(shapes)
         shapes.append(shape)
@@ -145,8 +129,10 @@ def draw(rng: np.random.Generator, scene: ScenePlan) -> tuple[Mask, list[Shape]]
     return np.clip(canvas, 0, 255).astype(np.uint8), visible
 
 
-def _outline(rng: np.random.Generator, area: float, height: int, width: int, roughness: float) -> _Outline:
-    """A filled random shape of about `area` pixels."""
+def _outline(
+    rng: np.random.Generator, area: float, height: int, width: int, roughness: float
+) -> tuple[Mask, dict[str, Any]]:
+    """A filled random shape of about `area` pixels, without empty border rows or columns, and its `Look`."""
     n = int(np.clip(2.5 * np.sqrt(area), 24, 6000))
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
     power = rng.choice([1.6, 2.0, 2.0, 3.0, 6.0])  # superellipse: from diamond to box
@@ -173,7 +159,8 @@ def _outline(rng: np.random.Generator, area: float, height: int, width: int, rou
     w, h = (high - low).astype(int) + 1
     mask = np.zeros((h, w), np.uint8)
     cv2.fillPoly(mask, [np.round(c * 16).astype(np.int32) for c in contours], 1, shift=4)
-    return _Outline(mask[:height, :width], float(power), float(long) ** 2, hole > 0, thin)
+    look = {"power": float(power), "aspect": float(long) ** 2, "hollow": hole > 0, "thin": thin}
+    return mask[:height, :width], look
 
 
 def _wiggle(rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
@@ -213,11 +200,9 @@ def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], s
         return Shape(x, y, mask)
     parent = shapes[under]  # the new object is a part of it: clip it to the parent's mask
     inside = np.zeros_like(mask)
-    px, py = parent.x - x, parent.y - y
-    ph, pw = parent.mask.shape
-    rows, columns = slice(max(py, 0), max(py + ph, 0)), slice(max(px, 0), max(px + pw, 0))
-    target = inside[rows, columns]
-    target[:] = parent.mask[max(-py, 0) :, max(-px, 0) :][: target.shape[0], : target.shape[1]]
+    x0, x1 = max(x, parent.x), min(x + w, parent.x + parent.mask.shape[1])
+    y0, y1 = max(y, parent.y), min(y + h, parent.y + parent.mask.shape[0])
+    inside[y0 - y : y1 - y, x0 - x : x1 - x] = parent.part(x0, x1, y0, y1)
     return Shape(x, y, mask & inside, parent.ancestors | {under})
 
 
@@ -228,10 +213,9 @@ def _hide(shape: Shape, shapes: list[Shape]) -> None:
         oh, ow = other.mask.shape
         x0, x1 = max(shape.x, other.x), min(shape.x + w, other.x + ow)
         y0, y1 = max(shape.y, other.y), min(shape.y + h, other.y + oh)
-        if x0 >= x1 or y0 >= y1 or index in shape.ancestors:
-            continue
-        front = shape.mask[y0 - shape.y : y1 - shape.y, x0 - shape.x : x1 - shape.x]
-        other.mask[y0 - other.y : y1 - other.y, x0 - other.x : x1 - other.x] &= 1 - front
+        if x0 < x1 and y0 < y1 and index not in shape.ancestors:
+            region = other.part(x0, x1, y0, y1)
+            region &= 1 - shape.part(x0, x1, y0, y1)
 
 
 def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, contrast: float) -> Floats:
@@ -248,8 +232,10 @@ def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, c
     return canvas
 
 
-def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float) -> _Surface:
-    """Draw an object on the canvas, in place: a shadow, then a textured surface with soft edges."""
+def _paint(
+    rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float
+) -> dict[str, Any]:
+    """Draw an object on the canvas, in place: a shadow, then a textured surface; its `Look`."""
     pad = 8
     height, width = canvas.shape[:2]
     h, w = shape.mask.shape
@@ -285,8 +271,7 @@ def _paint(rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, c
     surface -= ground
     surface *= alpha
     ground += surface
-    red, green, blue = colour.tolist()
-    return _Surface((red, green, blue), tile, deviation, striped)
+    return {"colour": colour.tolist(), "tile": tile, "contrast": deviation, "striped": striped}
 
 
 def _colour(rng: np.random.Generator, hues: Hues, strength: float = 1.0) -> npt.NDArray[np.float64]:
@@ -306,7 +291,7 @@ def _texture(rng: np.random.Generator, height: int, width: int) -> tuple[Floats,
     return np.asarray(np.take(np.take(tile, rows, 0), columns, 1)), number
 
 
-@lru_cache(maxsize=1)
+@cache
 def _tiles() -> tuple[Floats, ...]:
     """Periodic textures float32 [TILE, TILE], the same in every process: noise, fibres, grains."""
     rng = np.random.default_rng(20230405)

@@ -5,6 +5,7 @@ Example: sa1b synthesize source --long-side 640
 Exit code 0: written; 2: not written; 130: interrupted.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +13,11 @@ import tyro
 from tyro.conf import Positional
 
 from sa1b.arguments import Range
-from sa1b.console import loading
+from sa1b.console import loading, show
 from sa1b.errors import UsageError
-from sa1b.report import present
 from sa1b.sources.path_arguments import check_here
 
-TOUR = (10, "Make shards", "make synthetic source tars", "sa1b synthesize downloads --long-side 640")
+TOUR = (10, "Data", "make synthetic source tars", "sa1b synthesize downloads --long-side 640")
 
 
 def main(
@@ -68,7 +68,7 @@ def main(
     if (out / "dataset.json").exists():
         raise UsageError(f"{out}: a dataset directory; name another folder for source tars")
     with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
-        summary = write_tars(
+        figures = write_tars(
             out,
             tars=tars,
             images_per_tar=images_per_tar,
@@ -82,5 +82,13 @@ def main(
             phrases=phrases,
             progress=shown.update,
         )
-    present(summary, json_output)
+    lines = []
+    for name, total in figures.items():
+        of = {"masks": "images", "runs": "masks", "jpeg_bytes": "images", "json_bytes": "images"}.get(name)
+        each = (
+            f"{total / max(figures[of], 1):>13,.{0 if 'bytes' in name else 1}f} per {of[:-1]}" if of else ""
+        )
+        label = name.replace("_", " ").replace("jpeg", "JPEG").replace("json", "JSON")
+        lines.append(f"{label:<11}{total:>15,}{each}")
+    show(json.dumps(figures, indent=1) if json_output else "\n".join(lines))
     return 0

@@ -29,6 +29,7 @@ from sa1b.shards.commit import (
     abort_uploads,
     dataset_claim,
     remove_old_tables,
+    remove_quarantine,
     rows_of_indexes,
     shard_files,
     write_dataset,
@@ -50,7 +51,7 @@ from sa1b.shards.manifest import (
 )
 from sa1b.shards.staging import clean_scratch, make_staging, remove_leftovers, remove_staging, staging_place
 from sa1b.shards.stored import check_outside, check_own
-from sa1b.storage.atomic import check_free_bytes, naming_path
+from sa1b.storage.atomic import check_free_bytes, naming_path, sha256_of
 from sa1b.storage.cache import digest, fetch
 from sa1b.storage.claim import ENDING, Claim, holder
 from sa1b.storage.errors import DamageError, MissingError
@@ -101,7 +102,7 @@ def copy_dataset(
     total = sum(shard.bytes + shard.index_bytes for name in plan.remaining() for shard in plan.shards[name])
     try:
         with clean_scratch(source), bar(total, "copy", "B", quiet) as progress:
-            copy = _Copy(source, target, plan, staging=staging, summary=summary, progress=progress)
+            copy = _Copy(source, target, plan, staging, summary, progress)
             copy.release_claims()
             copy.sources(workers)
             copy.layers(layer_names(source) if layers is None else layers)
@@ -118,14 +119,7 @@ class _Copy:
     """The state of one copy, shared by its threads."""
 
     def __init__(
-        self,
-        source: Store,
-        target: Store,
-        plan: CopyPlan,
-        *,
-        staging: Path,
-        summary: CopySummary,
-        progress: Bar,
+        self, source: Store, target: Store, plan: CopyPlan, staging: Path, summary: CopySummary, progress: Bar
     ) -> None:
         self.source, self.target, self.plan = source, target, plan
         self.staging, self.summary, self.progress = staging, summary, progress
@@ -135,7 +129,8 @@ class _Copy:
 
     def sources(self, workers: int) -> None:
         with ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool:
-            running = [pool.submit(self._source, name) for name in self.plan.remaining()]
+            names = [*self.plan.remaining(), *self.plan.failed]
+            running = [pool.submit(self._source, name) for name in names]
             try:
                 for future in as_completed(running):
                     future.result()
@@ -150,10 +145,8 @@ class _Copy:
         names = self.source.names(VIEWS)
         for name in sorted(names, key=lambda name: (Path(name).stem, name.endswith(".json"))):
             with self.source.files(f"{VIEWS}/{name}") as (path,):
-                data = hashlib.sha256(path.read_bytes()).digest()
-                with self.target.files(f"{VIEWS}/{name}") as (there,):
-                    if there.is_file() and hashlib.sha256(there.read_bytes()).digest() == data:
-                        continue
+                if self._has(f"{VIEWS}/{name}", path):
+                    continue
                 staged = self._staged(name, path)
             self.target.commit_file(staged, f"{VIEWS}/{name}")
             self.summary.views.append(name)
@@ -184,10 +177,6 @@ class _Copy:
                 if name not in tasks and name not in self.busy
             }
             pending = sorted({*self.plan.pending, *self.busy} - tasks.keys() - failed.keys())
-            for name in self.plan.failed:
-                with contextlib.suppress(FileNotFoundError):
-                    why = task_name(name, "failed")
-                    self.target.put(why, self.source.read(why))
             if tasks and not is_current(self.target, tasks, failed, pending):
                 write_dataset(self.target, tasks, failed, pending)
             remove_old_tables(self.target)
@@ -202,15 +191,13 @@ class _Copy:
         """Remove claims of finished sources that a process did not release because it was killed."""
         claimed = {name.removesuffix(ENDING) for name in self.target.names(TASKS, ENDING)}
         for name in claimed & self.plan.finished:
-            claim = Claim.take(self.target, task_name(name, "claim"))
-            if claim is not None:
+            if (claim := Claim.take(self.target, task_name(name, "claim"))) is not None:
                 claim.release()
 
     def _source(self, name: str) -> None:
         """Copy a source; its task file is written last."""
         self._check_running()
-        claim = Claim.take(self.target, task_name(name, "claim"))
-        if claim is None:
+        if (claim := Claim.take(self.target, task_name(name, "claim"))) is None:
             owner = holder(self.target, task_name(name, "claim"))
             with self._lock:
                 self.busy.append(name)
@@ -221,7 +208,7 @@ class _Copy:
             return
         with claim:
             abort_uploads(self.target, name)
-            damage = [why for shard in self.plan.shards[name] for why in self._shard(name, shard)]
+            damage = [why for shard in self.plan.shards.get(name, ()) for why in self._shard(name, shard)]
             claim.check()
             if damage:
                 with self._lock:
@@ -290,7 +277,12 @@ class _Copy:
             raise _Damaged(f"{url}: sha256 is {error.found}, {expected} recorded") from None
 
     def _finish(self, name: str) -> None:
-        """Write the files of tasks/ and quarantine/ of a source whose shards are copied."""
+        """Write the files of tasks/ and quarantine/ of a source whose shards are copied, or that failed."""
+        if name in self.plan.failed:
+            self._quarantine(name)
+            with contextlib.suppress(FileNotFoundError):
+                self.target.put(task_name(name, "failed"), self.source.read(task_name(name, "failed")))
+            return
         task = self.plan.tasks[name]
         if self.plan.is_whole(name):
             self._quarantine(name)
@@ -302,6 +294,7 @@ class _Copy:
         else:
             task = self._partial(task, self.plan.shards[name])
         write_task(self.target, task)
+        self.target.remove(task_name(name, "failed"))  # of an earlier copy
 
     def _partial(self, task: Task, shards: list[ShardInfo]) -> Task:
         with self.target.files(*(shard_files(shard.name)[1] for shard in shards)) as indexes:
@@ -313,15 +306,22 @@ class _Copy:
     def _quarantine(self, name: str) -> None:
         folder = f"{QUARANTINE}/{name}"
         files = self.source.names(folder)
-        if not files:
-            return
+        same = self.target.names(folder) == files
         staged = self.staging / f"{name}.quarantine"
         staged.mkdir()
         for file in files:
             self._check_running()
             with self.source.files(f"{folder}/{file}") as (path,):
+                same = same and self._has(f"{folder}/{file}", path)
                 self._staged(f"{staged.name}/{file}", path)
-        self.target.commit_folder(staged, folder, is_quarantine_file)
+        if not files:
+            remove_quarantine(self.target, name)  # of an earlier copy
+        elif not same:
+            self.target.commit_folder(staged, folder, is_quarantine_file)
+
+    def _has(self, name: str, path: Path) -> bool:
+        with self.target.files(name) as (there,):
+            return there.is_file() and sha256_of(there) == sha256_of(path)
 
     def _staged(self, name: str, path: Path) -> Path:
         """A flushed copy of a small local file in the staging folder."""

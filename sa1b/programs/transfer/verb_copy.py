@@ -22,7 +22,7 @@ from sa1b.errors import UsageError
 from sa1b.report import present
 from sa1b.sources.path_arguments import check_scratch_flag, takes_endpoint
 
-TOUR = (200, "Repair, export and copy", "copy to or from a bucket", "sa1b copy shards s3://BUCKET/shards")
+TOUR = (90, "Data", "copy to or from a bucket", "sa1b copy shards s3://BUCKET/shards")
 
 
 @takes_endpoint

@@ -125,9 +125,6 @@ class Watchdog:
             stalled = idle if following > self.limit else 0.0
 
     def _arm(self) -> None:
-        """Set a timer that writes the main thread's stack if this thread cannot run for the seconds of a
-        stall.
-        """
         if self._stacks is None and self._out.is_dir():
             with suppress(OSError):
                 self._stacks = self._stacks_path.open("ab", buffering=0)
@@ -158,7 +155,6 @@ class Watchdog:
             self._stacks.close()
 
     def _report(self, idle: float) -> None:
-        """Print the state of all ranks if this rank is the one that reports; write this rank's stacks."""
         rank_info = self._rank_info
         before = time.monotonic() - self._long
         ranks = self._observed({rank for rank, seen in self._states.seen.items() if seen.at < before})
@@ -194,7 +190,6 @@ class Watchdog:
         return self._verdict(self._observed(quiet))
 
     def _observed(self, silent: set[int]) -> list[Observed]:
-        """All ranks whose state is known, in ascending order; this one by its own state."""
         now, state = time.monotonic(), self._states.own()
         by_rank = {
             rank: Observed(seen.state, now - seen.at, rank in silent)

@@ -182,7 +182,6 @@ def _collectives() -> int:
 
 
 def _line_of(thread: int) -> str:
-    """The code that a thread executes: the end of the file's path, line and function."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
@@ -253,7 +252,6 @@ def verdict(ranks: Sequence[Observed]) -> str:
 
 
 def _waits_for_data(state: RankState) -> bool:
-    """Whether a rank reads or waits for its loader, by its phase and its stack."""
     reads = state.code.startswith(("storage/", "shards/", "stream/", "sa1b/limit.py"))
     return state.phase == "data" or reads or (bool(state.reading) and "/threading.py:" in state.code)
 

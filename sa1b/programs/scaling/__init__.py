@@ -1,1 +1,0 @@
-"""How training scales from one rank to several on this machine, and what limits it."""

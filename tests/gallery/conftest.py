@@ -1,0 +1,3 @@
+from tests.datasets import bucket, dataset, root, sources
+
+__all__ = ["bucket", "dataset", "root", "sources"]
