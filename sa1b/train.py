@@ -29,16 +29,15 @@ from torch import Tensor
 
 from sa1b.console import broken_pipe, command, counted
 from sa1b.engine import config as settings
-from sa1b.engine import vocabulary
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
-from sa1b.engine.ranks import network
+from sa1b.engine.planner import dry_run
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.gradients import Buffers, clear, micro_batch, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
-from sa1b.engine.step.run import PLANNER, Run, check_fit, watched
+from sa1b.engine.step.run import Run, watched
 from sa1b.engine.watch.control import HealthError
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import OTHER, Phases
@@ -128,20 +127,12 @@ def train(run: Run) -> None:
 
 def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    check_fit(config, process_rank()[1])
-    return _run(config, callbacks)
-
-
-def _run(config: Config, callbacks: Sequence[Callback]) -> int:
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code, phases = 0, Phases()
-    gpus = config.parallel.device != "cpu" and torch.cuda.is_available()
-    connection = network.choose(config.parallel.network, gpus=gpus, out=config.folder)
-    connection.apply()
-    rank_info = start(config.parallel)
+    rank_info = start(config.parallel, config.folder)
     config = settings.agree(config.resolved(), rank_info)
     if config.dry_run:
-        PLANNER.load()(config, rank_info, connection)
+        dry_run(config, rank_info)
     elif config.evaluate_only:
         if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
             sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
@@ -220,7 +211,7 @@ def how_it_ended(run: Run) -> list[str]:
         words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
         lines.append(f"next: {command('annotate')} {shlex.join(words)}")
     elif config.evaluation.view is not None:
-        lines.append(f"next: {vocabulary.program()} {shlex.join(sys.argv[1:])} --evaluate-only")
+        lines.append(f"next: {settings.program()} {shlex.join(sys.argv[1:])} --evaluate-only")
     return lines
 
 
@@ -253,10 +244,8 @@ def main(
             sys.stderr.write("" if rank else f"{shlex.join(words)}: without arguments, after `make demo`\n")
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
-        parsed: Config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
-        check_fit(parsed, world_size)
-        config = parsed
-        return _run(config, callbacks)
+        config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
+        return run(config, callbacks)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:

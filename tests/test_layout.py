@@ -1,15 +1,11 @@
 """Rules for every file: names, light imports, and help texts of tools."""
 
-import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-
-from tests.size import text_of
 
 REPOSITORY = Path(__file__).parents[1]
 MODULES = sorted(path for folder in ("sa1b", "tools") for path in (REPOSITORY / folder).rglob("*.py"))
@@ -50,60 +46,18 @@ def test_modules_are_one_noun_long() -> None:
 
 
 ENGINE = REPOSITORY / "sa1b" / "engine"
-# What a step of training needs. Each technique below hangs on it at a `Place`, and can be deleted.
+# What a step of training needs.
 CORE = (
     REPOSITORY / "sa1b" / "train.py",
     *(ENGINE / "step" / f"{name}.py" for name in ("run", "gradients", "optim", "feed")),
     *(ENGINE / "ranks" / f"{name}.py" for name in ("parallel", "rank_info")),
-    *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation", "technique")),
+    *(ENGINE / f"{name}.py" for name in ("watch/control", "evaluation")),
     *(ENGINE / "checkpoint" / f"{name}.py" for name in ("checkpoints", "folder", "tensors")),
 )
-TECHNIQUES = ("planner", "watch.stragglers", "watch.watchdog")
-
-
-def files_of(technique: str) -> list[Path]:
-    path = ENGINE.joinpath(*technique.split("."))
-    return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def test_the_core_of_training_is_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in CORE) < 3000
-
-
-def test_the_core_asks_for_no_class_of_an_optional_technique() -> None:
-    classes = {
-        node.name
-        for technique in TECHNIQUES
-        for path in files_of(technique)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    } | {"ZeroRedundancyOptimizer"}
-    for path in CORE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
-                names = {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(node.args[1])}
-                assert not names & classes, f"{path.name}, line {node.lineno}"
-
-
-@cache
-def imports_of(path: Path) -> set[str]:
-    """The modules and names that a file imports, each followed by a dot."""
-    found = set()
-    for node in text_of(path).imports:
-        found |= {f"{one.name}." for one in node.names}
-        if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.", *(f"{node.module}.{one.name}." for one in node.names)}
-    return found
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_no_module_imports_an_optional_technique(technique: str) -> None:
-    module = f"sa1b.engine.{technique}"
-    others = set(MODULES) - set(files_of(technique))
-    importing = {path.name for path in others if any(n.startswith(f"{module}.") for n in imports_of(path))}
-    assert importing == (
-        {"verb_plan_train.py"} if technique == "planner" else set()
-    )  # the command of the planner
 
 
 def imported(code: str) -> set[str]:

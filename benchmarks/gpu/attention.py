@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.part import Record, Setting
-from sa1b.engine.settings import autocast
+from sa1b.engine.precision import autocast
 from sa1b.sam.image_encoder import RelativeAttention
 from sa1b.sam.image_tokens import OwnImage, SharedImage
 from sa1b.sam.transformer import TwoWayLayer, layer_norm

@@ -24,7 +24,7 @@ from benchmarks.gpu.material import roots
 from benchmarks.gpu.part import Record, Setting
 from sa1b.engine import config as settings
 from sa1b.engine.planner import measure
-from sa1b.engine.settings import autocast, set_float32
+from sa1b.engine.precision import autocast, set_float32
 from sa1b.engine.watch.hardware import peak_flops
 from sa1b.recipes import presets
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -144,8 +144,8 @@ def recipe(setting: Setting, record: Record) -> None:
 
 
 def compiled(setting: Setting, record: Record) -> None:
-    """The full recipe with compiled encoder blocks and decoder."""
-    _recipe(setting, record, "compiled", "--model.compile-blocks", "--model.compile-decoder")
+    """The full recipe with compiled encoder blocks."""
+    _recipe(setting, record, "compiled", "--model.compile-blocks")
 
 
 def _recipe(setting: Setting, record: Record, label: str, *flags: object) -> None:

@@ -11,7 +11,8 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,19 +21,17 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import Range, plain_root, plain_words, was_url
-from sa1b.console import command, counted, usage_errors
-from sa1b.engine import vocabulary
+from sa1b.arguments import Range, check_values, plain_words, was_url
+from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
-from sa1b.engine.data_config import DataConfig
 from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, checked, declared
 from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import CheckpointConfig, EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.settings import CheckpointConfig, DataConfig, EvaluationConfig, OptimConfig, ParallelConfig
 from sa1b.engine.watch.control import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.watch.signals import deadline_of
@@ -194,16 +193,16 @@ def parse(
     UsageError: a flag cannot be read, or flags do not fit together; the message names them.
     """
     arguments, notes = plain_words(arguments), list[str]()
-    passed = vocabulary.passed(arguments)
+    passed = _passed(arguments)
     preset = passed.get("preset") or next(iter(presets))
     if on_cpu and "preset" not in passed and not passed.keys() & {"help", "init", "evaluate-only"}:
         preset = on_cpu
         notes.append(f"--preset {preset}: the default without a GPU; pass --preset to train another model")
     default = presets.get(preset, next(iter(presets.values())))
-    vocabulary.refuse_other_names(arguments, [setting.name for setting in fields(default)])
-    optim, shortened = vocabulary.fitted(default.optim, passed)
+    optim, shortened = _fitted(default.optim, passed)
     default, notes = replace(default, optim=optim), notes + shortened
-    if "parallel.mode" not in passed and (world_size or int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    if "parallel.mode" not in passed and ranks > 1:
         default = replace(default, parallel=replace(default.parallel, mode="ddp"))
         notes.append("--parallel.mode ddp: the default with several ranks")
     silent = int(os.environ.get("RANK", "0")) > 0
@@ -214,7 +213,7 @@ def parse(
         if root:
             text = root if default.reads_text else None
             default = replace(default, data=replace(default.data, root=root, text=text))
-        prog = prog or vocabulary.program()
+        prog = prog or program()
         stack.enter_context(usage_errors(prog, "--data.root"))
         config: Config = tyro.cli(
             type(default),
@@ -227,21 +226,65 @@ def parse(
     if root and config.data.mix is not None and config.data.root == root:
         config = replace(config, data=replace(config.data, root=""))
     config.check()
+    config.parallel.check(ranks)
+    if not config.evaluate_only:
+        config.micro_batches(ranks)
     if not silent:
         sys.stderr.writelines(f"{note}\n" for note in notes)
     return config
 
 
+def _passed(arguments: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line, without the dashes before them, and the value or next word of each."""
+    values = {}
+    for word, following in pairwise([*arguments, ""]):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            values[name[2:].replace("_", "-")] = value if equals else following
+    return values
+
+
+def _fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:
+    """The preset's schedule for the passed steps or epochs, and lines that describe what changed.
+
+    Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps, with
+    --optim.epochs once the number of images is known.
+    """
+    steps = flags.get("optim.steps", "")
+    fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in flags)
+    if "optim.epochs" in flags:
+        return replace(optim, fitting=fitting), []
+    if not steps.isdecimal() or int(steps) > optim.warmup + optim.cooldown:
+        return optim, []
+    with contextlib.suppress(UsageError):  # a passed flag does not fit, and its own message follows
+        return optim.fitted(int(steps), fitting)
+    return optim, []
+
+
+def program() -> str:
+    """The command that started this process: "torchrun -m sa1b.train", "python sa1b/train.py"."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    spec = sys.modules["__main__"].__spec__  # set by -m; then argv has the path of the module
+    return f"{launcher} {sys.argv[0] if spec is None else f'-m {spec.name}'}"
+
+
 def with_steps(config: Config, images: int) -> Config:
     """The settings with --optim.steps from --optim.epochs, if that is set; `images`: of an epoch."""
-    optim, notes = config.optim.with_steps(images, config.data.global_batch)
+    optim = config.optim
+    if optim.epochs is None:
+        return config
+    steps = max(math.ceil(optim.epochs * images / config.data.global_batch), 1)
+    try:
+        optim, notes = replace(optim, fitting=()).fitted(steps, optim.fitting)
+    except UsageError as error:
+        raise UsageError(f"--optim.epochs {optim.epochs:g}: is {counted(steps, 'step')}; {error}") from None
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.writelines(f"{note}\n" for note in notes)
     return replace(config, optim=optim)
 
 
 def _check(config: Config) -> None:
-    coco = config.evaluation.coco is not None
+    evaluation, coco = config.evaluation, config.evaluation.coco is not None
     if coco and (not config.evaluate_only or config.dry_run):
         raise UsageError(
             "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no --dry-run"
@@ -249,57 +292,35 @@ def _check(config: Config) -> None:
     set_endpoint(config)
     if not config.data.root and config.data.mix is None and not coco:
         raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
-    config.data.check_text(type(config).__name__, reads_text=config.reads_text)
-    for flag, value in _numbers(config.document()):
-        if not math.isfinite(value):
-            raise UsageError(f"--{flag} {value}: must be a finite number")
-    if deadline_of(config.deadline)[0] is not None and config.evaluate_only:
-        raise UsageError("--deadline: is for training; drop it, or --evaluate-only")
-    Range(0, below=1 << 63).check("--seed", config.seed)
-    for flag in ("timeout", "timeout_first"):
-        if config.parallel.mode != "none" and getattr(config.parallel, flag) <= config.data.deadline:
-            raise UsageError(
-                f"--parallel.{flag.replace('_', '-')} {getattr(config.parallel, flag):g}: not longer than "
-                f"--data.deadline {config.data.deadline:g}, so a rank that waits for its storage would "
-                "end the run; raise the first or lower the second"
-            )
-        stall = config.health.stall or 0
-        if config.parallel.mode != "none" and stall >= getattr(config.parallel, flag):
-            raise UsageError(
-                f"--health.stall {stall:g}: not shorter than --parallel.{flag.replace('_', '-')} "
-                f"{getattr(config.parallel, flag):g}, which would end the run before the report; lower the "
-                "first or raise the second"
-            )
-    _check_out(config)
-    if config.folder.exists() and not config.folder.is_dir():
-        raise UsageError(f"--out {config.out}: is a file; name a folder, new or of a run to resume")
-    if (config.folder / DATASET).exists() or any(_is_inside(config.folder, root) for root in config.roots()):
+    if config.data.text is not None and not config.reads_text:
         raise UsageError(
-            f"--out {config.out}: is a dataset directory or inside one, and a run must not write there; name "
-            "another folder"
+            f"--data.text {config.data.text}: the model of {type(config).__name__} reads no text; drop it, "
+            "or pass --preset grounding"
         )
-    evaluates = config.evaluation.view is not None or config.evaluation.every or config.evaluate_only
+    check_values({"seed": Annotated[int, Range(0, below=1 << 63)]}, {"seed": config.seed})
+    deadline_of(config.deadline)  # is refused now
+    waits = {"data.deadline": config.data.deadline, "health.stall": config.health.stall or 0.0}
+    for flag in ("timeout", "timeout_first") if config.parallel.mode != "none" else ():
+        for other, seconds in waits.items():
+            if (limit := getattr(config.parallel, flag)) <= seconds:
+                raise UsageError(
+                    f"--parallel.{flag.replace('_', '-')} {limit:g}: not longer than --{other} {seconds:g}, "
+                    "so it would end a run that waits for its storage; raise the first or lower the second"
+                )
+    _check_out(config)
+    evaluates = evaluation.view is not None or config.evaluate_only
     if evaluates and config.scorer(torch.device("cpu")) is None:
         raise UsageError(
             f"--evaluation: the model of {type(config).__name__} has no evaluation; drop --evaluation.view, "
             "--evaluation.every and --evaluate-only"
         )
-    if config.evaluation.every and config.evaluation.view is None:
-        raise UsageError(
-            f"--evaluation.every {config.evaluation.every}: needs --evaluation.view; make one with "
-            f"`{command('view')} ROOT --held-out PART --split held-out`"
-        )
-    if config.evaluate_only and config.evaluation.view is None and not coco:
+    if config.evaluate_only and evaluation.view is None and not coco:
         raise UsageError(
             "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
             "--evaluation.images"
         )
     if config.json_output and not config.evaluate_only:
         raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
-    if config.evaluation.view is not None and config.evaluation.view == config.data.view:
-        raise UsageError(
-            f"--evaluation.view {config.data.view}: is also --data.view; pass a view of other images"
-        )
 
 
 def set_endpoint(config: Config) -> None:
@@ -311,78 +332,55 @@ def set_endpoint(config: Config) -> None:
 
 
 def _check_out(config: Config) -> None:
-    """Refuse URLs that cannot be those of a run, and --scratch without a URL."""
-    protocol = protocol_of(config.out)
-    if config.is_remote and not config.out.partition("://")[2].strip("/"):
-        raise UsageError(f"--out {config.out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
-    if plain_root(config.out) != config.out:
-        raise UsageError(f"--out {config.out}: is not in its shortest form; pass {plain_root(config.out)}")
-    if was_url(config.out) and not config.is_remote and not config.folder.exists():
-        raise UsageError(f"--out {config.out}: no folder; did you mean {config.out.replace(':/', '://', 1)}?")
-    if kind_of(config.out).is_read_only:
+    """Refuse a folder or URL in which a run would damage other files, or could not write."""
+    out, inside = config.out, f"{config.out.rstrip('/')}/"
+    if config.is_remote:
+        in_dataset = any(root and inside.startswith(f"{root.rstrip('/')}/") for root in config.roots())
+    else:
+        folder, roots = config.folder.resolve(), [root for root in config.roots() if "://" not in root]
+        in_dataset = any(root and folder.is_relative_to(Path(root).resolve()) for root in roots)
+    if in_dataset or (config.folder / DATASET).exists():
         raise UsageError(
-            f"--out {config.out}: {protocol} can only be read; pass a folder, or an s3://, gs:// or az:// URL"
+            f"--out {out}: is a dataset directory or inside one, and a run must not write there; name another"
         )
-    inside = [root for root in config.roots() if root and f"{config.out}/".startswith(f"{root.rstrip('/')}/")]
-    if inside and config.is_remote:
+    if was_url(out) and not config.is_remote and not config.folder.exists():
+        raise UsageError(f"--out {out}: no folder; did you mean {out.replace(':/', '://', 1)}?")
+    if kind_of(out).is_read_only:
         raise UsageError(
-            f"--out {config.out}: is a dataset directory or inside one, not for a run; name another URL"
+            f"--out {out}: {protocol_of(out)} can only be read; pass a folder, or an s3://, gs:// or az:// "
+            "URL"
         )
-    if run := checkpoint_files.run_around(config.out if config.is_remote else str(config.folder.resolve())):
+    if run := checkpoint_files.run_around(out if config.is_remote else str(config.folder.resolve())):
         raise UsageError(
-            f"--out {config.out}: is in the checkpoints of a run, which it would damage; pass --out {run} to "
-            "resume that run, or another --out with --init"
+            f"--out {out}: is in the checkpoints of a run, which it would damage; pass --out {run} to resume "
+            "that run, or another --out with --init"
         )
-    if config.scratch and was_url(config.scratch):
-        raise UsageError(f"--scratch {config.scratch}: must be a path of this machine, not a URL")
-    if config.scratch and not config.is_remote and not protocol_of(config.init or ""):
-        raise UsageError(f"--scratch {config.scratch}: only for a URL as --out or --init; omit it")
 
 
-def _is_inside(out: Path, root: str) -> bool:
-    """Whether `out` is the dataset directory `root` or below it; False for a URL."""
-    return bool(root) and "://" not in root and out.resolve().is_relative_to(Path(root).resolve())
+def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
+    """The settings, which must be those of rank 0 on every rank, as must be `digests`; collective.
 
-
-def _numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(document, dict):
-        for name, value in document.items():
-            yield from _numbers(value, f"{path}.{name}" if path else name.replace("_", "-"))
-    elif isinstance(document, list):
-        for value in document:
-            yield from _numbers(value, path)
-    elif isinstance(document, float):
-        yield path.replace("_", "-"), document
-
-
-def agree(config: Config, rank_info: RankInfo) -> Config:
-    """The configuration of rank 0, which every rank compares with its own. DisagreementError, on all ranks,
-    names the first flag that differs.
+    DisagreementError, on all ranks: they differ; it has the name and both values.
     """
     if rank_info.world_size == 1 or not dist.is_initialized():
         return config
     document = config.document()
     del document["scratch"]  # machines may have different disks
-    sent: list[Any] = [document]
-    dist.broadcast_object_list(sent, src=0)
-    refused = None
-    if (difference := _difference(sent[0], document)) is not None:
-        flag, first, other = difference
-        refused = f"--{flag} is {other!r} on rank {rank_info.rank} and {first!r} on rank 0"
-    # All ranks raise together, so none waits for a rank that has ended.
-    of_all: list[str | None] = [None] * rank_info.world_size
-    dist.all_gather_object(of_all, refused)
-    for message in of_all:
-        if message is not None:
-            raise DisagreementError(message)
+    own = {f"--{flag}": value for flag, value in _leaves(document)} | digests
+    of_all: list[dict[str, Any]] = [own] * rank_info.world_size
+    dist.all_gather_object(of_all, own)
+    for rank, other in enumerate(of_all):
+        for name, value in of_all[0].items():
+            if other.get(name) != value:
+                raise DisagreementError(
+                    f"{name} is {other.get(name)!r} on rank {rank} and {value!r} on rank 0"
+                )
     return config
 
 
-def _difference(first: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    if isinstance(first, dict):
-        for name in first:
-            flag = f"{path}.{name}" if path else name
-            if (difference := _difference(first[name], other[name], flag.replace("_", "-"))) is not None:
-                return difference
-        return None
-    return None if first == other else (path, first, other)
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield path.replace("_", "-"), value
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{path}.{name}" if path else name)

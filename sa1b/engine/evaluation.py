@@ -10,8 +10,8 @@ from torch import nn
 from sa1b.console import command
 from sa1b.engine.config import Config
 from sa1b.engine.model import Scorer, declared
+from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import autocast
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.phase import Phases

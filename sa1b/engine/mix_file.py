@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sa1b.engine.data_config import DataConfig
+from sa1b.engine.settings import DataConfig
 from sa1b.errors import UsageError
 from sa1b.stream.mix import Mix
 from sa1b.stream.mixture import fraction_of

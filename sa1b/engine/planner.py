@@ -26,11 +26,11 @@ from sa1b.console import counted
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared, inputs_of, stored
-from sa1b.engine.ranks.network import NetworkChoice
-from sa1b.engine.ranks.parallel import check_ranks, units
+from sa1b.engine.precision import autocast, compute_dtype
+from sa1b.engine.ranks.parallel import units
 from sa1b.engine.ranks.process_group import replicas_on, stop
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, autocast, compute_dtype
+from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze, lr_line
 from sa1b.engine.watch.hardware import Cluster, peak_seconds
@@ -73,7 +73,6 @@ class StepMemory:
 def measure(config: Config, world_size: int) -> StepMemory:
     """The memory of a step, in 5 to 20 s of a CPU; UsageError names the flag that does not fit the ranks."""
     parallel = config.parallel
-    check_ranks(parallel, world_size)
     size, count = config.micro_batches(world_size)
     module, half = _model(config, size), compute_dtype(parallel.precision)
     sharded = parallel.mode == "fsdp"
@@ -345,7 +344,7 @@ def _stored_images(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> None:
+def dry_run(config: Config, rank_info: RankInfo) -> None:
     """Open the data and the initial weights of a run, and print its estimates on rank 0."""
     ranks, parallel, side = rank_info.world_size, config.parallel, config.image_size
     feed = Feed(config.data, side, rank_info, config.folder, config.seed)
@@ -373,7 +372,7 @@ def dry_run(config: Config, rank_info: RankInfo, connection: NetworkChoice) -> N
         "step": f"{rounded(model.flops(*work) / 1e12)} TFLOP for up to {data.masks} masks an image; {peak}",
     }
     print("\n".join(f"{name:<14}{text}" for name, text in lines.items()))
-    print(lr_line(config.optim, data.global_batch), connection, sep="\n")
+    print(lr_line(config.optim, data.global_batch))
     print(f"peak memory   {_memory_line(config, ranks)}")
 
 

@@ -1,86 +1,130 @@
-"""The settings of ranks, optimizer, evaluations and checkpoints, and the number formats of a step.
+"""The settings of data, ranks, optimizer, evaluations and checkpoints."""
 
-| precision | matrix products                                | everything else, weights, optimizer |
-|-----------|------------------------------------------------|-------------------------------------|
-| fp32      | float32                                        | float32                             |
-| tf32      | float32 with 10-bit mantissas, on tensor cores | float32                             |
-| bf16      | bfloat16 by autocast                           | float32 where autocast keeps it     |
-| fp16      | float16 by autocast, loss scaled               | float32 where autocast keeps it     |
-
-The weights are float32 in every mode. With FSDP the weights of the model's units are gathered in the format
-of the matrix products (`sa1b.engine.ranks.parallel.wrap`): autocast would round them to it anyway.
-"""
-
-import math
+import re
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
-from torch.amp.grad_scaler import GradScaler
 
-from sa1b.arguments import Range, check_fields
-from sa1b.console import counted
-from sa1b.engine.ranks.network import Network
+from sa1b.arguments import Range, check_cache_flags, check_fields
+from sa1b.engine.precision import Precision
 from sa1b.errors import UsageError
-
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-
-
-def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """The dtype in which autocast computes matrix products; None: no autocast."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+from sa1b.stream.sample import Strategy
+from sa1b.stream.text import Key, Text
+from sa1b.stream.tokenizer import BYTES
 
 
-def set_float32(precision: Precision, device: torch.device) -> None:
-    """Set the precision of float32 products in this process: exact, or tf32. Torch's default is tf32 for
-    convolutions. UsageError: the device does not support tf32 or bf16.
-    """
-    if precision == "tf32" and device.type != "cuda":
-        raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
-    if precision in ("tf32", "bf16") and device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise UsageError(
-                f"--parallel.precision {precision}: needs a GPU of compute capability 8.0, this one has "
-                f"{major}.{minor}; pass fp16 or fp32"
-            )
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+def with_flags(error: ValueError) -> UsageError:
+    """Convert an error about arguments of `Stream` to one about the flags that set them."""
+    names = "|".join(setting.name for setting in fields(DataConfig))
+    message = re.sub(rf"\b({names})=", lambda match: f"--data.{match[1].replace('_', '-')} ", str(error))
+    return UsageError(message if message.startswith("--data.") else f"--data: {message}")
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Context for every forward pass, also in evaluations; the backward pass runs outside of it."""
-    dtype = compute_dtype(precision)
-    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+def group_size(groups: str) -> int | None:
+    """The least parameters of a group of `--parallel.wrap`; None: no groups; UsageError: another form."""
+    if groups == "none":
+        return None
+    size = re.fullmatch(r"size:(\d+(?:\.\d+)?)([KMG]?)", groups)
+    if groups != "block" and (size is None or not float(size[1]) > 0):
+        raise UsageError(
+            f"--parallel.wrap {groups}: not a kind of group; pass block, none, or a size such as size:100M"
+        )
+    return 1 if size is None else max(round(float(size[1]) * 1000 ** " KMG".index(size[2] or " ")), 1)
 
 
-def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The scaler of losses for fp16; for other formats it does nothing."""
-    # All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
-    # torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
-    return GradScaler(device.type, enabled=precision == "fp16")
-
-
-# Flags that have an effect in some modes only, with their defaults and these modes.
-_FLAGS_OF_MODES = (
-    ("shard", "full", ("fsdp",)),
-    ("replicas", 1, ("fsdp",)),
-    ("offload", "none", ("fsdp",)),
-    ("wrap", "block", ("fsdp",)),
-    ("reduce", "fp32", ("fsdp",)),
-    ("static_graph", False, ("ddp",)),
-    ("find_unused", False, ("ddp",)),
-    ("broadcast_buffers", False, ("ddp",)),
-    ("bucket", 25, ("ddp",)),
-    ("compress", "none", ("ddp",)),
-)
+# Flags that have an effect in one mode only.
+_FLAGS_OF_MODES = {
+    "fsdp": ("shard", "replicas", "offload", "wrap", "reduce"),
+    "ddp": ("static_graph", "find_unused", "broadcast_buffers", "bucket", "compress"),
+}
 
 _SECONDS = Range(above=0, unit=" seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """Dataset, choice of samples and batch sizes.
+
+    Attributes:
+        root: Folder that `sa1b reshard` made, or its URL (s3://...).
+        mix: File of several datasets and their weights (YAML), instead of a root:
+            `sources: {NAME: {root: FOLDER, weight: 1}}`; see the page Mixing datasets.
+        view: Name, digest or path of the view to train on (made by `sa1b view`); by default all images.
+        layers: Layers of masks that training reads with the shards, in this order (made by `sa1b layer add`).
+        global_batch: Images of a step over all ranks.
+        micro_batch: Images that a rank computes at a time; by default its complete share of a step. A smaller
+            value takes less memory and does not change the step.
+        masks: Largest number of masks per image; 0: images only, for models that read no mask.
+        strategy: How masks are chosen. uniform: all are equally likely. area: one mask of each class of
+            sizes. quality: masks with high scores more often. coverage: all masks within as few epochs as
+            possible.
+        flip: Probability of mirroring an image left and right.
+        min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.
+        block_size: Neighbouring images that are read together, for disks that are slow at random reads.
+        target_size: Size in pixels of the square in which losses and scores are computed; by default a
+            quarter of the image size, which is the size of the decoder's masks.
+        threads: Threads of each rank that read and decode; by default its share of the CPUs, at most 8.
+        prefetch: Micro-batches that are prepared in advance.
+        decode: Where JPEG files are decoded: cpu, or gpu (needs the extra gpu). auto: on the CPU, until rates
+            on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.
+        endpoint: URL of an object store other than Amazon's, by default $AWS_ENDPOINT_URL; without that
+            variable, also of --out and --init.
+        deadline: Seconds that a read may take over all its attempts before training stops.
+        cache: Folder on a local disk that caches the data read from a URL; later epochs read it from there.
+            Samples do not change.
+        cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
+        text: Table of texts of images or masks, for models that read text: Parquet, JSON, JSON lines, CSV or
+            TSV, as path or URL. If an id has several texts (a list), each visit takes one of them.
+        text_column: Column of the texts: strings, lists of strings, or embeddings (lists of numbers).
+        text_key: Column of the ids; by default mask_id if the table has one, else image_id.
+        text_tokens: Largest number of tokens of a text; longer texts are truncated.
+        text_width: Numbers of an embedding, if the column has embeddings; 0: it has strings.
+        tokenizer: How texts become numbers: bytes (of UTF-8), a .json file of the library tokenizers, or
+            MODULE:FUNCTION, a function that returns a list of int for a text.
+    """
+
+    root: str = ""
+    mix: str | None = None
+    view: str | None = None
+    layers: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: none)")] = ()
+    global_batch: Annotated[int, Range(1)] = 256
+    micro_batch: Annotated[int | None, Range(1)] = None
+    masks: Annotated[int, Range(0)] = 64
+    strategy: Strategy = "uniform"
+    flip: Annotated[float, Range(0, 1)] = 0.0
+    min_pixels: Annotated[int, Range(0)] = 0
+    block_size: Annotated[int, Range(1)] = 1
+    target_size: Annotated[int | None, Range(1)] = None
+    threads: Annotated[int | None, Range(1)] = None
+    prefetch: Annotated[int, Range(1)] = 2
+    decode: Literal["auto", "cpu", "gpu"] = "auto"
+    endpoint: str | None = None
+    deadline: Annotated[float, Range(above=0, unit=" seconds")] = 300.0
+    cache: str | None = None
+    cache_bytes: Annotated[int | None, Range(1)] = None
+    text: str | None = None
+    text_column: str = "text"
+    text_key: Key | None = None
+    text_tokens: Annotated[int, Range(1)] = 64
+    text_width: Annotated[int, Range(0)] = 0
+    tokenizer: str = BYTES
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data")
+        check_cache_flags("--data.cache", self.cache, self.cache_bytes)
+        if self.text is None and (self.text_key, self.text_column) != (None, "text"):
+            flag = "--data.text-key" if self.text_key is not None else "--data.text-column"
+            raise UsageError(f"{flag}: is a column of a table of texts; also pass --data.text")
+
+    def texts(self) -> Text | None:
+        """The table of texts; None without one."""
+        if self.text is None:
+            return None
+        return Text(self.text, self.text_column, self.text_key, self.tokenizer, self.text_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +164,6 @@ class ParallelConfig:
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
         cudnn_attention: On a GPU, let torch choose the attention of cuDNN, which it prefers. Without it,
             torch chooses flash attention or its own.
-        network: Network between the machines; --dry-run prints the variables of NCCL and gloo that are set,
-            and why. Variables that are set already are kept. auto: infiniband if a port is active, else
-            ethernet.
     """
 
     mode: Literal["none", "ddp", "fsdp"] = "none"
@@ -142,7 +183,6 @@ class ParallelConfig:
     timeout: Annotated[float, _SECONDS] = 600.0
     sync_batchnorm: bool = False
     cudnn_attention: bool = True
-    network: Network = "auto"
 
     def check(self, world_size: int) -> None:
         """UsageError: settings do not fit each other or the number of ranks; the message names the flag."""
@@ -152,15 +192,16 @@ class ParallelConfig:
                 f"--parallel.mode none: is for one process, this run has {world_size}; "
                 "pass --parallel.mode ddp or fsdp"
             )
-        for flag, default, modes in _FLAGS_OF_MODES:
-            if self.mode not in modes and getattr(self, flag) != default:
-                raise UsageError(
-                    f"--parallel.{flag.replace('_', '-')}: is for --parallel.mode {' or '.join(modes)}, not "
-                    f"{self.mode}; drop one"
-                )
-        for option, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
-            if getattr(self, option) and getattr(self, other):
-                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (option, other)]
+        group_size(self.wrap)
+        defaults = ParallelConfig()
+        for mode, flags in _FLAGS_OF_MODES.items():
+            for flag in flags if mode != self.mode else ():
+                if getattr(self, flag) != getattr(defaults, flag):
+                    name = f"--parallel.{flag.replace('_', '-')}"
+                    raise UsageError(f"{name}: is for --parallel.mode {mode}, not {self.mode}; drop one")
+        for one, other in (("static_graph", "find_unused"), ("sync_batchnorm", "broadcast_buffers")):
+            if getattr(self, one) and getattr(self, other):
+                names = [f"--parallel.{flag.replace('_', '-')}" for flag in (one, other)]
                 raise UsageError(f"{', '.join(names)}: exclude each other; drop one")
 
 
@@ -222,39 +263,21 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optim")
-        if self.min_lr_ratio and self.schedule != "cosine":
+        for flag, schedule in (("min_lr_ratio", "cosine"), ("cooldown", "rsqrt")):
+            if getattr(self, flag) and self.schedule != schedule:
+                name = f"--optim.{flag.replace('_', '-')}"
+                raise UsageError(f"{name}: is for --optim.schedule {schedule}, not {self.schedule}; drop one")
+        if self.warmup + max(self.cooldown, 1) > self.steps:
+            both = f" and --optim.cooldown {self.cooldown} together" if self.cooldown else ""
             raise UsageError(
-                f"--optim.min-lr-ratio: is for --optim.schedule cosine, not {self.schedule}; drop one"
+                f"--optim.warmup {self.warmup}{both}: must be less than --optim.steps {self.steps}"
             )
-        if self.cooldown and self.schedule != "rsqrt":
-            raise UsageError(
-                f"--optim.cooldown: is for --optim.schedule rsqrt, not {self.schedule}; drop one"
-            )
-        if self.cooldown and self.warmup + self.cooldown > self.steps:
-            raise UsageError(
-                f"--optim.warmup {self.warmup}, --optim.cooldown {self.cooldown}: must not be more than "
-                f"--optim.steps {self.steps} together"
-            )
-        if self.warmup >= self.steps:
-            raise UsageError(f"--optim.warmup {self.warmup}: must be less than --optim.steps {self.steps}")
         marks = pairwise([self.warmup, *self.milestones])
         if self.schedule == "step" and any(mark >= other for mark, other in marks):
             raise UsageError(
                 f"--optim.milestones {self.milestones}: must be in ascending order and after "
                 f"--optim.warmup {self.warmup}"
             )
-
-    def with_steps(self, images: int, global_batch: int) -> tuple["OptimConfig", list[str]]:
-        """These settings with `steps` computed from `epochs`; unchanged if `epochs` is None."""
-        if self.epochs is None:
-            return self, []
-        steps = max(math.ceil(self.epochs * images / global_batch), 1)
-        try:
-            return replace(self, fitting=()).fitted(steps, self.fitting)
-        except UsageError as error:
-            raise UsageError(
-                f"--optim.epochs {self.epochs:g}: is {counted(steps, 'step')}; {error}"
-            ) from None
 
     def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
         """These settings with another number of steps, and lines that describe what changed.
@@ -320,19 +343,18 @@ class EvaluationConfig:
                 "--evaluation.coco, --evaluation.images: one of them is missing; pass both, annotations "
                 "and images"
             )
-        if self.detections is not None and self.coco is None:
-            raise UsageError(
-                "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
-            )
-        if self.best is not None and self.view is None:
-            raise UsageError(f"--evaluation.best {self.best}: needs --evaluation.view; pass a held-out view")
-        if self.patience and (self.best is None or not self.every):
-            raise UsageError(
-                f"--evaluation.patience {self.patience}: counts evaluations without a better score; pass "
-                "--evaluation.best and --evaluation.every too"
-            )
         if self.coco is not None and self.view is not None:
             raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
+        needed = {
+            "detections": ("coco",),
+            "every": ("view",),
+            "best": ("view",),
+            "patience": ("best", "every"),
+        }
+        for flag, others in needed.items():
+            for other in others:
+                if getattr(self, flag) and not getattr(self, other):
+                    raise UsageError(f"--evaluation.{flag} {getattr(self, flag)}: needs --evaluation.{other}")
 
     def how(self, scores: Collection[str]) -> dict[str, str | int | None]:
         """Protocol, place of clicks and most masks of an image (None: all) of a mean IoU; else nothing."""

@@ -44,7 +44,7 @@ _ENCODER, _SCALE = "image_encoder.", "log_scale"
 class Grounding(nn.Module):
     """The model in training, with its losses; it fulfils the contract of `sa1b.engine.model`.
 
-    Of the sizes of the image encoder, `pixel_features` and `compile_decoder` have no effect. `length`:
+    Of the sizes of the image encoder, `pixel_features` has no effect. `length`:
     largest number of tokens of a phrase. `vectors`: numbers of a precomputed embedding, which replaces the
     text encoder; 0: phrases are tokens. `capacity`: largest number of masks of a micro-batch of any rank.
     """

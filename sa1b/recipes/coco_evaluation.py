@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sa1b.engine.config import Config
+from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import autocast
 from sa1b.errors import Sa1bError, SourceError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b.engine.config import Config
-from sa1b.engine.data_config import DataConfig
-from sa1b.engine.settings import CheckpointConfig, OptimConfig
+from sa1b.engine.settings import CheckpointConfig, DataConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding
@@ -18,7 +17,6 @@ from sa1b.recipes.scorer import ClickScorer
 from sa1b.recipes.weights import (
     EmbeddingsConfig,
     TeacherConfig,
-    check_memory,
     open_cache,
     open_teacher,
     teacher_digest,
@@ -77,7 +75,6 @@ class SamConfig(Config):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
-        check_memory(self.model)
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
         model = Sam(self.model)
         if cache is None or limit is None or self.evaluate_only:
@@ -124,7 +121,6 @@ class DistillConfig(Config):
 
     def build(self) -> Distillation:
         """Student and teacher."""
-        check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
         cache = None if self.evaluate_only else self.distill.open_cache()
@@ -173,7 +169,6 @@ class GroundingConfig(Config):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
-        check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
         return Grounding(
@@ -215,9 +210,10 @@ class GroundingConfig(Config):
             )
         _check_targets(self)
         _refuse_low_rank(self)
-        if self.model.pixel_features or self.model.compile_decoder:
-            flag = "pixel-features" if self.model.pixel_features else "compile-decoder"
-            raise UsageError(f"--model.{flag}: is of SAM's decoder, which grounding does not have; drop it")
+        if self.model.pixel_features:
+            raise UsageError(
+                "--model.pixel-features: is of SAM's decoder, which grounding does not have; drop it"
+            )
         if self.evaluation.coco is not None or self.evaluation.protocol != "uniform":
             flag = "coco" if self.evaluation.coco is not None else "protocol"
             raise UsageError(f"--evaluation.{flag}: is about clicks and boxes, not about phrases; drop it")

@@ -74,8 +74,6 @@ class Interactive(nn.Module):
         self.recipe = recipe
         self.iteration = Iteration(model, recipe)
         self._graphs = Graphs()
-        if model.config.compile_decoder:
-            self.iteration.compile()
 
     # The model contract: see sa1b.engine.model.
 
@@ -184,13 +182,10 @@ class Interactive(nn.Module):
 
     def _iterate(self, embeddings: Tensor, image_size: int, targets: Targets) -> dict[str, Tensor]:
         """All iterations of training, from the embeddings of the images."""
-        compiled = self.iteration.compiles(targets.counts)
-        if compiled:
-            targets = with_equal_counts(targets)
         if not self._iterations_are_independent(embeddings.device):
-            return self._sums(embeddings, image_size, targets, compiled, None)
+            return self._sums(embeddings, image_size, targets, None)
         graphs, counts = None, targets.counts
-        recordable = self.model.config.cuda_graphs and self._graphs.supports(embeddings) and not compiled
+        recordable = self.model.config.cuda_graphs and self._graphs.supports(embeddings)
         if recordable and counts is not None and max(counts, default=0) > 0:
             graphs, targets = self._graphs, with_equal_counts(targets, rounded_up(max(counts)))
         names = [field.name for field in fields(Targets) if field.name != "counts"]
@@ -204,7 +199,7 @@ class Interactive(nn.Module):
             leaves += [nn.Parameter(x.detach(), x.requires_grad) for x in outer.values()]
             early = EarlyGradients(leaves)
             changed: Any = dict(zip(names, given[1:], strict=True))
-            arguments = leaves[0], image_size, replace(targets, **changed), compiled, early
+            arguments = leaves[0], image_size, replace(targets, **changed), early
             inner = {f"model.{name}": x for name, x in zip(outer, leaves[1:], strict=True)}
             return functional_call(_Calls(self.model, self._sums), inner, arguments), early.sums
 
@@ -222,7 +217,6 @@ class Interactive(nn.Module):
         embeddings: Tensor,
         image_size: int,
         targets: Targets,
-        compiled: bool,
         early: EarlyGradients | None,
     ) -> dict[str, Tensor]:
         """The sums of `forward`, from embeddings; `early` gets the loss of each iteration."""
@@ -242,7 +236,7 @@ class Interactive(nn.Module):
                 label = torch.where(rests[:, number - 1], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
             feedback = None if outcome is None else outcome.feedback
-            outcome = self.iteration(scene, points, labels, feedback, compiled=compiled, recompute=recompute)
+            outcome = self.iteration(scene, points, labels, feedback, recompute=recompute)
             weighted = outcome.losses * targets.weights
             sums = share * weighted.sum(dim=1)
             loss = self._weighted(sums)

@@ -1,13 +1,8 @@
-"""One iteration of interactive training: the answer of the model to its prompts, and its losses.
-
-It can be compiled. The numbers of masks and prompts, which differ from step to step, are variables of the
-graphs, so that no step compiles again.
-"""
+"""One iteration of interactive training: the answer of the model to its prompts, and its losses."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -59,22 +54,6 @@ class Iteration:
     def __init__(self, model: Sam, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
-        self._compiled: Callable[..., IterationOutcome] | None = None
-
-    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Compile the comparison with the targets: a graph for the first iteration, one for the others."""
-        # Padding the prompts to a constant number would cost as much as real ones: a product for each image
-        # token and head. There are two graphs for each number of images in a micro-batch.
-        #
-        # With torch 2.11 on a GPU, this analysis fails in these graphs.
-        options: Any = {"triton.coalesce_tiling_analysis": False} if backend == "inductor" else None
-        compare = self._compare_equal
-        self._compiled = torch.compile(compare, fullgraph=True, backend=backend, options=options)
-
-    def compiles(self, counts: Sequence[int] | None) -> bool:
-        """Whether iterations with these numbers of masks are compiled, after `with_equal_counts`."""
-        # At least one image must have two masks, since a graph treats the numbers 0 and 1 as constants.
-        return self._compiled is not None and counts is not None and max(counts, default=0) > 1
 
     def __call__(
         self,
@@ -83,22 +62,15 @@ class Iteration:
         labels: Tensor,
         feedback: Tensor | None,
         *,
-        compiled: bool,
         recompute: bool,
     ) -> IterationOutcome:
-        """The masks of one iteration compared with the targets; without feedback, it is the first one.
-        `compiled` needs images with as many masks, and that `compiles` is true.
-        """
-        compare: Callable[..., IterationOutcome] = self._compare
-        if compiled and self._compiled is not None:
-            compare, scene = self._compiled, scene._replace(counts=None)
-            _mark_sizes(scene, points, labels, feedback)
+        """The masks of one iteration compared with the targets; without feedback, it is the first one."""
         arguments = (scene, points, labels, feedback)
         if not recompute:
-            return compare(*arguments)
+            return self._compare(*arguments)
         # An iteration uses no generator, so the state of the generator is not saved.
         again: IterationOutcome = checkpoint(
-            compare, *arguments, use_reentrant=False, preserve_rng_state=False
+            self._compare, *arguments, use_reentrant=False, preserve_rng_state=False
         )
         return again
 
@@ -126,14 +98,6 @@ class Iteration:
             candidates=candidates if allowed is None else ALL,
         )
         return logits, predicted, _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
-
-    def _compare_equal(
-        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
-    ) -> IterationOutcome:
-        """`_compare` for images with equal numbers of masks, which follow from the shapes."""
-        images = len(scene.embeddings)
-        counts = [len(scene.image) // images] * images
-        return self._compare(scene._replace(counts=counts), points, labels, feedback)
 
     def _compare(
         self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
@@ -199,16 +163,6 @@ def _mean(values: Tensor, allowed: Tensor | None) -> Tensor:
 
 def _only(values: Tensor, allowed: Tensor | None, other: float) -> Tensor:
     return values if allowed is None else values.masked_fill(~allowed, other)
-
-
-def _mark_sizes(scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> None:
-    """Let the numbers of masks and prompts be variables of a graph from its first compilation on."""
-    dynamo: Any = import_module("torch._dynamo")
-    for tensor in (scene.image, scene.masks, scene.inside, points, labels, feedback):
-        if tensor is not None:
-            dynamo.maybe_mark_dynamic(tensor, 0)
-    dynamo.maybe_mark_dynamic(points, 1)
-    dynamo.maybe_mark_dynamic(labels, 1)
 
 
 _log = logging.getLogger(__name__)

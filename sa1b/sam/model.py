@@ -11,9 +11,9 @@ published checkpoints of vit_b, vit_l and vit_h unchanged.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,9 @@ class ModelConfig:
         checkpoint_blocks: Encoder blocks whose activations are recomputed in the backward pass, to save
             memory: none, all, or every second one (every:2).
         compile_blocks: Compile (torch.compile) each block of the encoder.
-        compile_decoder: Compile (torch.compile) the iterations of training: prompt encoder, mask decoder and
-            losses.
         cuda_graphs: Record the iterations of training as CUDA graphs, one for each number of masks, so that
-            one call of the host launches all kernels. Only on a CUDA device, for iterations that are not
-            compiled and need no loss scale.
+            one call of the host launches all kernels. Only on a CUDA device, for iterations that
+            need no loss scale.
         kernels: Use Triton kernels on a CUDA device in place of torch's operators, which need more time and
             memory. auto: those that are right there, by a comparison before the first run. all: also others.
         lora_rank: Rank of the changes that fine-tuning learns for the weights of the attention (LoRA), such
@@ -83,11 +81,16 @@ class ModelConfig:
     drop_path: Annotated[float, Range(0, below=1)] = 0.0
     checkpoint_blocks: str = "none"
     compile_blocks: bool = False
-    compile_decoder: bool = False
     cuda_graphs: bool = True
     kernels: Literal["auto", "none", "all"] = "auto"
     lora_rank: Annotated[int, Range(0)] = 0
     lora_targets: Literal["both", "image_encoder", "mask_decoder"] = "both"
+
+    @classmethod
+    def saved(cls, document: Mapping[str, Any]) -> "ModelConfig":
+        """The sizes of a run, from its settings; those that only other versions know are left out."""
+        known = {setting.name: document[setting.name] for setting in fields(cls) if setting.name in document}
+        return cls(**{**known, "global_blocks": tuple(known["global_blocks"])})
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
@@ -193,7 +196,7 @@ class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
     Initial weights come from torch's generator on the CPU, so they are the same after the same
-    torch.manual_seed. checkpoint_blocks, compile_blocks and compile_decoder do not change initial weights or
+    torch.manual_seed. checkpoint_blocks and compile_blocks do not change initial weights or
     names of parameters.
     """
 

@@ -172,7 +172,6 @@ def preset_of(config: ModelConfig, *, any_image_size: bool = False) -> str | Non
         drop_path=0.0,
         checkpoint_blocks="none",
         compile_blocks=False,
-        compile_decoder=False,
         lora_rank=0,
         lora_targets="both",
     )

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sa1b.engine.model import unwrap
+from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.agreement import DisagreementError, agree
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.process_group import set_timeout
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, autocast
+from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.optim import averaged, update_ema
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.recipe import Recipe

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from sa1b import Batch
 from sa1b.engine.config import Config
-from sa1b.engine.data_config import DataConfig
-from sa1b.engine.settings import OptimConfig
+from sa1b.engine.settings import DataConfig, OptimConfig
 from sa1b.errors import UsageError
 
 

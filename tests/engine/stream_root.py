@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sa1b import Batch
-from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import DataConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.targets import Targets

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sa1b.engine.ranks.parallel import check_ranks
 from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from tests.engine import combination_ranks
@@ -68,10 +67,10 @@ def test_single_settings_and_pairs_are_refused_as_the_table_says(mode: str) -> N
         if len({one.partition(" ")[0] for one in settings}) < len(settings):
             continue
         if works(mode, *settings):
-            check_ranks(config_of(mode, *settings), world_size)
+            config_of(mode, *settings).check(world_size)
         else:
             with pytest.raises(UsageError, match=r"--parallel\.\S+.*; (drop|pass|must)|must be"):
-                check_ranks(config_of(mode, *settings), world_size)
+                config_of(mode, *settings).check(world_size)
 
 
 def test_all_ranks_take_the_buffers_of_the_first() -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import sa1b
-from sa1b.engine.data_config import DataConfig
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.settings import DataConfig, EvaluationConfig, OptimConfig, ParallelConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze
 from sa1b.engine.watch.control import Control

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sa1b
-from sa1b.engine.data_config import with_flags
+from sa1b.engine.settings import with_flags
 from sa1b.errors import UsageError
 from sa1b.masks.grid import framed, framed_size
 from sa1b.masks.raster_torch import framed_sizes

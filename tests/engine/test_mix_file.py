@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sa1b.engine.data_config import DataConfig
 from sa1b.engine.mix_file import read_mix, roots_of
+from sa1b.engine.settings import DataConfig
 from sa1b.errors import UsageError
 
 GOOD = """

@@ -381,8 +381,13 @@ def test_what_does_not_fit_is_refused_and_the_flag_named(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    with pytest.raises(UsageError, match=message):
+
+    def begin() -> None:
+        config.check(world_size)
         start(config)
+
+    with pytest.raises(UsageError, match=message):
+        begin()
 
 
 class Normed(torch.nn.Module):

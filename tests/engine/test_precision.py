@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sa1b.engine.settings import ParallelConfig, autocast, grad_scaler
+from sa1b.engine.precision import autocast, grad_scaler
+from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.step.gradients import finish, loss_divisor, seed_generators, warm_up
 from tests.engine import checks
 from tests.engine.launch import launch

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sa1b.engine.model import unwrap
+from sa1b.engine.precision import grad_scaler
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import OptimConfig, ParallelConfig, grad_scaler
+from sa1b.engine.settings import OptimConfig, ParallelConfig
 from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch, warm_up
 from sa1b.engine.step.optim import freeze, lr_at, make_optimizer, set_lr
 from sa1b.sam.interactive import Interactive

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from sa1b.engine.model import unwrap
+from sa1b.engine.precision import grad_scaler
 from sa1b.engine.ranks.parallel import wrap
-from sa1b.engine.settings import OptimConfig, ParallelConfig, grad_scaler
+from sa1b.engine.settings import OptimConfig, ParallelConfig
 from sa1b.engine.step.gradients import clear, finish, micro_batch
 from sa1b.engine.step.optim import make_optimizer
 from sa1b.grounding.alignment import GroundingRecipe, Phrased, TextConfig

@@ -29,9 +29,7 @@ class Sketch(nn.Module):
 
     def __init__(self, drop_path: float = 0.0) -> None:
         super().__init__()
-        self.config = SimpleNamespace(
-            image_size=SIZE, depth=3, drop_path=drop_path, compile_decoder=False, cuda_graphs=False
-        )
+        self.config = SimpleNamespace(image_size=SIZE, depth=3, drop_path=drop_path, cuda_graphs=False)
         self.gain = nn.Parameter(torch.tensor(3.0))
         self.mask_decoder = SimpleNamespace(mask_tokens=SimpleNamespace(weight=self.gain))
         self.radius = nn.Parameter(torch.tensor([9.0, 4.0, 8.0, 13.0]))

@@ -1,4 +1,4 @@
-"""Compiled iterations: the same losses and gradients, and two graphs for any numbers of masks and clicks."""
+"""Images padded to equal numbers of masks: the same losses and gradients."""
 
 from dataclasses import replace
 
@@ -23,23 +23,22 @@ def micro_batch(counts):
     return pixels, replace(part(targets, chosen), counts=counts), keys
 
 
-def step(interactive, counts, autocast=None):
+def step(interactive, inputs):
     """The sums of a micro-batch, and the gradients of all parameters."""
     interactive.zero_grad()
-    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        sums = interactive(*micro_batch(counts))
+    sums = interactive(*inputs)
     sums["loss"].backward()
     return {name: value.detach() for name, value in sums.items()}, [
         parameter.grad.clone() for parameter in interactive.parameters()
     ]
 
 
-def pair(recipe, **sizes):
-    """A model with and without compiled iterations, with equal weights."""
+def pair(recipe):
+    """Two models with equal weights."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Interactive(Sam(replace(SMALL, drop_path=0.0, **sizes)), recipe))
+        models.append(Interactive(Sam(replace(SMALL, drop_path=0.0)), recipe))
     return models
 
 
@@ -70,37 +69,7 @@ def test_padding_to_equal_numbers_of_masks_keeps_the_masks_and_weighs_nothing():
 
 def test_losses_with_padding_equal_those_without_it():
     plain, padding = pair(Recipe(clicks=1, unprompted=1))
-    padding.iteration.compile("eager")
-    padding.iteration._compiled = padding.iteration._compare_equal  # the same code, uncompiled
     for counts in ((4, 3), (3, 0)):
-        compare(step(padding, counts), step(plain, counts), 2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "sizes", "autocast", "tolerance"),
-    [
-        (Recipe(), {}, None, 1e-5),
-        (Recipe(), {"pixel_features": 8}, None, 1e-5),
-        (Recipe(clicks=2, feedback_gradient=True), {}, None, 1e-5),
-        (Recipe(clicks=2), {}, torch.bfloat16, 0.05),
-    ],
-)
-def test_two_graphs_for_any_numbers_of_masks_and_clicks(recipe, sizes, autocast, tolerance):
-    from torch._dynamo.testing import CompileCounterWithBackend  # triton: see tests/engine/compiling.py
-
-    plain, compiled = pair(recipe, **sizes)
-    graphs = CompileCounterWithBackend("aot_eager")
-    compiled.iteration.compile(graphs)
-    for counts in COUNTS:
-        compare(step(compiled, counts, autocast), step(plain, counts, autocast), tolerance)
-        assert graphs.frame_count == 2, counts
-
-
-@pytest.mark.slow
-def test_the_compiler_of_the_command_gives_the_same_losses():
-    recipe = Recipe(clicks=1, unprompted=1)
-    (plain, _), compiled = pair(recipe), Interactive(Sam(replace(SMALL, compile_decoder=True)), recipe)
-    compiled.load_state_dict(plain.state_dict())
-    for counts in COUNTS[:3]:
-        compare(step(compiled.eval(), counts), step(plain.eval(), counts), 1e-5)
+        pixels, targets, keys = micro_batch(counts)
+        padded = pixels, with_equal_counts(targets), keys
+        compare(step(padding, padded), step(plain, (pixels, targets, keys)), 2e-6)

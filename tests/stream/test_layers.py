@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import sa1b
-from sa1b.engine.data_config import DataConfig
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import DataConfig
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import ManifestError, UsageError
 from sa1b.shards.annotation import PROVENANCE

@@ -63,23 +63,9 @@ def test_a_dry_run_prints_and_writes_nothing(root: Path, tmp_path: Path) -> None
     assert ended.codes == [0, 0], "\n".join(ended.outputs)
     assert "5 images = 2 ranks x 2 micro-batches of up to 2" in ended.outputs[0]
     assert f"{STEPS} steps = 1.2 epochs of {IMAGES} images" in ended.outputs[0]
-    assert "network       one machine: nothing is set" in ended.outputs[0]
     assert ended.outputs[1] == ""
     assert list(tmp_path.iterdir()) == []
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
-
-
-def test_a_dry_run_on_several_machines_prints_the_settings_of_the_network(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each rank is the only one of its machine
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    flags = ("--dry-run", "--parallel.network", "ethernet")
-    ended = start(root, tmp_path / "run", *flags, ranks=2, mode="ddp", model="reconstruction")
-    assert ended.codes == [0, 0]
-    assert "network       ethernet (demanded)" in ended.outputs[0]
-    assert "  GLOO_SOCKET_IFNAME  (kept: 'lo' is set already)" in ended.outputs[0]
-    assert ended.outputs[1] == ""
 
 
 def test_a_dry_run_looks_at_all_that_a_run_needs(root: Path, whole: Whole, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying 
 import json
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,13 @@ from torch.optim import Optimizer
 
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
 from sa1b.engine.checkpoint.folder import STATE, FolderLocation, Found, Location, RetrievalError
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.sealed_folder import METADATA, SealedFile, measure, read_metadata
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.engine.technique import Place
 from sa1b.errors import CheckpointError
 from sa1b.storage.atomic import write_whole
 from sa1b.storage.errors import StorageError
@@ -53,11 +52,6 @@ from sa1b.storage.errors import StorageError
 _LOG = logging.getLogger(__name__)
 # A stager of torch 2.11 and 2.12 closes itself after its first copy.
 _REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-
-
-BUCKET: Place[Callable[[RemoteRun], Location]] = Place(
-    "sa1b.engine.checkpoint.bucket_checkpoints:BucketLocation", "--out"
-)
 
 
 class Checkpoints:
@@ -82,7 +76,7 @@ class Checkpoints:
         if isinstance(run, Path):
             self._location = FolderLocation(run / "checkpoints", ranks(limit))
         else:
-            self._location = BUCKET.load()(run)
+            self._location = BucketLocation(run)
         self._ranks = self._location.ranks
         self._ranks.on_first(self._location.begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -11,7 +11,6 @@
 The gradient is the same in all modes, for any number of ranks and micro-batches.
 """
 
-import re
 import warnings
 from functools import partial
 from typing import Any
@@ -31,17 +30,13 @@ from torch.distributed.fsdp import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from sa1b.engine.data_config import DataConfig, with_flags
 from sa1b.engine.model import declared
+from sa1b.engine.precision import compute_dtype
 from sa1b.engine.ranks.agreement import agree
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, compute_dtype
+from sa1b.engine.settings import DataConfig, ParallelConfig, group_size, with_flags
 from sa1b.engine.step.gradients import shared_statistics
-from sa1b.errors import UsageError
 from sa1b.stream.order import micro_batch_count, whole_share
-
-_SIZE = re.compile(r"size:(\d+(?:\.\d+)?)([KMG]?)")
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
@@ -118,12 +113,6 @@ def _fsdp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.
     return module
 
 
-def check_ranks(config: ParallelConfig, world_size: int) -> None:
-    """UsageError names the flag of settings that do not fit together, or not this number of ranks."""
-    config.check(world_size)
-    least_size(config.wrap)
-
-
 def micro_batches(data: DataConfig, world_size: int) -> tuple[int, int]:
     """As `Config.micro_batches`, of the data alone."""
     try:
@@ -140,7 +129,7 @@ def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module
     "block": one group for each unit. "size:100M": units are joined until a group has at least 100 million
     parameters. "none": no groups. UsageError: another form.
     """
-    least = least_size(groups)
+    least = group_size(groups)
     if least is None:
         return []
     joined: list[list[list[nn.Module]]] = []
@@ -152,18 +141,6 @@ def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module
         joined[-1].append(unit)
         size += sum(parameter.numel() for part in unit for parameter in part.parameters())
     return joined
-
-
-def least_size(groups: str) -> int | None:
-    """The least number of parameters of a group, None without groups; UsageError for another value."""
-    if groups == "none":
-        return None
-    size = _SIZE.fullmatch(groups)
-    if groups != "block" and (size is None or not float(size[1]) > 0):
-        raise UsageError(
-            f"--parallel.wrap {groups}: not a kind of group; pass block, none, or a size such as size:100M"
-        )
-    return 1 if size is None else max(round(float(size[1]) * _FACTORS[size[2]]), 1)
 
 
 def _gather_group(first: Any, last: Any) -> None:

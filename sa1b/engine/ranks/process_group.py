@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from sa1b.console import counted
-from sa1b.engine.ranks.parallel import check_ranks
+from sa1b.engine.precision import set_float32
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, set_float32
+from sa1b.engine.settings import ParallelConfig
 from sa1b.errors import UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.stream.plan import process_rank
@@ -114,15 +115,15 @@ def _store(rank: int, world_size: int, wait: timedelta) -> Store:
     return PrefixStore(token, store)
 
 
-def start(config: ParallelConfig) -> RankInfo:
+def start(config: ParallelConfig, folder: Path | None = None) -> RankInfo:
     """Take this process's device and join the other ranks.
 
     Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
     rank 0 of 1; ddp and fsdp then create a group of one. An existing group, such as that of Ray, gets the
-    timeouts of this run. UsageError names the flag of settings that do not fit together or need a GPU.
+    timeouts of this run. After a timeout of NCCL, torch writes the last collectives of
+    each rank to `folder`. UsageError names the flag of settings that do not fit together or need a GPU.
     """
     rank, world_size = process_rank()
-    check_ranks(config, world_size)
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
     device = _device(config, local_rank)
     if config.offload == "pinned" and device.type != "cuda":
@@ -133,6 +134,10 @@ def start(config: ParallelConfig) -> RankInfo:
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():
+        if device.type == "cuda" and folder is not None:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/collectives-rank-")
         # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sa1b.engine.data_config import DataConfig, with_flags
 from sa1b.engine.mix_file import read_mix, reschedule
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.settings import DataConfig, with_flags
 from sa1b.errors import ManifestError, Sa1bError, UsageError
 from sa1b.shards.dataset import Dataset
 from sa1b.storage.errors import MissingError

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from sa1b.engine.precision import Precision, autocast
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import Precision, autocast
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
 from sa1b.report import first_names

@@ -1,11 +1,10 @@
 """The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -20,15 +19,13 @@ from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.model import by_source, declared, inputs_of, stored, worst_image
+from sa1b.engine.precision import grad_scaler
 from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
-from sa1b.engine.ranks.network import NetworkChoice
-from sa1b.engine.ranks.parallel import check_ranks, wrap
+from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import ParallelConfig, grad_scaler
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.gradients import finish, forward_backward, loss_divisor, seed_generators
 from sa1b.engine.step.optim import averaged, freeze, lr_line, make_optimizer
-from sa1b.engine.technique import Place
 from sa1b.engine.watch import metrics
 from sa1b.engine.watch.control import Control, Health, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
@@ -36,6 +33,8 @@ from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.metrics import BestScore
 from sa1b.engine.watch.phase import Phases, RankTime
 from sa1b.engine.watch.signals import deadline_of
+from sa1b.engine.watch.stragglers import Window
+from sa1b.engine.watch.watchdog import Watchdog
 from sa1b.engine.weights import state_digest
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -44,25 +43,6 @@ from sa1b.stream.mix import Mix
 from sa1b.stream.plan import ResumeError
 
 Watching = AbstractContextManager[object]
-
-
-class StepWindow(Protocol):
-    """What summarises the numbers of the ranks over some steps, on rank 0."""
-
-    def add(self, step: int, ranks: Mapping[str, Sequence[float]], *, requested: bool) -> None:
-        """Add the numbers of a step, see `Run.numbers`; `requested`: print the table of the ranks."""
-
-
-# Optional techniques around the loop.
-STRAGGLERS: Place[Callable[..., StepWindow]] = Place(
-    "sa1b.engine.watch.stragglers:Window", "--logging.window"
-)
-WATCHDOG: Place[Callable[[float | None, ParallelConfig, Path, RankInfo, Phases], Watching]] = Place(
-    "sa1b.engine.watch.watchdog:Watchdog", "--health.stall"
-)
-PLANNER: Place[Callable[[Config, RankInfo, NetworkChoice], None]] = Place(
-    "sa1b.engine.planner:dry_run", "--dry-run"
-)
 
 
 class TrainStep:
@@ -154,7 +134,8 @@ class Run:
         )
         self.best.share(self.metrics.evaluations, rank_info)
         self.checkpoints.best = self.best.step
-        machines, self.window = hosts(rank_info), None
+        self.window: Window | None = None
+        machines = hosts(rank_info)
         if self.best.exhausted and self.step < config.optim.steps:
             said = [f"{config.out} ended after step {self.step:,}: {self.best.why}; raise it to train on"]
         elif not self.ended:
@@ -163,8 +144,8 @@ class Run:
         if rank_info.rank == 0 and said:
             print("\n".join(said), flush=True)
         self.metrics.show(self.step, 0 if self.ended else config.optim.steps)
-        if rank_info.rank == 0 and (make := STRAGGLERS.find()) is not None:
-            self.window = make(
+        if rank_info.rank == 0:
+            self.window = Window(
                 machines,
                 config.logging.window,
                 self.metrics,
@@ -348,20 +329,6 @@ def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
     return command("replay", out, "--step", step + (at - position) // batch + 1)
 
 
-def check_fit(config: Config, world_size: int) -> None:
-    """UsageError, on every rank, names a flag that does not fit the others or this number of ranks."""
-    window = config.logging.window != metrics.LoggingConfig().window
-    techniques = ((PLANNER, config.dry_run), (WATCHDOG, bool(config.health.stall)), (STRAGGLERS, window))
-    for place in [place for place, is_asked in techniques if is_asked]:
-        place.load()
-    check_ranks(config.parallel, world_size)
-    images = 1 if config.evaluate_only else config.micro_batches(world_size)[0]
-    config.data.check_memory(images, config.image_size)
-
-
 def watched(config: Config, rank_info: RankInfo, phases: Phases) -> Watching:
-    """Context that reports a run without progress; without the watchdog, nothing."""
-    make = WATCHDOG.find()
-    if make is None:
-        return nullcontext()
-    return make(config.health.stall, config.parallel, config.folder, rank_info, phases)
+    """Context that reports a run without progress."""
+    return Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)

@@ -29,8 +29,8 @@ import torch
 
 from sa1b.arguments import Range
 from sa1b.engine.model import Model
+from sa1b.engine.precision import Precision
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import Precision
 from sa1b.errors import UsageError
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from sa1b.console import command, counted
-from sa1b.engine.settings import autocast, set_float32
+from sa1b.engine.precision import autocast, set_float32
 from sa1b.errors import BadSample, UsageError
 from sa1b.hashing import Purpose, random_words
 from sa1b.masks import coco, geometry

@@ -167,13 +167,9 @@ def _checked_reshard(arguments: tuple[str, ...]) -> int:
 def _check_train(arguments: tuple[str, ...], ranks: int, gpus: int) -> None:
     with loading():
         from sa1b.engine import config
-        from sa1b.engine.ranks import parallel
         from sa1b.engine.ranks.process_group import replicas_note
         from sa1b.recipes.presets import PRESETS
     run_config = config.parse(arguments, None, PRESETS, command("train"), world_size=ranks)
-    parallel.check_ranks(run_config.parallel, ranks)
-    if not run_config.evaluate_only:
-        run_config.micro_batches(ranks)
     if run_config.parallel.device == "cpu" and gpus:
         raise UsageError(
             f"--parallel.device cpu: would not use the {gpus} GPUs of each node; drop it, or pass --gpus 0"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sa1b.console import counted
-from sa1b.engine.data_config import available_memory
 from sa1b.engine.model import declared, inputs_of
 from sa1b.engine.ranks.network import active_ports, configured
 from sa1b.engine.ranks.parallel import wrap
@@ -43,7 +42,7 @@ from sa1b.stream.text import Texts
 from sa1b.stream.throughput import storage_reads
 from sa1b.stream.transform import Frame
 from sa1b.version import __version__, code_digest
-from sa1b.workers import available_cpus, cpu_quota
+from sa1b.workers import available_cpus, available_memory, cpu_quota
 
 MIB, GIB = 1 << 20, 1 << 30
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA; it may be invisible in a container

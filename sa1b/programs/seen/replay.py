@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sa1b import Mix, Stream
 from sa1b.console import counted
-from sa1b.engine.settings import autocast, set_float32
+from sa1b.engine.precision import autocast, set_float32
 from sa1b.engine.weights import find_weights, nearest_checkpoint
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.programs.seen.history import Document, Span
@@ -31,7 +31,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.plan import MicroBatch
 from sa1b.version import code_digest
 
-_PLAIN = {"compile_blocks": False, "compile_decoder": False, "cuda_graphs": False, "kernels": "auto"}
+_PLAIN = {"compile_blocks": False, "cuda_graphs": False, "kernels": "auto"}
 _ONLY = "only the prompts of the first iteration are certainly those of the run"
 
 
@@ -173,8 +173,8 @@ class Prompts:
         where, known = nearest_checkpoint(weights, step - 1)
         is_own = os.path.realpath(where).startswith(f"{os.path.realpath(run)}/")
         where, tensors = find_weights(where, read_initial_weights, mean=False)
-        sizes = {**config["model"], **_PLAIN, "global_blocks": tuple(config["model"]["global_blocks"])}
-        self._module = Interactive(Sam(ModelConfig(**sizes)), self._recipe)
+        sizes = ModelConfig.saved({**config["model"], **_PLAIN})
+        self._module = Interactive(Sam(sizes), self._recipe)
         try:
             self._module.model.load_state_dict(tensors)  # as they are, also low-rank changes
         except RuntimeError:  # of another model

@@ -1,0 +1,57 @@
+"""The number formats of a step.
+
+| precision | matrix products                                | everything else, weights, optimizer |
+|-----------|------------------------------------------------|-------------------------------------|
+| fp32      | float32                                        | float32                             |
+| tf32      | float32 with 10-bit mantissas, on tensor cores | float32                             |
+| bf16      | bfloat16 by autocast                           | float32 where autocast keeps it     |
+| fp16      | float16 by autocast, loss scaled               | float32 where autocast keeps it     |
+
+The weights are float32 in every mode. With FSDP the weights of the model's units are gathered in the format
+of the matrix products (`sa1b.engine.ranks.parallel.wrap`): autocast would round them to it anyway.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from sa1b.errors import UsageError
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype in which autocast computes matrix products; None: no autocast."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
+def set_float32(precision: Precision, device: torch.device) -> None:
+    """Set the precision of float32 products in this process: exact, or tf32. Torch's default is tf32 for
+    convolutions. UsageError: the device does not support tf32 or bf16.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise UsageError("--parallel.precision tf32: needs a GPU; pass fp32 or bf16")
+    if precision in ("tf32", "bf16") and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise UsageError(
+                f"--parallel.precision {precision}: needs a GPU of compute capability 8.0, this one has "
+                f"{major}.{minor}; pass fp16 or fp32"
+            )
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Context for every forward pass, also in evaluations; the backward pass runs outside of it."""
+    dtype = compute_dtype(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def grad_scaler(precision: Precision, device: torch.device) -> GradScaler:
+    """The scaler of losses for fp16; for other formats it does nothing."""
+    # All ranks detect the same overflows: DDP leaves the same gradients on all ranks, and for FSDP's shards
+    # torch takes the maximum over the mesh. The `state_dict` is a dictionary of numbers, empty unless fp16.
+    return GradScaler(device.type, enabled=precision == "fp16")
