@@ -11,11 +11,22 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from cycler import cycler
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks import tables
 
 FRAME = Path(__file__).with_name("report.html")
+# Colours that matplotlib writes, and what stands in their place in the page, light or dark.
+_INK, _LINES = "#010203", [f"#01020{number}" for number in range(4, 9)]
+_COLOURS = {_INK: "currentColor"} | {line: f"var(--c{number})" for number, line in enumerate(_LINES)}
+_STYLE: dict[str, Any] = dict.fromkeys(("figure.facecolor", "axes.facecolor", "legend.facecolor"), "none")
+_STYLE |= dict.fromkeys(
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
+)
+_STYLE |= {"axes.prop_cycle": cycler(color=_LINES), "legend.framealpha": 0, "legend.fontsize": "small"}
 _KINDS = {"ours": "sa1b", "peer": "others", "tuned": "others, tuned further", "limit": "limits"}
 
 
@@ -134,9 +145,10 @@ def _stages(times: dict[str, dict[str, float]]) -> str:
     return f'{bars}<p class="key">{key}</p>'
 
 
+@rc_context(_STYLE)
 def _curve(curve: dict[str, Any]) -> str:
     """Lines over a logarithmic axis in both directions where the values span a decade."""
-    figure = Figure(figsize=(4.6, 3), layout="constrained")
+    figure = Figure(figsize=(4, 3), layout="constrained")
     axes = figure.subplots()
     for name, line in curve["series"].items():
         axes.plot(*zip(*line, strict=True), "o-", label=name)
@@ -144,11 +156,15 @@ def _curve(curve: dict[str, Any]) -> str:
     for values, scale in zip(points, (axes.set_xscale, axes.set_yscale), strict=True):
         if min(values) > 0 and max(values) >= 10 * min(values):
             scale("log")
+        elif scale == axes.set_xscale:  # numbers of workers or pixels
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel=curve["axis"], ylabel=curve["unit"])
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside upper left")  # above the lines
     file = StringIO()
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     picture = re.sub("<!--.*?-->", "", file.getvalue(), flags=re.DOTALL)
+    for colour, shown in _COLOURS.items():
+        picture = picture.replace(colour, shown)
     title = f"<figcaption>{escape(curve['title'])}</figcaption>"
     return f'<figure class="card">{title}{picture[picture.index("<svg") :]}</figure>'
 

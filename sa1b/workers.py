@@ -6,7 +6,6 @@ Every task has its own process and pipe. A process that ends without a result is
 """
 
 import contextlib
-import math
 import multiprocessing
 import os
 import pickle
@@ -77,15 +76,6 @@ def cpu_quota(root: str | Path = "/") -> float:
 def memory_limit(root: str | Path = "/") -> float:
     """The smallest memory limit, in bytes, of this process's cgroups and of their parents; infinite: none."""
     return min(map(_memory, _cgroups(Path(root), "memory")), default=float("inf"))
-
-
-def available_memory() -> float:
-    """Bytes that this process can still use, by the machine and its cgroups; infinite: not known."""
-    free = math.inf
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min(free, memory_limit())
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -204,9 +204,7 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     A step takes the longest of three times, which overlap: that of the GPUs, that in which the storage
     delivers the images, and that in which processors decode them. The GPUs take the model's operations at a
     fraction of the peak, and the communication that computation does not hide. `data.root` may be NO_ROOT.
-
-    Args:
-        rate: images per second of a GPU, as measured; it replaces the fraction of the peak.
+    `rate`: images per second of a GPU, as measured; it replaces the fraction of the peak.
     """
     ranks, parallel = cluster.world_size, config.parallel
     whole = config.data.root == NO_ROOT and config.data.mix is None
@@ -217,33 +215,31 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     trained, flops = numbers(module, trained=True), declared(module).flops(batch, batch * config.data.masks)
     if rate is not None:
         cluster = replace(cluster, mfu=flops / batch * rate / cluster.flops)
+    if cluster.decode_rate is None:
+        is_small = data["resized"] is not None and data["resized"] <= 1024
+        cluster = replace(cluster, decode_rate=DECODED_1024 if is_small else DECODED)
     compute = flops / (cluster.flops * cluster.mfu * ranks)
     sent = _communication(config, cluster, numbers(module), trained)
     # DDP sends during the backward pass of the last micro-batch only, FSDP during all passes.
-    hidden = compute if parallel.mode == "fsdp" else compute * 2 / 3 / count
-    exposed = max(cluster.exposed * sent, sent - hidden)
-    image_bytes, resized = data["bytes"] / data["images"], data["resized"]
-    decoded = cluster.decode_rate or (DECODED_1024 if resized is not None and resized <= 1024 else DECODED)
-    gpu = "GPU compute" if compute >= exposed else "network"
-    limits = {gpu: compute + exposed, "decoding": batch / (decoded * cluster.cpus * cluster.nodes)}
+    exposed = max(
+        cluster.exposed * sent, sent - (compute if parallel.mode == "fsdp" else compute * 2 / 3 / count)
+    )
+    decoding = batch / ((cluster.decode_rate or DECODED) * cluster.cpus * cluster.nodes)
+    limits = {"GPU compute" if compute >= exposed else "network": compute + exposed, "decoding": decoding}
     if cluster.storage is not None:
-        limits["storage"] = batch * image_bytes / cluster.storage
+        limits["storage"] = batch * data["bytes"] / data["images"] / cluster.storage
     limit = max(limits, key=lambda name: limits[name])
-    seconds, schedule = limits[limit], config.checkpoint
-    hours, read = steps * seconds / 3600, batch * image_bytes / seconds
+    hours, schedule = steps * limits[limit] / 3600, config.checkpoint
     written = -(-steps // schedule.every)
     forever = int(steps // np.lcm(schedule.every, schedule.keep_every)) if schedule.keep_every else 0
     saved = sum(tensor.nbytes for tensor in stored(module).state_dict().values())
     saved += 4 * trained * (3 if config.optim.ema else 2)
     fits = (needed := _needed(memory, cluster)) <= cluster.gpu_memory
-    fitting = None if fits or size == 1 else _fitting(config, cluster, memory, size)
     return {
         "exit_code": int(not fits),
         "cluster": asdict(cluster),
         "ranks": ranks,
-        "mode": parallel.mode,
-        "precision": parallel.precision,
-        "data": {**data, "bytes_per_image": image_bytes},
+        "data": data,
         "images_per_rank": data["images"] / ranks,
         "files_per_rank": data["files"] / ranks,
         "global_batch": batch,
@@ -254,27 +250,18 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
         "steps_per_epoch": -(-data["images"] // batch),
         "steps": steps,
         "epochs": steps * batch / data["images"],
-        "seconds_per_step": seconds,
-        "seconds": {
-            "compute": compute,
-            "communication": sent,
-            "exposed_communication": exposed,
-            "storage": limits.get("storage"),
-            "decoding": limits["decoding"],
-        },
+        "seconds_per_step": limits[limit],
+        "seconds": {"compute": compute, "communication": sent, "exposed_communication": exposed}
+        | {name: limits.get(name) for name in ("storage", "decoding")},
         "limited_by": limit,
-        "hours_per_epoch": data["images"] / batch * seconds / 3600,
         "hours": hours,
-        "read_bytes_per_second": {"all": read, "per_node": read / cluster.nodes},
-        "decode_rate": decoded,
-        "decoding_cores_per_node": batch / seconds / decoded / cluster.nodes,
         "checkpoint_bytes": saved,
         "checkpoints_written": written,
         "checkpoints_kept": min(written, schedule.keep_last + forever),
         "checkpoint_bytes_written": written * saved,
         "memory_bytes": {**asdict(memory), "peak": memory.peak, "needed": needed},
         "fits": fits,
-        "largest_micro_batch": fitting,
+        "largest_micro_batch": None if fits or size == 1 else _fitting(config, cluster, memory, size),
         "gpu_hours": hours * ranks,
         "dollars": None if cluster.price is None else hours * ranks * cluster.price,
     }
@@ -308,9 +295,8 @@ def _communication(config: Config, cluster: Cluster, every: int, trained: int) -
     replicas = replicas_on(ranks, parallel.replicas)
     shards = ranks // replicas if parallel.mode == "fsdp" else ranks
     # A ring within a node uses its links; a ring over nodes passes each node's network once.
-    part, rate = (shards - 1) / shards, cluster.link
-    if shards > cluster.gpus:
-        rate = min(cluster.link, cluster.network)
+    part = (shards - 1) / shards
+    rate = min(cluster.link, cluster.network) if shards > cluster.gpus else cluster.link
     if parallel.mode != "fsdp":
         return part * 8 * trained / (1 if parallel.compress == "none" else 2) / rate
     number = 4 if compute_dtype(parallel.precision) is None or parallel.wrap == "none" else 2
@@ -364,25 +350,28 @@ def dry_run(config: Config, rank_info: RankInfo) -> None:
     peak = "no estimate of the time: the peak of this device is not known"
     peak = peak if ideal is None else f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
     epochs = rounded(steps * data.global_batch / feed.images)
-    lines = {
-        "ranks": f"{ranks} x {rank_info.device.type}, mode {parallel.mode}, precision {parallel.precision}",
-        "batch": config.step_images(ranks),
-        "run": f"{counted(steps, 'step')} = {epochs} epochs of {counted(feed.images, 'image')}",
-        "model": f"{numbers(module) / 1e6:.1f} M parameters at {side} x {side}",
-        "step": f"{rounded(model.flops(*work) / 1e12)} TFLOP for up to {data.masks} masks an image; {peak}",
-    }
-    print("\n".join(f"{name:<14}{text}" for name, text in lines.items()))
+    rows = (
+        ("ranks", f"{ranks} x {rank_info.device.type}, mode {parallel.mode}, precision {parallel.precision}"),
+        ("batch", config.step_images(ranks)),
+        ("run", f"{counted(steps, 'step')} = {epochs} epochs of {counted(feed.images, 'image')}"),
+        ("model", f"{numbers(module) / 1e6:.1f} M parameters at {side} x {side}"),
+        ("step", f"{rounded(model.flops(*work) / 1e12)} TFLOP for up to {data.masks} masks an image; {peak}"),
+    )
+    for name, text in rows:
+        print(f"{name:<14}{text}")
     print(lr_line(config.optim, data.global_batch))
-    print(f"peak memory   {_memory_line(config, ranks)}")
-
-
-def _memory_line(config: Config, ranks: int) -> str:
     try:
         memory = measure(config, ranks)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # The shapes of a model may depend on values, which fake tensors lack.
-        return f"not measured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    parts = {name: rounded(size / 1e9) for name, size in asdict(memory).items() if name != "offloaded"}
-    listed = ", ".join(f"{name} {size}" for name, size in parts.items())
-    hosted = f" ({rounded(memory.offloaded / 1e9)} GB of them in host memory)" if memory.offloaded else ""
-    return f"{rounded(memory.peak / 1e9)} GB a rank for tensors, measured without values: {listed}{hosted}"
+        text = f"not measured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    else:
+        parts = [
+            f"{name} {rounded(size / 1e9)}" for name, size in asdict(memory).items() if name != "offloaded"
+        ]
+        host = f" ({rounded(memory.offloaded / 1e9)} GB of them in host memory)" if memory.offloaded else ""
+        text = (
+            f"{rounded(memory.peak / 1e9)} GB a rank for tensors, measured without values: {', '.join(parts)}"
+        )
+        text += host
+    print(f"peak memory   {text}")

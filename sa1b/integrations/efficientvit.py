@@ -2,28 +2,19 @@
 
 import random
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sa1b.arguments import BadType, of_type, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, position_of, takes_view
+from sa1b.integrations import ViewSamples
 from sa1b.masks.raster import rasterize
 
 
 class OnlineShards:
-    """The images of a view by position: EfficientViT's `OnlineDataset`, whose arguments it takes.
+    """EfficientViT's `OnlineDataset` of a view: see docs/export.md, "EfficientViT-SAM without an export"."""
 
-    Args:
-        root: folder that `sa1b reshard` made, or its URL. Images must have a mask.
-        masks_at_once: number of masks that one call of `transform` takes, to need less memory. All calls for
-            a sample start with the same random state. None: all, for a transform that compares masks.
-        options: `view`, the name of a view, and arguments of `sa1b.open`.
-    """
-
-    @takes_view
     def __init__(
         self,
         root: str,
@@ -32,17 +23,12 @@ class OnlineShards:
         transform: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
         *,
         masks_at_once: int | None = None,
-        **options: Unpack[ViewOptions],
+        **options: Any,
     ) -> None:
-        if transform is not None and not callable(transform):
-            raise BadType(f"transform={transform!r}: not a function; pass one that takes a sample, or None")
-        self.samples = ViewSamples(root, **options)
-        self.train, self.transform = of_type("train", train, bool), transform or dict
-        self.num_masks = whole_number("num_masks", num_masks, 1)
-        at_once = num_masks if masks_at_once is None else masks_at_once
-        self.at_once = whole_number("masks_at_once", at_once, 1)
-        first = int(len(self.samples) * 0.99)
-        self.positions = range(first) if train else range(first, len(self.samples))
+        self.samples, self.train, self.transform = ViewSamples(root, **options), train, transform or dict
+        self.num_masks, self.at_once = num_masks, masks_at_once or num_masks
+        positions, first = range(len(self.samples)), int(len(self.samples) * 0.99)
+        self.positions = positions[:first] if train else positions[first:]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -51,27 +37,17 @@ class OnlineShards:
         """image float32 [3, H, W], masks float32 [K, H, W] of 0 and 1, points [K, 2] and bboxs [K, 4] (x, y,
         width, height) in pixels of the source image, shape int64 [2], its height and width; transformed.
         """
-        sample, kept = self.samples.with_masks(self.positions[position_of(index, len(self))], smallest=0)
-        annotations, chosen = sample.annotations, kept[self._chosen(len(kept))]
+        sample, kept = self.samples.with_masks(self.positions[index], smallest=0)
+        annotations, (repeats, number) = sample.annotations, divmod(self.num_masks, len(kept))
+        once = np.random.choice(len(kept), number, replace=False) if self.train else np.arange(number)
+        chosen = np.concatenate([np.tile(kept, repeats), kept[once]])
         image = torch.from_numpy(sample.image).float().permute(2, 0, 1)
-        state, parts = random.getstate(), []
-        for first in range(0, len(chosen), self.at_once):
-            some = chosen[first : first + self.at_once]
-            of_masks = {
-                "masks": rasterize(annotations.runs(some)),
-                "points": annotations.point_coords[some],
-                "bboxs": annotations.bbox[some],
-            }
+        shape, state, parts = (annotations.height, annotations.width), random.getstate(), []
+        for some in np.split(chosen, range(self.at_once, len(chosen), self.at_once)):
+            masks, points = rasterize(annotations.runs(some)), annotations.point_coords[some]
+            of_masks = {"masks": masks, "points": points, "bboxs": annotations.bbox[some]}
             made = {"image": image} | {name: torch.from_numpy(of_masks[name]).float() for name in of_masks}
             random.setstate(state)
-            parts.append(
-                self.transform(made | {"shape": torch.tensor([annotations.height, annotations.width])})
-            )
+            parts.append(self.transform(made | {"shape": torch.tensor(shape)}))
         joined = {name: torch.cat([part[name] for part in parts]) for name in ("masks", "points", "bboxs")}
         return parts[0] if len(parts) == 1 else parts[0] | joined
-
-    def _chosen(self, count: int) -> Any:
-        """The masks of a sample among `count`, with the random numbers that EfficientViT takes."""
-        repeats, number = divmod(self.num_masks, count)
-        once = np.random.choice(count, number, replace=False) if self.train else np.arange(number)
-        return np.concatenate([np.tile(np.arange(count), repeats), once])

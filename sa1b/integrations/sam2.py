@@ -2,38 +2,24 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Unpack
+from importlib import import_module
+from typing import Any
 
 import torch
 
-from sa1b.arguments import number, whole_number
-from sa1b.integrations import ViewOptions, ViewSamples, module_of, takes_view
+from sa1b.integrations import ViewSamples
 from sa1b.masks.raster import rasterize
 from sa1b.shards.sample import Sample
 
 
 class ShardRawDataset:
-    """The images of a view as "videos" of one frame: the contract of SAM 2's `VOSRawDataset`.
+    """SAM 2's `VOSRawDataset` of a view: see docs/export.md, "SAM 2 without an export"."""
 
-    Args:
-        root: folder that `sa1b reshard` made, or its URL.
-        num_frames: copies of the image in a video.
-        mask_area_frac_thresh: masks of at least this fraction of the image are left out; above 1: none.
-        options: `view`, the name of a view, and arguments of `sa1b.open`.
-    """
-
-    @takes_view
     def __init__(
-        self,
-        root: str,
-        *,
-        num_frames: int = 1,
-        mask_area_frac_thresh: float = 1.1,
-        **options: Unpack[ViewOptions],
+        self, root: str, *, num_frames: int = 1, mask_area_frac_thresh: float = 1.1, **options: Any
     ) -> None:
         self.samples = ViewSamples(root, **options)
-        self.num_frames = whole_number("num_frames", num_frames, 1)
-        self.mask_area_frac_thresh = number("mask_area_frac_thresh", mask_area_frac_thresh)
+        self.num_frames, self.mask_area_frac_thresh = num_frames, mask_area_frac_thresh
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -41,8 +27,7 @@ class ShardRawDataset:
     def get_video(self, idx: int) -> tuple[Any, "Segments"]:
         """The image at a position of the view as SAM 2's `VOSVideo`, and the loader of its masks."""
         sample = self.samples.sample(idx)
-        path = self.samples.path(sample)
-        project = module_of("training.dataset.vos_raw_dataset", "SAM 2's training code")
+        path, project = self.samples.path(sample), import_module("training.dataset.vos_raw_dataset")
         frames = [project.VOSFrame(index, image_path=path) for index in range(self.num_frames)]
         video = project.VOSVideo(str(sample.image_id), sample.image_id, frames)
         return video, Segments(sample, self.samples.kept(sample, largest=self.mask_area_frac_thresh).tolist())
@@ -56,23 +41,19 @@ class Segments:
     kept: list[int]
 
     def load(self, frame_idx: int) -> Any:
-        """The masks by number, uint8 [height, width] each, as an object of SAM 2's `LazySegments`."""
+        """The masks by number, uint8 [height, width] each, decoded on use, as SAM 2's `LazySegments`."""
         segments = _lazy_segments()()
-        segments.sample = self.sample
-        for index, mask in enumerate(self.kept):
-            segments[index] = mask
+        segments.sample, segments.segments = self.sample, dict(enumerate(self.kept))
         return segments
 
 
 @cache
 def _lazy_segments() -> Any:
-    """A subclass of SAM 2's `LazySegments`, which its sampler recognises, that decodes runs on use."""
-
     def mask(self: Any, number: int) -> Any:
         if number not in self.cache:
             runs = self.sample.annotations.runs([self.segments[number]])
             self.cache[number] = torch.from_numpy(rasterize(runs)[0])
         return self.cache[number]
 
-    base = module_of("training.dataset.vos_segment_loader", "SAM 2's training code").LazySegments
+    base = import_module("training.dataset.vos_segment_loader").LazySegments  # SAM 2's sampler recognises it
     return type("RunSegments", (base,), {"__getitem__": mask})

@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,10 +32,8 @@ def links_at(url: str, options: Mapping[str, Any] | None = None) -> list[Link]:
     with Reader(root, options=options) as reader:
         names = [name for name in reader.names(folder) if _is_source(name)]
     if not names:
-        raise SourceError(
-            f"{url}: no tar and no Parquet file is there; pass the URL of one, or of a folder with them, "
-            "such as .../data"
-        )
+        way_out = "pass the URL of one, or of a folder with them, such as .../data"
+        raise SourceError(f"{url}: no tar and no Parquet file is there; {way_out}")
     return [replace(link_of(f"{url.rstrip('/')}/{name}"), options=options) for name in names]
 
 
@@ -49,10 +49,8 @@ def named_links(links: Iterable[Link]) -> dict[str, Link]:
         if name.lower().endswith(PARQUET):
             name = name[: -len(PARQUET)]
         if not is_source_name(name):
-            raise SourceError(
-                f"{link.label}: the name becomes part of the names of shards; use letters, digits, '_', '-' "
-                "and '.'"
-            )
+            rule = "use letters, digits, '_', '-' and '.'"
+            raise SourceError(f"{link.label}: the name becomes part of the names of shards; {rule}")
         if named.setdefault(name, link).url != link.url:
             raise SourceError(
                 f"{link.label}: has the name {name!r}, as {named[name].label} has, and shards are named "
@@ -70,12 +68,13 @@ def remote_sources(
 ) -> tuple[list[Source], dict[str, str]]:
     """The sources of links, by name, and the links that do not work: source -> error message.
 
-    A size is one request for a byte. All links into a folder share their connections. After a server could
-    not be reached, its other links fail without a request. `known` has size and mtime_ns of finished sources,
-    whose links are not used. `progress` is called with 1 for each link.
+    A size is one HEAD request, or one for a byte if the server refuses that. All links into a folder share
+    their connections. After a server could not be reached, its other links fail without a request. `known`
+    has size and mtime_ns of finished sources, whose links are not used. `progress` is called with 1 for each.
     """
     finished = known or {}
-    with _Sizes() as sizes:
+    with ExitStack() as stack:
+        sizes = _Sizes(stack)
 
         def measured(name: str) -> Source | str:
             link = named[name]
@@ -107,37 +106,38 @@ def remote_sources(
 
 
 class _Sizes:
-    """Requests the sizes of objects, with one reader for each folder."""
+    """Requests the sizes of objects, with one reader for each folder, which `stack` closes."""
 
-    def __init__(self) -> None:
-        self._readers: dict[tuple[str, str], Reader] = {}
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._readers = stack, dict[tuple[str, str], Reader]()
         self._unreachable: dict[str, str] = {}  # host -> error
         self._lock = threading.Lock()
 
     def of(self, link: Link) -> int:
         """Size in bytes. Raises the errors of `naming_link`."""
         root, name = link.split()
-        host = urlsplit(root).netloc
+        host, key = urlsplit(root).netloc, (root, repr(link.reader_options))
+        options: dict[str, Any] = {"deadline": _DEADLINE, "attempts_in_flight": _REQUESTS}
         with naming_link(link):
             if host in self._unreachable:
                 raise UnavailableError(self._unreachable[host], url=link.url)
             with self._lock:
-                key = root, repr(link.reader_options)
-                reader = self._readers.get(key) or self._readers.setdefault(
-                    key,
-                    Reader(
-                        root, deadline=_DEADLINE, attempts_in_flight=_REQUESTS, options=link.reader_options
-                    ),
-                )
+                if key not in self._readers:
+                    reader = Reader(root, options=link.reader_options, **options)
+                    self._readers[key] = self._stack.enter_context(reader)
+                reader = self._readers[key]
             try:
-                return reader.size(name)
+                asked = partial(_head, url=f"{root}/{name}")
+                size = reader.request(name, asked).result() if root.startswith("http") else 0
+                return size or reader.size(name)
             except UnavailableError as error:
                 self._unreachable[host] = f"{link.label}: unavailable; last: {error.last_error}"
                 raise
 
-    def __enter__(self) -> "_Sizes":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
+async def _head(system: Any, url: str) -> int:
+    """The size of an object of a web server; 0 if it does not say, as for a signature of GET alone."""
+    session, headers = await system.set_session(), {"Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": headers | system.kwargs.get("headers", {})}
+    async with session.head(system.encode_url(url), allow_redirects=True, **options) as response:
+        return int(response.headers.get("Content-Length", 0)) if response.status == 200 else 0

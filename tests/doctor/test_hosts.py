@@ -44,7 +44,7 @@ def outputs() -> list[str]:
     ranks = []
     for number, name in enumerate(HOSTS):
         variables = (f"RANK={number}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "WORLD_SIZE=3")
-        at = ("MASTER_ADDR=10.77.0.10", "MASTER_PORT=29500", "OMP_NUM_THREADS=1")
+        at = ("MASTER_ADDR=10.77.0.10", "MASTER_PORT=29500", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1")
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"gpu-{number}"]
         within = ["ip", "netns", "exec", name, *named, "env", *variables, *at, *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}

@@ -1,66 +1,76 @@
-"""The report: merged over ranks, with ranks, hosts and remedies, and what ranks should have in common."""
+"""The table of several ranks: equal findings in one line, and what ranks should have in common."""
 
-from typing import Any
+import os
+import sys
 
-from sa1b.programs.doctor import Finding, Report, differences
+from tests import processes
+from tests.doctor.test_one_process import HOST, command
+from tests.doctor.test_several_ranks import chosen, run
+from tests.processes import rank_environments
 
+# Of rank R: another Python, R + 300 open files, and the only GPU of the machine, which is pretended.
+PROGRAM = """
+import os, platform, resource, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from sa1b.cli import main
 
-def of(rank: int, check: str, **values: Any) -> Finding:
-    return Finding("ok", f"{check} of a rank", "", values, check, (rank,), f"gpu-{rank // 2}")
-
-
-def test_equal_findings_become_one_line_and_their_numbers_a_range() -> None:
-    rates = ("1,790", "812", "800.5", "812")
-    findings = [
-        Finding("ok", f"{rate} MB/s of sa_000020-0001.tar", "", {}, "rate", (rank,), "h")
-        for rank, rate in enumerate(rates)
-    ]
-    findings += [Finding("ok", f"torch 2.{rank % 2}.0", "", {}, "c", (rank,), "h") for rank in range(4)]
-    lines = Report(findings, "4 ranks", ["h"] * 4).table().splitlines()
-    assert lines[1] == "  ok       rate  800.5 to 1,790 MB/s of sa_000020-0001.tar"
-    assert lines[2:4] == [
-        "  ok       c     torch 2.0.0  [ranks 0, 2 on h]",
-        "  ok       c     torch 2.1.0  [ranks 1, 3 on h]",
-    ]
-
-
-def test_a_fault_names_its_ranks_and_hosts_once_and_fills_a_few_lines() -> None:
-    bad = [
-        Finding("failed", f"disk-{rank}", "Buy", {}, "disk", (rank,), f"h{rank % 2}") for rank in range(99)
-    ]
-    report = Report([*bad, Finding("warning", "slow", "Hurry", check="a")], "99 ranks", ["h"] * 99)
-    lines = report.table().splitlines()
-    assert sum("  disk-" in line for line in lines) == 8
-    assert any("and 91 more; --json lists all" in line for line in lines)
-    assert lines[-6:] == [
-        "Warnings:", "  a: Hurry", "", "Failed:", "  disk (ranks 0-98 on h0, h1): Buy", "", "99 failed, 1 warning"
-    ][1:]  # fmt: skip
-    assert (report.exit_code(), report.document()["counts"]["failed"]) == (1, 99)
-    assert Report(bad[:0], "nothing").exit_code() == 0
+rank, start = int(os.environ["RANK"]), dist.init_process_group
+resource.setrlimit(resource.RLIMIT_NOFILE, (rank + 300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+platform.python_version = lambda: "3.12.{}".format(rank // 2)
+if "device" in sys.argv:
+    torch.cuda.init = torch.cuda.set_device = lambda *given: None
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+    gpu = SimpleNamespace(name="H100", total_memory=80 << 30, uuid="GPU-aaa")
+    torch.cuda.get_device_properties = lambda device: gpu
+    torch.Tensor.to = lambda self, *given, **named: self
+    dist.init_process_group = lambda backend, **named: start("gloo", **named)
+main(sys.argv[1:])
+"""
 
 
-def test_versions_that_differ_name_ranks_and_hosts() -> None:
-    good = [of(rank, "versions", torch="2.13.0", python="3.12.1", driver="580.1") for rank in range(4)]
-    assert not list(differences(good))
-    other = [of(rank, "versions", torch="2.11.0", python="3.12.2", driver="580.1") for rank in (4, 5)]
-    found = [(one.state, one.figure, one.where()) for one in differences([*good, *other])]
-    assert found == [
-        ("failed", "torch 2.11.0, and 2.13.0 on ranks 0-3", "ranks 4-5 on gpu-2"),
-        ("warning", "python 3.12.2, and 3.12.1 on ranks 0-3", "ranks 4-5 on gpu-2"),
-    ]
+def table(ranks: int, *checks: str) -> list[str]:
+    words = [sys.executable, "-c", PROGRAM, "doctor", *chosen(*checks, "rendezvous"), "--timeout", "60"]
+    with rank_environments(ranks) as environments:
+        (code, text, errors), *_ = run([(words, environment) for environment in environments])
+    assert code == 1 or "FAILED" not in text, errors
+    return text.splitlines()
 
 
-def test_variables_that_differ_are_named_but_for_interfaces() -> None:
-    same = [of(rank, "environment", NCCL_DEBUG="WARN", NCCL_SOCKET_IFNAME=f"eth{rank}") for rank in range(3)]
-    assert not list(differences(same))
-    (one,) = differences([*same, of(3, "environment")])
-    assert (one.figure, one.where()) == ("NCCL_DEBUG not set, and WARN on ranks 0-2", "rank 3 on gpu-1")
-    assert "Set NCCL_DEBUG in the job script" in one.remedy
+def test_numbers_become_a_range_and_versions_that_differ_name_ranks_and_hosts() -> None:
+    lines = table(3, "versions", "open files")
+    assert f"  FAILED   open files  limit 300 to 302, 524 needed  [ranks 0-2 on {HOST}]" in lines
+    assert f"  warning  versions    python 3.12.1, and 3.12.0 on ranks 0-1  [rank 2 on {HOST}]" in lines
+    assert [line[:22] for line in lines if "Python 3.12." in line] == ["  ok       versions    "[:22]] * 2
+    assert f"  versions (rank 2 on {HOST}): Use the same python on all machines" in lines
+    assert lines[-1] == "1 failed, 1 warning, 3 ok"
 
 
-def test_two_ranks_with_one_gpu_are_named() -> None:
-    gpus = [of(rank, "device", uuid=f"GPU-{rank}") for rank in range(3)]
-    assert not list(differences(gpus))
-    (one,) = differences([*gpus, of(3, "device", uuid="GPU-2")])
-    assert (one.state, one.check, one.where()) == ("failed", "device", "ranks 2-3 on gpu-1")
-    assert "GPU-2" in one.figure
+def test_ranks_with_one_gpu_are_named() -> None:
+    lines = table(2, "device")
+    assert f"  FAILED   device      2 ranks have the same GPU (GPU-aaa)  [ranks 0-1 on {HOST}]" in lines
+    assert [line for line in lines if line.endswith("let each task see its own (srun --gpus-per-task=1)")]
+
+
+def test_interfaces_may_differ_and_a_check_fills_a_few_lines() -> None:
+    words = command(*chosen("environment", "rendezvous"))
+    with rank_environments(2) as (first, second):
+        (code, text, errors), _ = run(
+            [(words, first | {"NCCL_SOCKET_IFNAME": "lo"}), (words, second | {"NCCL_SOCKET_IFNAME": "=lo"})]
+        )
+    assert (code, "SOCKET_IFNAME =lo, and" in text) == (0, False), errors
+    ruinous = ("P2P_DISABLE", "SHM_DISABLE", "ALGO", "PROTO", "TIMEOUT")
+    variables = {f"NCCL_{name}": "1" for name in ruinous} | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    variables |= {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "NUMBA_DISABLE_JIT": "1",
+    }
+    done = processes.run(
+        command(*chosen("environment")), env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    rows = [row for row in done.stdout.partition("Warnings:")[0].splitlines() if "=1: " in row]
+    assert (done.returncode, len(rows)) == (0, 8)
+    assert "and 2 more; --json lists all" in done.stdout
+    assert done.stdout.endswith("9 warnings, 1 ok\n")

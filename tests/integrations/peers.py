@@ -8,28 +8,15 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import ModuleType
 from typing import Any
 
 from tests.integrations import project
 
 SAM2, SAM3, TORCH_EM = "SA1B_SAM2", "SA1B_SAM3", "SA1B_MICRO_SAM"
-
-
-@dataclass
-class VOSFrame:
-    frame_idx: int
-    image_path: str
-    data: Any = None
-    is_conditioning_only: bool | None = False
-
-
-@dataclass
-class VOSVideo:
-    video_name: str
-    video_id: int
-    frames: list[VOSFrame]
+VOSFrame = make_dataclass("VOSFrame", ["frame_idx", "image_path", ("data", Any, None)])
+VOSVideo = make_dataclass("VOSVideo", ["video_name", "video_id", "frames"])
 
 
 class LazySegments:
@@ -39,21 +26,11 @@ class LazySegments:
         self.segments: dict[int, Any] = {}
         self.cache: dict[int, Any] = {}
 
-    def __setitem__(self, key: int, item: Any) -> None:
-        self.segments[key] = item
-
-    def __contains__(self, key: int) -> bool:
-        return key in self.segments
-
     def __len__(self) -> int:
         return len(self.segments)
 
     def keys(self) -> Any:
         return self.segments.keys()
-
-
-class PathHandler:
-    pass
 
 
 class PathManager:
@@ -65,9 +42,9 @@ class PathManager:
             assert allow_override or prefix not in self.handlers
             self.handlers[prefix] = handler
 
-    def open(self, path: str, mode: str = "r", buffering: int = -1, **more: Any) -> Any:
+    def open(self, path: str, mode: str = "r") -> Any:
         handler = next(one for prefix, one in self.handlers.items() if path.startswith(prefix))
-        return handler._open(path, mode, buffering, **more)
+        return handler._open(path, mode)
 
 
 class ImageCollectionDataset:
@@ -80,7 +57,7 @@ class ImageCollectionDataset:
 _MEMBERS: dict[str, dict[str, Any]] = {
     "training.dataset.vos_raw_dataset": {"VOSFrame": VOSFrame, "VOSVideo": VOSVideo},
     "training.dataset.vos_segment_loader": {"LazySegments": LazySegments},
-    "iopath.common.file_io": {"PathHandler": PathHandler, "g_pathmgr": PathManager()},
+    "iopath.common.file_io": {"PathHandler": object, "g_pathmgr": PathManager()},
     "torch_em.data": {"ImageCollectionDataset": ImageCollectionDataset},
 }
 _MADE: dict[str, ModuleType] = {}
@@ -90,18 +67,11 @@ for _module, _found in _MEMBERS.items():
     vars(_MADE[_module]).update(_found)
 
 
-def replaced() -> list[str]:
-    """The modules of packages for which no sources are named."""
-    given = {"training": SAM2, "iopath": SAM2, "torch_em": TORCH_EM}
-    named = {package for package, variable in given.items() if project.folders(variable)}
-    named |= {"iopath"} if project.folders(SAM3) else set()
-    return [name for name in _MADE if name.split(".")[0] not in named]
-
-
 @contextmanager
 def installed() -> Iterator[None]:
-    """A context in which the modules can be imported."""
-    names = replaced()
+    """A context in which the modules can be imported; those for which sources are named are real."""
+    given = {"training": (SAM2,), "iopath": (SAM2, SAM3), "torch_em": (TORCH_EM,)}
+    names = [name for name in _MADE if not any(map(project.folders, given[name.split(".")[0]]))]
     sys.modules.update({name: _MADE[name] for name in names})
     try:
         with project.imported(SAM2), project.imported(SAM3), project.imported(TORCH_EM):

@@ -1,4 +1,4 @@
-"""The sources of other projects that a variable of the environment names."""
+"""The sources of other projects that a variable of the environment names, and samples that must be equal."""
 
 import os
 import sys
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
+
+import torch
 
 
 def folders(variable: str) -> list[str]:
@@ -25,3 +28,14 @@ def imported(variable: str, **packages: str) -> Iterator[None]:
         sys.modules[name].__path__ = [str(Path(found[0], folder))]
     with patch.object(sys, "path", [*found, *sys.path]):
         yield
+
+
+def assert_same(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Values of a sample, tensors with their type."""
+    assert theirs.keys() == ours.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == ours[name].dtype
+            assert torch.equal(value, ours[name]), name
+        else:
+            assert value == ours[name]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from pycocotools import mask as coco
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 from sa1b.integrations.edgesam import SplitShards
 from tests.integrations import project
@@ -42,66 +42,65 @@ class Contract:
         self.options: dict[str, Any] = {"mask_nms_thresh": -1, "max_allowed_prompts": -1} | options
 
     def __getitem__(self, index: int) -> Any:
-        given, side = self.options.get, self.size
-        document = json.loads((self.root / "annotations/train" / f"{self.names[index]}.json").read_text())
+        given, side, name = self.options.get, self.size, self.names[index]
+        document = json.loads((self.root / "annotations/train" / f"{name}.json").read_text())
         masks, (height, width) = document["annotations"], (document["image"][k] for k in ("height", "width"))
-        dense = {id(one): coco.decode(one["segmentation"]) for one in masks}
+        dense = [coco.decode(one["segmentation"]) for one in masks]
+        kept = list(range(len(masks)))
         if given("load_gt_mask") and self.options["mask_nms_thresh"] > 0:
             covered, kept = np.zeros((height, width), bool), []
-            for number in np.argsort(-np.array([one["area"] for one in masks])):
-                pixels = dense[id(masks[number])] > 0
+            for number in np.argsort(-np.array([one["area"] for one in masks])).tolist():
+                pixels = dense[number] > 0
                 if (pixels & covered).sum() / pixels.sum() <= self.options["mask_nms_thresh"]:
                     covered |= pixels
-                    kept.append(masks[number])
-            masks = kept
-        boxes = torch.from_numpy(np.stack([np.asarray(one["bbox"]) for one in masks]))
-        points = torch.from_numpy(np.stack([np.asarray(one["point_coords"]) for one in masks]))
-        order = torch.arange(len(masks))
+                    kept.append(number)
+        boxes, points = (
+            torch.from_numpy(np.stack([np.asarray(masks[number][key]) for number in kept]))
+            for key in ("bbox", "point_coords")
+        )
+        order = torch.tensor(kept)
         if given("box_jitter"):
             moved = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
             for axis, limit in ((0, width), (1, height)):
-                by = boxes[:, 2 + axis, None] * 0.1 * torch.randn(len(masks), 2)
+                by = boxes[:, 2 + axis, None] * 0.1 * torch.randn(len(order), 2)
                 moved[:, axis::2] = (moved[:, axis::2] + by.clip(-20, 20)).clip(0, limit)
             boxes = torch.cat([moved[:, :2], moved[:, 2:] - moved[:, :2]], 1)
+
+        def take(chosen: torch.Tensor) -> None:
+            nonlocal boxes, points, order
+            boxes, points, order = boxes[chosen], points[chosen], order[chosen]
+
         if given("sort_by_area"):
-            order = torch.argsort(boxes[:, 2] * boxes[:, 3], descending=True)
+            take(torch.argsort(boxes[:, 2] * boxes[:, 3], descending=True))
         low = [int(length * side / max(height, width) + 0.5) for length in (height, width)]
-        boxes, points = boxes[order].float(), points[order].float()
+        boxes, points = boxes.float(), points.float()
         for numbers in (boxes.view(-1, 2, 2), points):
             numbers[..., 0] *= low[1] / width
             numbers[..., 1] *= low[0] / height
-        area = boxes[:, 2] * boxes[:, 3]
-        least, most = given("filter_by_area", [None, None])
+        area, (least, most) = boxes[:, 2] * boxes[:, 3], given("filter_by_area", [None, None])
         inside = (area >= (least or -np.inf)) & (area <= (most or np.inf))
         if inside.any():
-            boxes, points, order = boxes[inside], points[inside], order[inside]
+            take(inside)
         if len(order) > self.options["max_allowed_prompts"] > 0:
             if given("fix_seed"):
                 torch.manual_seed(index)
-            chosen = torch.randint(0, len(order), (self.options["max_allowed_prompts"],))
-            boxes, points, order = boxes[chosen], points[chosen], order[chosen]
-        pixels = np.array(Image.open(self.root / "images/train" / f"{self.names[index]}.jpg").convert("RGB"))
-        image = interpolate(
-            torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), low, mode="bilinear", antialias=True
-        )[0]
-        shape = torch.tensor(image.shape)
+            take(torch.randint(0, len(order), (self.options["max_allowed_prompts"],)))
+        file = np.array(Image.open(self.root / "images/train" / f"{name}.jpg").convert("RGB"))
+        pixels = torch.from_numpy(file).permute(2, 0, 1)[None].float()
+        image = interpolate(pixels, low, mode="bilinear", antialias=True)[0]
         means, deviations = torch.tensor([[123.675, 116.28, 103.53], [58.395, 57.12, 57.375]])[
             ..., None, None
         ]
-        found = {
-            "prompt_box": torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1),
-            "prompt_point": points,
-        }
-        found |= {"info": document["image"], "img_size_before_pad": shape}
+        found: dict[str, Any] = {"info": document["image"], "img_size_before_pad": torch.tensor(image.shape)}
+        found["prompt_box"] = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
+        found["prompt_point"] = points
         if given("load_gt_mask"):
-            stack = torch.from_numpy(np.stack([dense[id(masks[number])] for number in order]))
+            stack = torch.from_numpy(np.stack([dense[number] for number in order.tolist()]))
             found["gt_mask"] = self._padded(interpolate(stack[:, None], low, mode="nearest")[:, 0])
         return self._padded((image - means) / deviations), found
 
     def _padded(self, pixels: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros((len(pixels), self.size, self.size), dtype=pixels.dtype)
-        out[:, : pixels.shape[1], : pixels.shape[2]] = pixels
-        return out
+        return pad(pixels, (0, self.size - pixels.shape[2], 0, self.size - pixels.shape[1]))
 
 
 def split(exported: Path) -> Path:
@@ -119,13 +118,7 @@ def assert_equal(theirs: Any, position: int, ours: Any, index: int) -> None:
         torch.manual_seed(index)
         image, annotation = dataset[place]
         found.append(annotation | {"image": image, "next": torch.rand(1)})
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        if name == "info":
-            assert value == found[1][name]
-        else:
-            assert value.dtype == found[1][name].dtype
-            assert torch.equal(value, found[1][name]), name
+    project.assert_same(*found)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -146,13 +139,6 @@ def test_the_split_is_the_view_unless_another_one_is_named(root: Path) -> None:
     assert len(SplitShards(str(root), view=None)) == 19
 
 
-def own(exported: str | Path, **options: Any) -> Any:
-    packages = {"edge_sam": "edge_sam", "data": "training/data"}
-    with project.imported(SOURCES, **packages):
-        module = importlib.import_module("data.sa1b_dataset")
-    return module.SA1BDataset(str(split(Path(exported))), **options)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not project.folders(SOURCES), reason=f"{SOURCES} does not name the sources")
 @pytest.mark.parametrize("options", CASES)
@@ -160,7 +146,10 @@ def test_samples_are_those_of_the_projects_own_class(
     root: Path, exported: Exported, options: dict[str, Any]
 ) -> None:
     options = options | {"fix_seed": False, "num_samples": -1}  # these depend on its order of files
-    theirs, ours = own(exported("sam2"), **options), SplitShards(str(root), view="masks", **options)
+    with project.imported(SOURCES, edge_sam="edge_sam", data="training/data"):
+        module = importlib.import_module("data.sa1b_dataset")
+    theirs = module.SA1BDataset(str(split(exported("sam2"))), **options)
+    ours = SplitShards(str(root), view="masks", **options)
     places = {name: position for position, name in enumerate(theirs.get_keys())}
     for index, name in enumerate(ours.get_keys()):
         assert_equal(theirs, places[name], ours, index)

@@ -42,9 +42,7 @@ class Contract:
         pixels = np.asarray(Image.open(self.root / "images" / f"sa_{self.ids[index]}.jpg"))
         document = json.loads((self.root / "masks" / f"sa_{self.ids[index]}.json").read_text())
         masks = document["annotations"]
-        chosen: list[int] = []
-        while len(chosen) + len(masks) <= self.num_masks and len(masks) <= self.num_masks:
-            chosen.extend(range(len(masks)))
+        chosen = [*range(len(masks))] * (self.num_masks // len(masks))
         missing = self.num_masks - len(chosen)
         chosen.extend(np.random.choice(len(masks), missing, replace=False) if self.train else range(missing))
         found = [masks[i] for i in chosen]
@@ -74,10 +72,7 @@ def assert_equal(theirs: Any, ours: Any) -> None:
             random.seed(index)
             np.random.seed(index)
             found.append(dataset[index] | {"next": torch.tensor([random.random(), np.random.random()])})
-        assert found[0].keys() == found[1].keys()
-        for name, value in found[0].items():
-            assert value.dtype == found[1][name].dtype
-            assert torch.equal(value, found[1][name]), name
+        project.assert_same(*found)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -101,19 +96,12 @@ def test_an_image_without_masks_is_refused_with_the_view_to_make(root: Path) -> 
         [OnlineShards(str(root))[index] for index in range(18)]
 
 
-def own(root: Path | str, train: bool, masks: int, ours: str | None = None, **more: Any) -> Any:
-    """The project's own class with the transforms of its provider, or shards with the same."""
-    with project.imported(SOURCES):
-        module = importlib.import_module("efficientvit.samcore.data_provider.sam")
-        transform = module.SAMDataProvider.build_train_transform(type("", (), {"image_size": (1024, 1024)}))
-    if ours is not None:
-        return OnlineShards(ours, train, masks, transform, **more)
-    return module.OnlineDataset(str(root), train, masks, transform)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not project.folders(SOURCES), reason=f"{SOURCES} does not name the sources")
 @pytest.mark.parametrize("train", [True, False])
 def test_samples_are_those_of_the_projects_own_class(root: Path, exported: Exported, train: bool) -> None:
-    theirs = own(exported("efficientvit"), train, 6)
-    assert_equal(theirs, own("", train, 6, str(root), masks_at_once=4, view="masks"))
+    with project.imported(SOURCES):
+        module = importlib.import_module("efficientvit.samcore.data_provider.sam")
+        transform = module.SAMDataProvider.build_train_transform(type("", (), {"image_size": (1024, 1024)}))
+    theirs = module.OnlineDataset(str(exported("efficientvit")), train, 6, transform)
+    assert_equal(theirs, OnlineShards(str(root), train, 6, transform, masks_at_once=4, view="masks"))

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pycocotools import mask as coco
 
 import sa1b
 from sa1b.integrations.sam3 import PhraseLoader
@@ -39,28 +40,22 @@ class Contract:
     def __init__(
         self, file: Path, include_negatives: bool = True, category_chunk_size: int | None = None
     ) -> None:
-        self.document = json.loads(file.read_text())
-        self.negatives = include_negatives
-        ids = sorted(one["id"] for one in self.document["categories"])
-        size = category_chunk_size or len(ids)
+        self.document, self.negatives = json.loads(file.read_text()), include_negatives
+        self.names = {one["id"]: one["name"] for one in self.document["categories"]}
+        self.images = sorted(self.document["images"], key=lambda one: one["id"])
+        ids, size = sorted(self.names), category_chunk_size or len(self.names)
         self.chunks = [ids[first : first + size] for first in range(0, len(ids), size)]
 
     def getDatapointIds(self) -> list[int]:
-        return list(range(len(self.document["images"]) * len(self.chunks)))
+        return list(range(len(self.images) * len(self.chunks)))
 
     def loadQueriesAndAnnotationsFromDatapoint(self, idx: int) -> tuple[list[Any], list[Any]]:
-        images = sorted(self.document["images"], key=lambda one: one["id"])
-        image, names = (
-            images[idx // len(self.chunks)],
-            {one["id"]: one["name"] for one in self.document["categories"]},
-        )
-        queries: list[Any] = []
-        annotations: list[Any] = []
+        image, queries, annotations = self.images[idx // len(self.chunks)], list[Any](), list[Any]()
+        sizes = torch.tensor([image["width"], image["height"]] * 2)
         for category in self.chunks[idx % len(self.chunks)]:
             of_query = []
             for one in self.document["annotations"]:
                 if (one["image_id"], one["category_id"]) == (image["id"], category):
-                    sizes = torch.tensor([image["width"], image["height"]] * 2)
                     box = (torch.tensor(one["bbox"], dtype=torch.float32) / sizes).clamp(0, 1)
                     of_query.append(len(annotations))
                     annotations.append({
@@ -70,7 +65,7 @@ class Contract:
             if of_query or self.negatives:
                 queries.append({
                     "id": len(queries), "original_cat_id": category, "object_ids_output": of_query,
-                    "query_text": names[category], "query_processing_order": 0, "ptr_x_query_id": None,
+                    "query_text": self.names[category], "query_processing_order": 0, "ptr_x_query_id": None,
                     "ptr_y_query_id": None, "image_id": 0, "input_box": None, "input_box_label": None,
                     "input_points": None, "is_exhaustive": True,
                 })  # fmt: skip
@@ -92,23 +87,6 @@ def modules() -> tuple[Any, Any]:
     return loaders, dataset
 
 
-def assert_equal(theirs: Any, ours: Any, *, categories: bool) -> int:
-    """Compare all datapoints; the number of masks."""
-    masks = 0
-    assert list(ours.getDatapointIds()) == theirs.getDatapointIds()
-    for idx in ours.getDatapointIds():
-        expected, found = (one.loadQueriesAndAnnotationsFromDatapoint(idx) for one in (theirs, ours))
-        for query, other in zip(*(part[0] for part in (expected, found)), strict=True):
-            same = {} if categories else {"original_cat_id": query["original_cat_id"]}
-            assert query == other | same
-        for mask, other in zip(*(part[1] for part in (expected, found)), strict=True):
-            assert torch.equal(mask["bbox"], other["bbox"])
-            assert mask["bbox"].dtype == other["bbox"].dtype
-            assert mask | {"bbox": 0} == other | {"bbox": 0}
-            masks += 1
-    return masks
-
-
 @pytest.fixture(scope="module")
 def categorised(tmp_path_factory: pytest.TempPathFactory, root: Path, exported: Exported) -> Path:
     """A dataset directory made from a file with categories: the images of `root`."""
@@ -125,52 +103,44 @@ def categorised(tmp_path_factory: pytest.TempPathFactory, root: Path, exported: 
 
 @pytest.mark.parametrize("options", [{}, {"category_chunk_size": 2}, {"include_negatives": False}])
 def test_categories_are_those_of_the_exported_file(categorised: Path, options: dict[str, Any]) -> None:
+    ours = pickle.loads(pickle.dumps(PhraseLoader(str(categorised / "root"), categories=True, **options)))
     for theirs in loader_of(categorised / "coco" / "annotations.json", **options):
-        ours = PhraseLoader(str(categorised / "root"), categories=True, **options)
-        assert assert_equal(theirs, pickle.loads(pickle.dumps(ours)), categories=True) > 50
-
-
-def phrase_table(root: Path, folder: Path) -> Path:
-    """A phrase for most masks of SA-1B's form, in a table."""
-    ids = [int(i) for sample in sa1b.open(root) for i in sample.annotations.mask_id if i >= 0]
-    texts = [None if number % 6 == 5 else f"phrase {number % 7}" for number in range(len(ids))]
-    pq.write_table(pa.table({"mask_id": ids, "text": texts}), folder / "phrases.parquet")
-    return folder / "phrases.parquet"
-
-
-def with_phrases(file: Path, table: Path, out: Path) -> Path:
-    """The file in COCO's format whose categories are the phrases of a table."""
-    document = json.loads(file.read_text())
-    rows = pq.read_table(table, columns=["mask_id", "text"]).to_pydict()
-    phrases = dict(zip(rows["mask_id"], rows["text"], strict=True))
-    names = sorted({text for text in phrases.values() if text is not None})
-    kept = [one for one in document["annotations"] if phrases.get(one["mask_id"]) is not None]
-    for one in kept:
-        one["category_id"] = names.index(phrases[one["mask_id"]])
-    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
-    out.write_text(json.dumps(document | {"annotations": kept, "categories": categories}))
-    return out
-
-
-def test_phrases_of_a_table_are_queries_of_their_image(
-    root: Path, exported: Exported, tmp_path: Path
-) -> None:
-    table = phrase_table(root, tmp_path)
-    file = with_phrases(exported("coco") / "annotations.json", table, tmp_path / "phrases.json")
-    for theirs in loader_of(file, include_negatives=False):
-        ours, masks = PhraseLoader(str(root), phrases=str(table))(PATH), 0
+        assert list(ours.getDatapointIds()) == theirs.getDatapointIds()
+        masks = 0
         for idx in ours.getDatapointIds():
-            queries, annotations = ours.loadQueriesAndAnnotationsFromDatapoint(idx)
-            expected, others = theirs.loadQueriesAndAnnotationsFromDatapoint(idx)
-            found = [
-                {one["query_text"]: [json.dumps(masks[number]["segmentation"]) for number in one["object_ids_output"]]
-                 for one in of}
-                for of, masks in ((queries, annotations), (expected, others))
-            ]  # fmt: skip
-            assert found[0] == found[1]
-            assert [one["id"] for one in queries] == list(range(len(queries)))
-            masks += len(annotations)
-        assert masks > 40
+            expected, found = (one.loadQueriesAndAnnotationsFromDatapoint(idx) for one in (theirs, ours))
+            assert expected[0] == found[0]
+            for mask, other in zip(expected[1], found[1], strict=True):
+                project.assert_same(mask, other)
+            masks += len(found[1])
+        assert masks > 50
+
+
+def pixels(mask: dict[str, Any]) -> bytes:
+    return bytes(coco.decode(mask["segmentation"]))
+
+
+def test_phrases_of_a_table_are_queries_of_their_image(root: Path, tmp_path: Path) -> None:
+    masks = [
+        (sample, one) for sample in sa1b.open(root) for one in sample.annotations.to_json()["annotations"]
+    ]
+    ids = [mask_id for sample in sa1b.open(root) for mask_id in sample.annotations.mask_id.tolist()]
+    texts = [None if number % 6 == 5 else f"phrase {number % 7}" for number in range(len(ids))]
+    pq.write_table(pa.table({"mask_id": ids, "text": texts}), tmp_path / "phrases.parquet")
+    expected: dict[int, dict[str, list[Any]]] = {}
+    for (sample, mask), text in zip(masks, texts, strict=True):
+        if text is not None and mask["area"]:
+            expected.setdefault(sample.image_id, {}).setdefault(text, []).append(pixels(mask))
+    loader = PhraseLoader(str(root), phrases=str(tmp_path / "phrases.parquet"))(PATH)
+    for idx in loader.getDatapointIds():
+        queries, annotations = loader.loadQueriesAndAnnotationsFromDatapoint(idx)
+        found = {
+            one["query_text"]: [pixels(annotations[number]) for number in one["object_ids_output"]]
+            for one in queries
+        }
+        assert found == expected.pop(loader.loadImagesFromDatapoint(idx)[0]["coco_img_id"], {})
+        assert [one["id"] for one in queries] == list(range(len(queries)))
+    assert not expected
 
 
 def test_phrases_of_sa_co_include_those_without_a_mask(tmp_path: Path) -> None:

@@ -23,56 +23,32 @@ from tests.integrations import project
 SOURCES = "SA1B_MICRO_SAM"
 
 
-def label_image(annotations: list[dict[str, Any]]) -> Any:
-    """Masks painted from the largest to the smallest, with pycocotools."""
-    decoded = [coco.decode(one["segmentation"]) for one in annotations]
-    out = np.zeros(decoded[0].shape, np.int32)
-    ranked = sorted(decoded, key=lambda mask: -int(mask.sum()))
-    for number, mask in enumerate((mask for mask in ranked if mask.any()), 1):
-        out[mask > 0] = number
-    return out
-
-
-def read(root: Path) -> list[Any]:
-    """The samples of the view, and their annotation files."""
-    found = [sample for sample in sa1b.open(root) if len(sample.annotations)]
-    return [(sample, sample.annotations.to_json()["annotations"]) for sample in found]
-
-
-@pytest.fixture(scope="module")
-def files(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """Images and labels as files that torch_em reads."""
-    folder = tmp_path_factory.mktemp("files")
-    raws, labels = ([str(folder / f"{n}.{end}") for n in range(len(read(root)))] for end in ("jpg", "tif"))
-    for (sample, annotations), raw, label in zip(read(root), raws, labels, strict=True):
-        Path(raw).write_bytes(sample.jpeg)
-        Image.fromarray(label_image(annotations)).save(label)
-    return raws, labels
+def labelled(root: Path, above: float = 0) -> list[tuple[Any, Any, bool]]:
+    """Samples with masks, their masks above a part of the image, painted from the largest to the smallest
+    with pycocotools, and whether masks overlap.
+    """
+    found = []
+    for sample in sa1b.open(root):
+        masks = [coco.decode(one["segmentation"]) for one in sample.annotations.to_json()["annotations"]]
+        out = np.zeros((sample.annotations.height, sample.annotations.width), np.int32)
+        kept = [
+            mask for mask in sorted(masks, key=lambda one: -int(one.sum())) if mask.sum() > above * mask.size
+        ]
+        for number, mask in enumerate(kept, 1):
+            out[mask > 0] = number
+        found += [(sample, out, sum(map(np.sum, kept)) > (out > 0).sum())] * bool(masks)
+    return found
 
 
 def test_images_and_labels_are_those_of_decoded_masks(root: Path, modules: None) -> None:
-    dataset, overlaps = image_collection(str(root), None, view="masks"), 0
-    assert len(dataset.raw_images) == len(dataset.label_images) == 18
-    for position, (sample, annotations) in enumerate(read(root)):
-        found = dataset.label_images[position]
-        assert found.dtype == np.int32
-        assert np.array_equal(found, label_image(annotations))
-        assert np.array_equal(dataset.raw_images[position], sample.image)
-        overlaps += sum(one["area"] for one in annotations) > (found > 0).sum()
-    assert overlaps > 5
-
-
-def test_the_condition_of_the_view_applies(root: Path, modules: None) -> None:
-    labels = image_collection(str(root), None, view="large").label_images
-    shares = [
-        sample.annotations.area / (sample.annotations.width * sample.annotations.height)
-        for sample, _ in read(root)
-    ]
-    counts = [((share > 0.02).sum(), len(share)) for share in shares]
-    assert len(labels) == len(counts)
-    assert all(labels[position].max() <= large for position, (large, _) in enumerate(counts))
-    assert any(large < whole for large, whole in counts)
-    assert labels[0].max() > 0
+    for view, above in (("masks", 0), ("large", 0.02)):
+        dataset, expected = image_collection(str(root), None, view=view), labelled(root, above)
+        assert len(dataset.raw_images) == len(dataset.label_images) == len(expected) == 18
+        assert sum(overlaps for *_, overlaps in expected) > 5
+        for position, (sample, labels, _) in enumerate(expected):
+            assert dataset.label_images[position].dtype == np.int32
+            assert np.array_equal(dataset.label_images[position], labels)
+            assert np.array_equal(dataset.raw_images[position], sample.image)
 
 
 def packages() -> Any:
@@ -82,11 +58,16 @@ def packages() -> Any:
 
 @pytest.mark.slow  # torch_em imports for seconds
 @pytest.mark.parametrize("patch", [None, (24, 40), (64, 96)])
-def test_patches_are_those_of_files(root: Path, files: tuple[list[str], list[str]], patch: Any) -> None:
-    ours = image_collection(str(root), patch, view="masks") if packages() else None
-    theirs = packages().ImageCollectionDataset(*files, patch)
+def test_patches_are_those_of_files(root: Path, tmp_path: Path, patch: Any) -> None:
+    data, raws, labels = packages(), list[str](), list[str]()
+    for number, (sample, label, _) in enumerate(labelled(root)):
+        raws.append(str(tmp_path / f"{number}.jpg"))
+        labels.append(str(tmp_path / f"{number}.tif"))
+        Path(raws[-1]).write_bytes(sample.jpeg)
+        Image.fromarray(label).save(labels[-1])
+    theirs = data.ImageCollectionDataset(raws, labels, patch)
+    ours = pickle.loads(pickle.dumps(image_collection(str(root), patch, view="masks")))
     assert len(ours) == len(theirs) == 18
-    ours = pickle.loads(pickle.dumps(ours))
     for index in range(len(theirs)):
         found = []
         for dataset in (theirs, ours):
@@ -101,15 +82,13 @@ def test_patches_are_those_of_files(root: Path, files: tuple[list[str], list[str
 @pytest.mark.skipif(not project.folders(SOURCES), reason=f"{SOURCES} does not name the sources")
 def test_micro_sam_takes_its_loader(root: Path) -> None:
     packages()
+    names = ("micro_sam.training.training", "micro_sam.training.util", "torch_em.segmentation")
     with project.imported(SOURCES):
-        training = importlib.import_module("micro_sam.training.training")
-        util = importlib.import_module("micro_sam.training.util")
-        segmentation = importlib.import_module("torch_em.segmentation")
+        training, util, segmentation = map(importlib.import_module, names)
     dataset = image_collection(str(root), (48, 64), view="masks", raw_transform=util.identity)
     loader = segmentation.get_data_loader(dataset, batch_size=3, shuffle=True, pin_memory=False)
     training._check_loader(loader, with_segmentation_decoder=False, name="train", verify_n_labels_in_loader=4)
-    inputs, ids = util.ConvertToSamInputs(util.ResizeLongestSide(1024))(
-        *next(iter(loader)), 1, 1, get_boxes=True, n_samples=2
-    )
+    convert = util.ConvertToSamInputs(util.ResizeLongestSide(1024))
+    inputs, ids = convert(*next(iter(loader)), 1, 1, get_boxes=True, n_samples=2)
     assert len(inputs) == len(ids) == 3
     assert all(len(one["boxes"]) == len(found) for one, found in zip(inputs, ids, strict=True))

@@ -12,11 +12,8 @@ from PIL import Image
 from pycocotools import mask as coco
 
 from sa1b.integrations.transformers import SamShards, mask_loss
-from sa1b.sam.model import ModelConfig
-from sa1b.sam.other_forms import settings
 
 package: Any = pytest.importorskip("transformers", reason="the package transformers is not installed")
-SMALL = ModelConfig(image_size=64, width=16, depth=1, heads=2, global_blocks=(0,), window=2, channels=32)
 
 
 def processor_of(name: str) -> Any:
@@ -38,49 +35,37 @@ def processor_of(name: str) -> Any:
     return package.Sam2Processor(kind(size=square, mask_size=low))
 
 
-@pytest.fixture(scope="module", params=["sam", "sam2"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    return processor_of(request.param)
-
-
+@pytest.mark.parametrize("name", ["sam", "sam2"])
 @pytest.mark.parametrize("prompt", ["box", "point"])
 def test_the_arguments_are_those_of_the_processor_for_the_stored_file_and_decoded_masks(
-    root: Path, processor: Any, prompt: str
+    root: Path, name: str, prompt: Any
 ) -> None:
+    processor = processor_of(name)
     dataset = SamShards(str(root), processor, view="masks", prompt=prompt, masks=3)
     for position in range(len(dataset)):
         sample = dataset.samples.sample(position)
         chosen = np.resize(dataset.samples.kept(sample), 3)
-        words = np.array([0, 1 << 63, (1 << 64) - 1], np.uint64)
-        found = dataset.arguments(sample, chosen, words)
+        found = dataset.arguments(sample, chosen, np.array([0, 1 << 63, (1 << 64) - 1], np.uint64))
         file = Image.open(io.BytesIO(sample.jpeg)).convert("RGB")
         document = sample.annotations.to_json()["annotations"]
         masks = [coco.decode(document[int(one)]["segmentation"]) for one in chosen]
-        given: dict[str, Any] = {}
-        if prompt == "box":
-            corners = [
-                np.argwhere(mask).min(0).tolist() + np.argwhere(mask).max(0).tolist() for mask in masks
-            ]
-            given["input_boxes"] = [
-                [[float(x0), float(y0), float(x1), float(y1)] for y0, x0, y1, x1 in corners]
-            ]
-        else:
-            columns = [np.argwhere(mask.T) for mask in masks]  # (x, y), down the columns
-            places = (0, len(columns[1]) // 2, len(columns[2]) - 1)
-            pairs = zip(columns, places, strict=True)
-            given["input_points"] = [[[[float(v) for v in points[place]]] for points, place in pairs]]
-            given["input_labels"] = [[[1]] * 3]
+        pixels = [np.argwhere(mask.T).astype(float) for mask in masks]  # (x, y), down the columns
+        given: dict[str, Any] = {"input_boxes": [[[*of.min(0), *of.max(0)] for of in pixels]]}
+        if prompt == "point":
+            places = (0, len(pixels[1]) // 2, len(pixels[2]) - 1)
+            points = [[of[place].tolist()] for of, place in zip(pixels, places, strict=True)]
+            given = {"input_points": [points], "input_labels": [[[1]] * 3]}
         expected = processor(images=file, **given, return_tensors="pt")
         assert found.keys() == {*expected.keys(), "labels"}
-        for name, value in expected.items():
-            assert torch.equal(found[name], value[0]), name
+        for key, value in expected.items():
+            assert torch.equal(found[key], value[0]), key
         for mask, label in zip(masks, found["labels"], strict=True):
             theirs = processor.image_processor(file, segmentation_maps=mask, return_tensors="pt")["labels"][0]
             assert np.array_equal(label.numpy(), np.asarray(theirs))
 
 
-def test_samples_differ_by_torchs_generator_and_are_reproducible(root: Path, processor: Any) -> None:
-    dataset, found = SamShards(str(root), processor, view="masks", prompt="point", masks=4), []
+def test_samples_differ_by_torchs_generator_and_are_reproducible(root: Path) -> None:
+    dataset, found = SamShards(str(root), processor_of("sam"), view="masks", prompt="point", masks=4), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         found.append(dataset[0]["input_points"])
@@ -88,67 +73,50 @@ def test_samples_differ_by_torchs_generator_and_are_reproducible(root: Path, pro
     assert not torch.equal(found[0], found[2])
 
 
-def test_an_image_without_masks_is_refused_with_the_view_to_make(root: Path, processor: Any) -> None:
-    dataset = SamShards(str(root), processor)
-    empty = next(i for i in range(len(dataset)) if not len(dataset.samples.sample(i).annotations))
+def test_an_image_without_masks_is_refused_with_the_view_to_make(root: Path) -> None:
     with pytest.raises(ValueError, match="has no mask; pass a view made with --images-where 'masks >= 1'"):
-        dataset[empty]
+        list(map(SamShards(str(root), processor_of("sam")).__getitem__, range(19)))
 
 
 def test_the_loss_is_the_mean_over_the_masks_of_all_accumulated_batches() -> None:
     torch.manual_seed(0)
     target = (torch.rand(2, 3, 8, 8) > 0.5).long()
-    outputs = package.models.sam.modeling_sam.SamImageSegmentationOutput(
-        iou_scores=torch.ones(2, 3, 3), pred_masks=torch.randn(2, 3, 3, 8, 8)
-    )
-    outputs.pred_masks[:, :, 1] = 20 * (target * 2.0 - 1)  # the second candidate is right
-    assert mask_loss(outputs, target) < 1e-3
-    outputs.pred_masks[:, :, 1] *= -1
-    whole = mask_loss(outputs, target)
+    kind = package.models.sam.modeling_sam.SamImageSegmentationOutput
+    masks, scores = torch.randn(2, 3, 3, 8, 8), torch.ones(2, 3, 3)
+    masks[:, :, 1] = 20 * (target * 2.0 - 1)  # the second candidate is right
+    assert mask_loss(kind(iou_scores=scores, pred_masks=masks), target) < 1e-3
+    masks[:, :, 1] *= -1
+    whole = mask_loss(kind(iou_scores=scores, pred_masks=masks), target)
     assert whole > 0.3
     parts = [
-        mask_loss(type(outputs)(iou_scores=outputs.iou_scores[i], pred_masks=outputs.pred_masks[i]), target[i],
-                  torch.tensor(target.numel()))
+        mask_loss(kind(iou_scores=scores[i], pred_masks=masks[i]), target[i], torch.tensor(target.numel()))
         for i in (slice(0, 1), slice(1, 2))
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(sum(parts), whole)
 
 
-def model_of(name: str) -> Any:
-    if name == "sam":
-        document = settings(SMALL)
-        return package.SamModel(
-            package.SamConfig(**{n: document[n] for n in document if n.endswith("_config")})
-        )
-    sizes = {"hidden_size": 16, "blocks_per_stage": [1, 1, 2, 1], "embed_dim_per_stage": [16, 32, 64, 128]}
-    backbone = package.Sam2HieraDetConfig(
-        image_size=[64, 64], num_attention_heads=1, num_attention_heads_per_stage=[1, 1, 2, 2],
-        window_positional_embedding_background_size=[2, 2], global_attention_blocks=[3], **sizes,
-    )  # fmt: skip
-    vision = package.Sam2VisionConfig(
-        backbone_config=backbone, backbone_channel_list=[128, 64, 32, 16], fpn_hidden_size=32,
-        backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
-    )  # fmt: skip
-    prompts = package.Sam2PromptEncoderConfig(hidden_size=32, image_size=64)
-    decoder = package.Sam2MaskDecoderConfig(
-        hidden_size=32, mlp_dim=64, num_attention_heads=2, iou_head_hidden_dim=32
-    )
-    config = package.Sam2Config(
-        vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder
-    )
-    return package.Sam2Model(config)
-
-
 @pytest.mark.slow  # Trainer imports for seconds
-@pytest.mark.parametrize("name", ["sam", "sam2"])
-def test_the_trainer_learns_from_shards(root: Path, name: str, tmp_path: Path) -> None:
+def test_the_trainer_learns_from_shards(root: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64}
+    vision |= {
+        "global_attn_indexes": [0],
+        "window_size": 2,
+        "output_channels": 32,
+        "mlp_dim": 64,
+        "num_pos_feats": 16,
+    }
+    prompts = {"hidden_size": 32, "image_size": 64, "image_embedding_size": 4, "mask_input_channels": 16}
+    decoder = {"hidden_size": 32, "mlp_dim": 64, "num_attention_heads": 2, "iou_head_hidden_dim": 32}
+    model = package.SamModel(
+        package.SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder)
+    )
     arguments = package.TrainingArguments(
         str(tmp_path), remove_unused_columns=False, max_steps=30, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, learning_rate=3e-3, logging_steps=1, report_to=[], use_cpu=True, save_steps=15,
     )  # fmt: skip
-    dataset = SamShards(str(root), processor_of(name), view="masks", masks=4)
-    trainer = package.Trainer(model_of(name), arguments, train_dataset=dataset, compute_loss_func=mask_loss)
+    dataset = SamShards(str(root), processor_of("sam"), view="masks", masks=4)
+    trainer = package.Trainer(model, arguments, train_dataset=dataset, compute_loss_func=mask_loss)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 30

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sa1b.console import counted
-from sa1b.report import ranges
+from sa1b.report import first_lines, ranges
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 State = Literal["ok", "warning", "failed", "skipped"]
 STATES: tuple[State, ...] = ("failed", "warning", "skipped", "ok")
 # A number that is not part of a name or a version.
-_NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)")
-_SHOWN = 8  # lines of one check in the table
+_NUMBER = re.compile(r"((?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-]|\.\d))")
 
 
 def __getattr__(name: str) -> Any:
@@ -31,18 +30,17 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found on one rank, or on several if all have found the same."""
+    """What a check has found on one rank; a row of the table is that of several ranks."""
 
     state: State  # skipped: the check could not run; `figure` is the reason
     figure: str  # one line with the measured value and its unit: "64 MiB free of 64 MiB"
     remedy: str = ""  # what to do, imperative; empty only if the state is ok
     values: Mapping[str, Any] = field(default_factory=dict)  # measured, for --json, in SI units
     check: str = ""
-    ranks: tuple[int, ...] = ()  # that it concerns; empty: all of them, or a single process
-    host: str = ""  # that it concerns, or several separated by commas; empty: all
+    ranks: tuple[int, ...] = ()  # empty: all of them, or a single process
+    host: str = ""
 
     def where(self) -> str:
-        """Ranks and hosts as text: "rank 3 on gpu-07", "ranks 0-7 on gpu-01, gpu-02"; empty: all."""
         return " on ".join(part for part in (named(self.ranks), self.host) if part)
 
 
@@ -65,7 +63,6 @@ class RankProcess:
 
     @classmethod
     def of_this_process(cls, **settings: Any) -> "RankProcess":
-        """This process, by the variables of torchrun; ValueError if they contradict each other."""
         import torch
 
         from sa1b.stream.plan import process_rank
@@ -78,11 +75,11 @@ class RankProcess:
         device = torch.device("cuda", index) if index < visible else torch.device("cpu")
         return cls(rank, world_size, *local, device, socket.gethostname(), **settings)
 
-    def own(self, finding: Finding, check: str) -> Finding:
-        """A finding of a check on this rank; one that is ok needs no remedy."""
-        remedy = "" if finding.state == "ok" else finding.remedy
-        ranks, host = ((self.rank,), self.host) if self.world_size > 1 else ((), "")
-        return replace(finding, check=check, remedy=remedy, ranks=ranks, host=host)
+    def own(self, *findings: Finding, check: str) -> list[Finding]:
+        """The findings of a check on this rank; one that is ok needs no remedy."""
+        where: dict[str, Any] = {"check": check}
+        where |= {"ranks": (self.rank,), "host": self.host} if self.world_size > 1 else {}
+        return [replace(one, remedy=one.remedy if one.state != "ok" else "", **where) for one in findings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +97,7 @@ class Report:
     def document(self) -> dict[str, Any]:
         """JSON document for --json, with every finding of every rank."""
         findings = [asdict(finding) for finding in self.findings]
-        counts = {state: sum(row.state == state for row in self.rows()) for state in STATES}
-        document = {"title": self.title, "hosts": list(self.hosts), "findings": findings, "counts": counts}
+        document = {"title": self.title, "hosts": list(self.hosts), "findings": findings}
         return document | {"exit_code": self.exit_code()}
 
     def table(self) -> str:
@@ -109,63 +105,55 @@ class Report:
         rows, lines = self.rows(), [self.title]
         width = max((len(row.check) for row in rows), default=0)
         for _, same in groupby(rows, key=lambda row: row.check):
-            for number, row in enumerate(same):
-                where, state = row.where(), row.state.upper() if row.state == "failed" else row.state
-                line = f"  {state:<7}  {row.check:<{width}}  {row.figure}{f'  [{where}]' if where else ''}"
-                lines += [line] if number < _SHOWN else []
-            if number >= _SHOWN:
-                lines.append(f"  {'':<{width + 7}}  and {number + 1 - _SHOWN:,} more; --json lists all")
-        for heading, worst in (("Warnings:", "warning"), ("Failed:", "failed")):
+            texts = [
+                f"  {row.state.upper() if row.state == 'failed' else row.state:<7}  {row.check:<{width}}  "
+                f"{row.figure}{f'  [{row.where()}]' if row.where() else ''}"
+                for row in same
+            ]
+            lines += first_lines(texts, 8, f"  {'':<{width + 7}}  and {{:,}} more; --json lists all")
+        for heading, state in (("Warnings:", "warning"), ("Failed:", "failed")):
             advice: dict[tuple[str, str], list[Finding]] = {}
             for row in rows:
-                if row.state == worst:
+                if row.state == state:
                     advice.setdefault((row.check, row.remedy), []).append(row)
             lines += ["", heading] if advice else []
-            for (check, remedy), of_remedy in advice.items():
-                where = _together(of_remedy).where()
+            for (check, remedy), same_remedy in advice.items():
+                where = _together(same_remedy).where()
                 lines.append(f"  {check}{f' ({where})' if where else ''}: {remedy}")
         counts = [(state, sum(row.state == state for row in rows)) for state in STATES]
         words = [counted(n, state, "s" if state == "warning" else "") for state, n in counts if n]
         return "\n".join([*lines, "", ", ".join(words) or "no check was run"])
 
     def rows(self) -> list[Finding]:
-        """Findings with equal texts merged into one, sorted by check in order of appearance.
-
-        They may differ in numbers, which then become a range: "790 to 812 MB/s". A finding that is ok on all
-        ranks names no rank.
+        """Findings with equal texts merged into one, in the order of the checks. They may differ in numbers,
+        which then become a range: "790 to 812 MB/s". One that is ok on all ranks names no rank.
         """
         groups: dict[tuple[str, ...], list[Finding]] = {}
-        order: dict[str, int] = {}
-        for finding in self.findings:
-            order.setdefault(finding.check, len(order))
-            figure = _NUMBER.sub("#", finding.figure)
-            groups.setdefault((finding.check, finding.state, figure, finding.remedy), []).append(finding)
+        for one in self.findings:
+            words = _NUMBER.split(one.figure)[::2]
+            groups.setdefault((one.check, one.state, one.remedy, *words), []).append(one)
         rows = []
         for same in groups.values():
-            row = replace(_together(same), figure=_spread([finding.figure for finding in same]))
-            # A fault names its ranks and hosts even if all have it.
+            columns = zip(*(_NUMBER.split(one.figure) for one in same), strict=True)
+            row = replace(_together(same), figure="".join(_span({*column}) for column in columns))
             of_all = 0 < len(self.hosts) <= len(row.ranks) and row.state in ("ok", "skipped")
             rows.append(replace(row, ranks=(), host="") if of_all else row)
-        return sorted(rows, key=lambda row: (order[row.check], STATES.index(row.state)))
+        checks = list(dict.fromkeys(one.check for one in self.findings))
+        return sorted(rows, key=lambda row: (checks.index(row.check), STATES.index(row.state)))
 
 
 def _together(same: Sequence[Finding]) -> Finding:
     """The first finding, with the ranks and hosts of all."""
-    ranks = tuple(sorted({rank for finding in same for rank in finding.ranks}))
-    hosts = dict.fromkeys(host for finding in same for host in finding.host.split(", ") if host)
+    ranks = tuple(sorted({rank for one in same for rank in one.ranks}))
+    hosts = dict.fromkeys(host for one in same for host in one.host.split(", ") if host)
     return replace(same[0], ranks=ranks, host=", ".join(hosts))
 
 
-def _spread(figures: Sequence[str]) -> str:
-    """Texts that differ only in numbers as one text with ranges."""
-    columns = zip(*(_NUMBER.findall(figure) for figure in figures), strict=True)
-    spread = iter([sorted(set(column), key=lambda text: float(text.replace(",", ""))) for column in columns])
-
-    def shown(_: "re.Match[str]") -> str:
-        numbers = next(spread)
-        return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-    return _NUMBER.sub(shown, figures[0])
+def _span(texts: set[str]) -> str:
+    if len(texts) == 1:
+        return texts.pop()
+    ordered = sorted(texts, key=lambda text: float(text.replace(",", "")))
+    return f"{ordered[0]} to {ordered[-1]}"
 
 
 def level(amount: float, least: float, advised: float) -> State:
@@ -193,21 +181,20 @@ def differences(findings: Sequence[Finding]) -> Iterator[Finding]:
         of_ranks = {one.ranks[0]: one for one in reversed(findings) if one.check == check}
         of_ranks = {rank: one for rank, one in of_ranks.items() if one.state != "failed"}
         for name in names.split() or sorted({name for one in of_ranks.values() for name in one.values}):
-            groups: dict[str, list[Finding]] = {}
-            for rank in sorted(of_ranks) if not name.endswith("SOCKET_IFNAME") else ():
-                value = str(of_ranks[rank].values.get(name, "not set"))
-                groups.setdefault(value[:12] if len(value) == 64 else value, []).append(of_ranks[rank])
-            most = max(groups, key=lambda value: len(groups[value]), default="")
-            for value in [value for value in groups if value != most]:
-                others = f"{most} on {named(_together(groups[most]).ranks)}"
-                figure, advice = f"{name} {value}, and {others}", remedy.format(name=name)
-                yield replace(_together(groups[value]), state=state, figure=figure, remedy=advice, values={})
-    users: dict[str, list[Finding]] = {}
-    for finding in findings:
-        if finding.check == "device" and "uuid" in finding.values:
-            users.setdefault(finding.values["uuid"], []).append(finding)
-    for uuid, same in users.items():
+            values = {rank: str(one.values.get(name, "not set"))[:40] for rank, one in of_ranks.items()}
+            most = max(values.values(), key=[*values.values()].count, default="")
+            others = named(sorted(rank for rank in values if values[rank] == most))
+            for rank in [] if name.endswith("SOCKET_IFNAME") else sorted(values):
+                if values[rank] != most:
+                    figure, advice = (
+                        f"{name} {values[rank]}, and {most} on {others}",
+                        remedy.format(name=name),
+                    )
+                    yield replace(of_ranks[rank], state=state, figure=figure, remedy=advice, values={})
+    gpus = [one for one in findings if one.check == "device" and "uuid" in one.values]
+    for one in gpus:
+        same = [other for other in gpus if other.values["uuid"] == one.values["uuid"]]
         if len(same) > 1:
             remedy = "Start one rank for each GPU, or let each task see its own (srun --gpus-per-task=1)"
-            figure = f"{len(same)} ranks have the same GPU ({uuid})"
-            yield replace(_together(same), state="failed", figure=figure, remedy=remedy)
+            figure = f"{len(same)} ranks have the same GPU ({one.values['uuid']})"
+            yield replace(one, state="failed", figure=figure, remedy=remedy)

@@ -5,7 +5,7 @@ import platform
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from copy import deepcopy
@@ -17,11 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sa1b.console import counted
 from sa1b.engine.model import declared, inputs_of
-from sa1b.engine.ranks.network import active_ports, configured
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.process_group import start
 from sa1b.engine.settings import ParallelConfig
@@ -42,43 +41,42 @@ from sa1b.stream.text import Texts
 from sa1b.stream.throughput import storage_reads
 from sa1b.stream.transform import Frame
 from sa1b.version import __version__, code_digest
-from sa1b.workers import available_cpus, available_memory, cpu_quota
+from sa1b.workers import available_cpus, cpu_quota, memory_limit
 
-MIB, GIB = 1 << 20, 1 << 30
+Findings = Iterator[Finding]
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA; it may be invisible in a container
+NO_ROOT = Finding("skipped", "no ROOT was named", "Name the dataset directory: sa1b doctor ROOT")
 
 
-def versions(process: RankProcess) -> Iterator[Finding]:
-    """Versions, and the code that decides samples and prompts; the ranks compare them."""
-    driver, nccl = re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text()) if DRIVER.exists() else None, None
-    if torch.version.cuda is not None and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    values: dict[str, Any] = {"python": platform.python_version(), "sa1b": __version__, "nccl": nccl}
+def versions(process: RankProcess) -> Findings:
+    driver = re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text()) if DRIVER.exists() else None
+    nccl = torch.version.cuda and dist.is_nccl_available() and torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    values: dict[str, Any] = {"python": platform.python_version(), "sa1b": __version__}
     values |= {"torch": str(torch.__version__), "cuda": torch.version.cuda, "driver": driver and driver[0]}
+    values |= {"nccl": ".".join(map(str, nccl)) if nccl else None, "code": code_digest()}
     figure = "Python {python}, sa1b {sa1b}, torch {torch} (CUDA {cuda}, NCCL {nccl}), NVIDIA driver {driver}"
-    figure = figure.format(**{name: value or "none" for name, value in values.items()})
-    yield Finding("ok", figure, "", values | {"code": code_digest()})
+    yield Finding(
+        "ok", figure.format(**{name: value or "none" for name, value in values.items()}), "", values
+    )
 
 
-def device(process: RankProcess) -> Iterator[Finding]:
-    """Whether this rank has a GPU that computes, and why not if it should have one."""
-    visible, error, listed = 0, "", os.environ.get("CUDA_VISIBLE_DEVICES")
-    state: State = "failed"
-    values: dict[str, Any] = {}
+def device(process: RankProcess) -> Findings:
+    error, listed, is_cuda = "", os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda is not None
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        visible = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as raised:
-        error = str(raised).splitlines()[0]
+        error = f": {raised}".splitlines()[0]
+    state: State = "failed"
+    visible, values = 0 if error else torch.cuda.device_count(), dict[str, Any]()
     if not visible and not DRIVER.exists():
-        state = "warning" if torch.version.cuda else "ok"
+        state = "warning" if is_cuda else "ok"
         figure = f"CPU: no NVIDIA driver is visible; torch is built for {torch.version.cuda or 'CPUs'}"
         remedy = "On a machine with GPUs: docker run --gpus all, or sbatch --gpus-per-node"
-    elif torch.version.cuda and listed is not None and visible < len(listed.split(",")):
+    elif is_cuda and listed is not None and visible < len(listed.split(",")):
         figure = f"CUDA_VISIBLE_DEVICES={listed!r}: torch sees {counted(visible, 'GPU')}"
         remedy = "Unset CUDA_VISIBLE_DEVICES, or list GPUs of `nvidia-smi -L`, each once"
     elif not visible:
-        figure = f"torch {torch.__version__} sees no GPU, though there is a driver: {error}"
+        figure = f"torch {torch.__version__} sees no GPU, though there is a driver{error}"
         remedy = "Install a CUDA build of torch that this driver supports; look at `nvidia-smi` and `dmesg`"
     elif process.device.type == "cpu":
         figure = f"local rank {process.local_rank} has no GPU: this process sees {visible}"
@@ -86,12 +84,14 @@ def device(process: RankProcess) -> Iterator[Finding]:
     else:
         gpu: Any = torch.cuda.get_device_properties(process.device)
         numbers = torch.arange(64 * 64, dtype=torch.float64).reshape(64, 64)
-        products = numbers.to(process.device) @ numbers.to(process.device)
-        state = "ok" if torch.equal(products.cpu(), numbers @ numbers) else "failed"
-        wrong = "" if state == "ok" else ": computes wrong results"
-        figure = f"{process.device} {gpu.name}, {memory_text(gpu.total_memory)}, {visible} visible{wrong}"
+        right = torch.equal(
+            (numbers.to(process.device) @ numbers.to(process.device)).cpu(), numbers @ numbers
+        )
+        figure = f"{process.device} {gpu.name}, {memory_text(gpu.total_memory)}, {visible} visible"
+        figure += "" if right else ": computes wrong results"
+        state = "ok" if right else "failed"
         remedy = "Drain this node, and run the diagnostics of its GPUs (dcgmi diag -r 3)"
-        values = {"gpu": gpu.name, "uuid": str(gpu.uuid), "bytes": gpu.total_memory}
+        values = {"gpu": gpu.name, "uuid": str(gpu.uuid)}
     yield Finding(state, figure, remedy, values)
 
 
@@ -115,17 +115,18 @@ RUINOUS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def environment(process: RankProcess) -> Iterator[Finding]:
-    """The variables of NCCL, gloo and torch.distributed that are in force, and those that ruin a run."""
+def environment(process: RankProcess) -> Findings:
+    own = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
+    files = [Path(one).read_text() for one in ("/etc/nccl.conf", own) if Path(one).is_file()]
+    settings = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", "\n".join(files))) | os.environ
     names = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_GLOO|TORCH_DISTRIBUTED)_")
-    settings = {**configured(os.environ, Path("/")), **os.environ}
     values = {name: settings[name] for name in sorted(settings) if names.match(name) or name in RUINOUS}
     shown = ", ".join(f"{name}={value}" for name, value in values.items())
     yield Finding("ok", shown or "no variable of NCCL, gloo or torch.distributed is set", "", values)
     interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*"))
     for name, value in values.items():
         ruins, why, remedy = RUINOUS.get(name, ("-", "", ""))
-        if ruins in ("", value.upper()) and ("InfiniBand" not in why or active_ports(Path("/"))):
+        if ruins in ("", value.upper()) and ("InfiniBand" not in why or has_rdma()):
             yield Finding("warning", f"{name}={value}: {why}", remedy or f"Unset {name}", {name: value})
         if name.endswith("SOCKET_IFNAME") and value[:1] != "^":
             is_exact = value[:1] == "=" or name.startswith("GLOO")
@@ -135,59 +136,32 @@ def environment(process: RankProcess) -> Iterator[Finding]:
                 yield Finding("failed", figure, f"Name one of them, or unset {name}", {name: value})
 
 
-def cpus(process: RankProcess) -> Iterator[Finding]:
-    """The CPUs of a rank by affinity, cgroup and SLURM, compared with its threads."""
+def has_rdma() -> bool:
+    ports = Path("/sys/class/infiniband").glob("*/ports/*/state")
+    return any("ACTIVE" in port.read_text() for port in ports)
+
+
+def cpus(process: RankProcess) -> Findings:
     ranks, usable, threads = process.local_world_size, available_cpus(), torch.get_num_threads()
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shared, problem, remedy = min(bound, cpu_quota()), "", ""
+    shared = min(len(os.sched_getaffinity(0)), cpu_quota())
+    of_all, problem, remedy = counted(int(shared), "CPU"), "", ""
     if shared < ranks:
-        problem = f": {ranks} ranks share {counted(int(shared), 'CPU')}"
+        problem = f": {ranks} ranks share {of_all}"
         remedy = "Ask for more CPUs (--cpus-per-task, --cpus), or start fewer ranks on this machine"
     elif threads > usable:
-        problem = f": {ranks} x {threads} threads compete for {counted(int(shared), 'CPU')}"
+        problem = f": {ranks} x {threads} threads compete for {of_all}"
         remedy = f"Set OMP_NUM_THREADS={usable} for each rank"
     figure = f"{usable} for this rank, {shared:g} of {os.cpu_count()} in the machine"
     figure += f"; torch uses {counted(threads, 'thread')}{problem}"
-    values = {"available": usable, "torch_threads": threads, "local_ranks": ranks}
-    yield Finding("warning" if problem else "ok", figure, remedy, values)
+    yield Finding("warning" if problem else "ok", figure, remedy)
 
 
-def memory(process: RankProcess) -> Iterator[Finding]:
-    """Free memory of the machine, within the limit of the cgroup, for each of its ranks."""
-    each = available_memory() / process.local_world_size
+def memory(process: RankProcess) -> Findings:
+    line = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    each = min(1024.0 * int(line[1]) if line else float("inf"), memory_limit()) / process.local_world_size
     remedy = "Give the job more memory (--mem, --memory), or start fewer ranks: one needs 4 GiB"
     figure = f"{memory_text(each)} for each rank of this machine"
-    yield Finding(level(each, GIB, 4 * GIB), figure, remedy, {"per_rank_bytes": each})
-
-
-NO_ROOT = Finding("skipped", "no ROOT was named", "Name the dataset directory: sa1b doctor ROOT")
-
-
-def dataset(process: RankProcess) -> Iterator[Finding]:
-    """Open ROOT and read a verified sample, another one on each rank; the ranks compare the digest."""
-    if process.root is None:
-        yield NO_ROOT
-        return
-    try:
-        with closing((opened := Dataset(process.root, deadline=process.timeout / 2)).reader):
-            check_images(opened, "training")
-            sample = opened[process.rank * 7919 % len(opened)]
-    except (Sa1bError, OSError, ValueError) as error:
-        figure, remedy = split(error, process)
-        if process.world_size > 1 and "://" not in process.root and not Path(process.root, DATASET).exists():
-            others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL. "
-            remedy = f"If none has: {remedy[:1].lower()}{remedy[1:]}"
-            remedy = f"If other machines have this dataset: {others}{remedy}"
-        yield Finding("failed", figure, remedy)
-        return
-    digest, lacks = opened.table.digest, bool(opened.failed or opened.pending)
-    values = {"images": len(opened), "shards": len(opened.shards), "digest": digest}
-    values |= {"failed_sources": sorted(opened.failed), "pending_sources": opened.pending}
-    values |= {"bytes": len(sample.jpeg)}
-    figure = f"{len(opened):,} images in {len(opened.shards):,} shards, digest {digest[:12]}"
-    figure += f"; failed sources: {len(opened.failed)}, pending: {len(opened.pending)}" if lacks else ""
-    remedy = "Run reshard again, or train without them"
-    yield Finding("warning" if lacks else "ok", figure, remedy, values)
+    yield Finding(level(each, 1 << 30, 4 << 30), figure, remedy)
 
 
 def split(error: Exception, process: RankProcess) -> tuple[str, str]:
@@ -199,8 +173,31 @@ def split(error: Exception, process: RankProcess) -> tuple[str, str]:
     return what, remedy[:1].upper() + remedy[1:] or "Check the path, its permissions and the network"
 
 
-def read_rate(process: RankProcess) -> Iterator[Finding]:
-    """Random samples per second from ROOT while all ranks read, beside what a rank trains."""
+def dataset(process: RankProcess) -> Findings:
+    if process.root is None:
+        yield NO_ROOT
+        return
+    try:
+        with closing((opened := Dataset(process.root, deadline=process.timeout / 2)).reader):
+            check_images(opened, "training")
+            opened[process.rank * 7919 % len(opened)]  # a verified sample, another one on each rank
+    except (Sa1bError, OSError, ValueError) as error:
+        figure, remedy = split(error, process)
+        if process.world_size > 1 and "://" not in process.root and not Path(process.root, DATASET).exists():
+            others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL. "
+            remedy = f"If none has: {remedy[:1].lower()}{remedy[1:]}"
+            remedy = f"If other machines have this dataset: {others}{remedy}"
+        yield Finding("failed", figure, remedy)
+        return
+    digest, lacks = opened.table.digest, bool(opened.failed or opened.pending)
+    figure = f"{len(opened):,} images in {len(opened.shards):,} shards, digest {digest[:12]}"
+    figure += f"; failed sources: {len(opened.failed)}, pending: {len(opened.pending)}" if lacks else ""
+    yield Finding(
+        "warning" if lacks else "ok", figure, "Run reshard again, or train without them", {"digest": digest}
+    )
+
+
+def read_rate(process: RankProcess) -> Findings:
     if process.root is None:
         yield NO_ROOT
         return
@@ -224,9 +221,8 @@ def read_rate(process: RankProcess) -> Iterator[Finding]:
     figure += f"{counted(round(needed), 'sample')}/s ({size_text(needed * size)}/s)"
     remedy = "Use faster storage, a local copy (sa1b copy) or --data.cache; `sa1b bench` measures the whole "
     remedy += "loader; --rate N sets what a rank trains"
-    values = {"samples_per_second": rate, "needed_samples_per_second": needed, "sample_bytes": size}
     # With less than twice the rate, the GPUs wait when other jobs use the disk.
-    yield Finding(level(rate, needed, 2 * needed), figure, remedy, values)
+    yield Finding(level(rate, needed, 2 * needed), figure, remedy, {"samples_per_second": rate})
 
 
 def sample(process: RankProcess) -> tuple[nn.Module, Batch]:
@@ -250,6 +246,9 @@ def sample(process: RankProcess) -> tuple[nn.Module, Batch]:
     return model, replace(batch, dense=batch.masks.dense(size // 4), texts=texts)
 
 
+Given = tuple[nn.Module, Batch]  # of the user's, instead of a preset's
+
+
 def backward(process: RankProcess, module: nn.Module, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sums of a model, and after a backward pass the gradients by name, None for one that it lacks."""
     inputs = inputs_of(declared(module), batch.to(process.device), 0)
@@ -260,8 +259,7 @@ def backward(process: RankProcess, module: nn.Module, batch: Batch) -> tuple[dic
     return sums, {name.removeprefix("module."): parameter.grad for name, parameter in trained}
 
 
-def placement(process: RankProcess, given: tuple[nn.Module, Batch] | None = None) -> Iterator[Finding]:
-    """Where parameters, buffers, gradients and results of a model are after a backward pass."""
+def placement(process: RankProcess, given: Given | None = None) -> Findings:
     model, batch = given or sample(process)
     sums, grads = backward(process, module := deepcopy(model).to(process.device), batch)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **sums}
@@ -272,7 +270,7 @@ def placement(process: RankProcess, given: tuple[nn.Module, Batch] | None = None
     yield Finding("failed" if wrong else "ok", f"{figure} on {process.device}", remedy)
 
 
-def gradients(process: RankProcess, given: tuple[nn.Module, Batch] | None = None) -> Iterator[Finding]:
+def gradients(process: RankProcess, given: Given | None = None) -> Findings:
     """Gradients of DDP and FSDP, compared with the mean of those that each rank computes alone; collective.
 
     Equal ones would prove little: a sum that is not divided by the number of ranks is equal everywhere.
@@ -300,45 +298,35 @@ def gradients(process: RankProcess, given: tuple[nn.Module, Batch] | None = None
             yield Finding("ok", f"{config.mode}: {len(means)} gradients are those of one process")
         if config.mode == "ddp":
             digest, digests = 0, [0] * ranks
-            for one in found.values():
-                held = torch.zeros(0) if one is None else one.detach().cpu().contiguous()
-                digest = zlib.crc32(held.reshape(-1).view(torch.uint8).numpy().data, digest)
-            dist.all_gather_object(digests, -1 if faults else digest)
-            right = [one for one in digests if one >= 0]
-            most = max(right, key=right.count, default=-1)
-            others = [rank for rank, one in enumerate(digests) if one == most]
-            if not faults and process.rank not in others:
-                yield Finding("failed", f"ddp: a gradient has other bytes than on {named(others)}", remedy)
+            for one in (gradient for gradient in found.values() if gradient is not None):
+                digest = zlib.crc32(one.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
+            dist.all_gather_object(digests, None if faults else digest)
+            most = max(digests, key=[one for one in digests if one is not None].count)
+            if not faults and digest != most:
+                others = named([rank for rank, one in enumerate(digests) if one == most])
+                yield Finding("failed", f"ddp: a gradient has other bytes than on {others}", remedy)
 
 
 def fault(gradient: Tensor | None, mean: Tensor, own: Tensor, ranks: int) -> str:
     """What is wrong with a gradient, nothing if it is the mean; `own`: that of this rank's data alone."""
     if gradient is None:
         return "has no gradient" if mean.any() else ""
-    part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-    def off(whole: Tensor) -> float:
-        whole = whole.to(part.device)
-        if isinstance(gradient, DTensor):
-            mesh, placements = gradient.device_mesh, gradient.placements
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-        return float((part - whole).abs().max()) if part.numel() else 0.0
-
+    whole = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).cpu()
     limit = 1e-4 * float(mean.abs().max()) + 1e-7  # the ranks are summed in another order
-    if off(mean) <= limit:
-        return ""
-    if off(own) <= limit:
-        return "not synchronised, it is the gradient of the data of this rank alone"
-    if off(mean * ranks) <= limit * ranks:
-        return f"the mean over the ranks times {ranks}, the sum"
-    return f"differs from the mean over the ranks by {off(mean):.3g}"
+    known = {"": (mean, limit)}
+    known["not synchronised, it is the gradient of the data of this rank alone"] = own.cpu(), limit
+    known[f"the mean over the ranks times {ranks}, the sum"] = mean * ranks, limit * ranks
+    for what, (expected, distance) in known.items():
+        if (whole - expected).abs().max() <= distance:
+            return what
+    return f"differs from the mean over the ranks by {float((whole - mean).abs().max()):.3g}"
 
 
 def check(model: nn.Module, batch: Batch) -> Report:
     """Check where the tensors of a model are and, of several ranks, its gradients under DDP and FSDP.
 
     Call it on every rank of torchrun, with the same model and another batch. A gradient must be the mean over
-    the ranks of those that each computes without the others.
+    the ranks of those that each computes without the others. DisagreementError: the models differ.
 
     Args:
         model: a module that fulfils `sa1b.engine.model.Model`; it is copied.
@@ -346,25 +334,20 @@ def check(model: nn.Module, batch: Batch) -> Report:
 
     Returns:
         The findings of all ranks, the same on each rank: `table()`, `document()` and `exit_code()`.
-
-    Raises:
-        UsageError: the model does not fulfil the contract, or cannot be trained by several ranks.
-        DisagreementError: the ranks have different models.
     """
     process = RankProcess.of_this_process()
-    found = [process.own(one, "placement") for one in placement(process, (model, batch))]
+    found = process.own(*placement(process, (model, batch)), check="placement")
     of_all = [found] * process.world_size
     if process.world_size > 1:
-        found += [process.own(one, "gradients") for one in gradients(process, (model, batch))]
+        found += process.own(*gradients(process, (model, batch)), check="gradients")
         dist.all_gather_object(of_all, found)
     findings = [finding for part in of_all for finding in part]
     return Report(findings, counted(process.world_size, "rank"), [part[0].host for part in of_all])
 
 
-def bandwidth(process: RankProcess) -> Iterator[Finding]:
-    """One all-reduce: its sum, and the bus bandwidth as nccl-tests defines it."""
+def bandwidth(process: RankProcess) -> Findings:
     ranks, is_gpu = process.world_size, process.device.type == "cuda"
-    numbers = torch.full(((256 if is_gpu else 16) * MIB // 4,), float(process.rank), device=process.device)
+    numbers = torch.full(((256 if is_gpu else 16) << 18,), float(process.rank), device=process.device)
     dist.all_reduce(numbers)
     wrong, times, hosts = numbers[numbers != ranks * (ranks - 1) // 2], list[float](), [process.host] * ranks
     if len(wrong):
@@ -380,9 +363,9 @@ def bandwidth(process: RankProcess) -> Iterator[Finding]:
         times.append(time.perf_counter() - began)
     slowest = torch.tensor(min(times), dtype=torch.float64, device=process.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    rate = numbers.nbytes / float(slowest) * 2 * (ranks - 1) / ranks
+    rate = numbers.nbytes / float(slowest) * 2 * (ranks - 1) / ranks  # of the bus, as nccl-tests defines it
     # 40 Gbit/s by RDMA, 4 by another network, or a quarter of the link between the GPUs of a machine.
-    least = (5e9 if active_ports(Path("/")) else 5e8) if len({*hosts}) > 1 else 0.0
+    least = (5e9 if has_rdma() else 5e8) if len({*hosts}) > 1 else 0.0
     if is_gpu and not least:
         name = torch.cuda.get_device_name(process.device).removeprefix("NVIDIA ")
         least = next((gpu.link / 4 for gpu in GPUS if name in gpu.reported and "PCI" not in name), 4e9)
@@ -391,3 +374,10 @@ def bandwidth(process: RankProcess) -> Iterator[Finding]:
     remedy = "Look at the links (nvidia-smi topo -m, nvidia-smi nvlink --status, ibstat, ethtool), at the "
     remedy += "check 'environment', and with NCCL_DEBUG=INFO at what NCCL uses"
     yield Finding(level(rate, 0, least), figure, remedy, {"bus_bytes_per_second": rate, "expected": least})
+
+
+CHECKS: dict[str, Callable[[RankProcess], Findings]] = {
+    "versions": versions, "device": device, "placement": placement, "environment": environment,
+    "CPUs": cpus, "memory": memory, "dataset": dataset, "read rate": read_rate, "bandwidth": bandwidth,
+    "gradients": gradients,
+}  # fmt: skip

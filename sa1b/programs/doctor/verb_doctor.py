@@ -11,7 +11,6 @@ failed; 2: a flag is wrong; 130: interrupted.
 import csv
 import json
 import os
-import re
 import resource
 import shutil
 import socket
@@ -19,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from sa1b.arguments import Range, was_url
 from sa1b.console import counted, exit_code_of, loading
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError
-from sa1b.programs.doctor import Finding, RankProcess, Report, State, differences, level, named
+from sa1b.programs.doctor import Finding, RankProcess, Report, differences, level, named
 from sa1b.report import memory_text, present
 from sa1b.sources.path_arguments import takes_endpoint
 from sa1b.storage.atomic import nearest_existing
@@ -45,11 +44,11 @@ Name = Literal[
     "open-files", "space", "dataset", "read-rate", "rendezvous", "bandwidth", "gradients",
 ]  # fmt: skip
 Names = Annotated[UseAppendAction[tuple[Name, ...]], tyro.conf.arg(metavar="CHECK")]
-Check = Callable[..., Iterator[Finding]]
 FIRST = "Fix that first"
 # Of the checks that take seconds: the one that must not have failed, and how many times longer it may take.
 NEEDS = {"read rate": ("dataset", 1), "placement": ("device", 10), "bandwidth": ("device", 1)}
 NEEDS |= {"gradients": ("device", 10)}
+TOGETHER = ("bandwidth", "gradients")  # checks of all ranks
 
 
 @takes_endpoint
@@ -91,23 +90,23 @@ def main(
         raise UsageError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
     settings: dict[str, Any] = {"seconds": seconds, "timeout": timeout, "rate": rate, "preset": preset}
     process = RankProcess.of_this_process(root=root, out=out, **settings)
-    title, found = f"rank {process.rank} on {process.host}", list[Finding]()
-    if kernels:
-        report: Report | None = Report([*compared_kernels(process)], title)
-    else:
-        try:
+    title, found, report, code = f"rank {process.rank} on {process.host}", list[Finding](), None, 0
+    try:
+        if kernels:
+            report = Report([*compared_kernels(process)], title)
+        else:
             report = examine(process, {*(only or get_args(Name))} - {*skip}, found, quiet=json_output)
-        except KeyboardInterrupt as interrupted:
-            if not json_output and process.rank == 0:
-                print(Report(found, f"{title}, interrupted").table(), flush=True)
-            code = exit_code_of(interrupted)
-            sys.stderr.flush()
-            os._exit(code)  # as below
+    except KeyboardInterrupt as interrupted:
+        if not json_output and process.rank == 0:
+            print(Report(found, f"{title}, interrupted").table(), flush=True)
+        code = exit_code_of(interrupted)
     if report is not None:  # otherwise rank 0 prints the findings of this rank
         present(report, json_output)
+        code = report.exit_code()
     sys.stdout.flush()
+    sys.stderr.flush()
     # Threads of torch that outlive the interpreter may abort it, and a check that hangs has threads too.
-    os._exit(0 if report is None else report.exit_code())
+    os._exit(code)
 
 
 def compared_kernels(process: RankProcess) -> Iterator[Finding]:
@@ -129,36 +128,36 @@ def compared_kernels(process: RankProcess) -> Iterator[Finding]:
     for kind in (Kind(MASKS, (), process.device.index), *kinds):
         for name, result in kind.found(prove([kind], {})).items():
             parts = [f"{part} {result[part]:.2g}" for part in ("forward", "backward") if part in result]
-            registers = f"{result.get('registers') or 'no'} registers"
-            facts = f"errors {', '.join([*parts, registers])}" if parts else result["why"]
-            figure = f"{kind.number_format:<5}  {'right' if result['right'] else 'wrong'}  {facts}"
-            figure += f"  {result.get('seconds', 0.0):g} s"
+            facts = f"errors {', '.join(parts)}, {result.get('registers') or 'no'} registers"
+            figure = f"{kind.number_format:<5}  {'right' if result['right'] else 'wrong'}  "
+            figure += f"{facts if parts else result['why']}  {result.get('seconds', 0.0):g} s"
             remedy = "" if result["right"] else f"Report this table: {result['why']}"
             values = {"kernel": name, **kind._asdict(), **result}
-            state: State = "ok" if result["right"] else "failed"
-            yield Finding(state, figure, remedy, values, "together" if "+" in name else name)
+            check = "together" if "+" in name else name
+            yield Finding("ok" if result["right"] else "failed", figure, remedy, values, check)
 
 
-def run(process: RankProcess, name: str, work: Check, before: list[Finding], quiet: bool) -> list[Finding]:
+def run(process: RankProcess, name: str, before: list[Finding], quiet: bool) -> list[Finding]:
     """The findings of a check; an error is one too, and that the check does not end."""
     import torch
 
+    from sa1b.programs.doctor.checks import CHECKS as OF_TORCH
     from sa1b.programs.doctor.checks import split
 
     needed, times = NEEDS.get(name, ("", 1))
     if any(one.check == needed and one.state == "failed" for one in before):
-        return [process.own(Finding("skipped", f"the check {needed!r} failed", FIRST), name)]
+        return process.own(Finding("skipped", f"the check {needed!r} failed", FIRST), check=name)
     if needed and process.rank == 0 and not quiet:
         print(f"doctor: {name} ...", file=sys.stderr, flush=True)
 
-    def found() -> list[Finding]:
+    def work() -> list[Finding]:
         if process.device.type == "cuda":
             torch.cuda.set_device(process.device)  # of this thread
-        return [*work(process)]
+        return [*(CHECKS | OF_TORCH)[name](process)]
 
     limit = times * (process.timeout / 2 + 4 * process.seconds)
     try:  # in a thread, because a read of a dead file server or a call of a broken driver may never return
-        findings = Limited().call(found, limit)
+        findings = Limited().call(work, limit)
     except OverdueError:
         remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`; "
         remedy += "`py-spy dump --pid` shows where a rank waits for others"
@@ -168,7 +167,7 @@ def run(process: RankProcess, name: str, work: Check, before: list[Finding], qui
     except Exception as error:
         figure = f"the check ended by {type(error).__name__}: {error}".splitlines()[0]
         findings = [Finding("failed", figure, "Report this with the output of --json")]
-    return [process.own(finding, name) for finding in findings]
+    return process.own(*findings, check=name)
 
 
 def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet: bool) -> Report | None:
@@ -176,19 +175,9 @@ def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet:
     own if it cannot reach the others. `found` gets the findings of this rank.
     """
     from sa1b.engine.ranks.process_group import fault
-    from sa1b.programs.doctor import checks
 
-    def is_chosen(name: str) -> bool:
-        return name.replace(" ", "-").lower() in chosen
-
-    of_each: dict[str, Check] = {
-        "versions": checks.versions, "device": checks.device, "GPU state": gpu_state,
-        "placement": checks.placement, "environment": checks.environment, "CPUs": checks.cpus,
-        "memory": checks.memory, "shared memory": shared_memory, "open files": open_files, "space": space,
-        "dataset": checks.dataset, "read rate": checks.read_rate,
-    }  # fmt: skip
-    of_all = {"bandwidth": checks.bandwidth, "gradients": checks.gradients}
-    alone, hosts = f"rank {process.rank} on {process.host}, alone", dict[int, str]()
+    names = [name for name in ORDER if name.replace(" ", "-").lower() in chosen]
+    hosts, store = dict[int, str](), None
     unreachable: list[Finding] = []
     if process.world_size > 1:  # first, so that ranks measure at the same time; torch raises several classes
         try:
@@ -201,36 +190,40 @@ def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet:
                 remedy = "open all TCP ports between the hosts, or set GLOO_SOCKET_IFNAME and "
                 remedy += "NCCL_SOCKET_IFNAME to the interface between them"
             unreachable = [Finding("failed", reason, remedy[:1].upper() + remedy[1:])]
-    for name, work in of_each.items():
-        if is_chosen(name):
-            found += run(process, name, work, found, quiet)
-    if process.world_size == 1 and is_chosen("rendezvous"):
+    elif "rendezvous" in chosen:
         remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
         unreachable = [Finding("skipped", "one process; these checks need several ranks", remedy)]
+    for name in names:
+        if name not in TOGETHER:
+            found += run(process, name, found, quiet)
+    alone = f"rank {process.rank} on {process.host}, alone"
     if unreachable or process.world_size == 1:
-        found += [process.own(one, "rendezvous") for one in unreachable]
-        title = f"1 process on {process.host}" if process.world_size == 1 else alone
-        return Report(found, title, [process.host])
-    missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
+        found += process.own(*unreachable, check="rendezvous")
+        return Report(
+            found, f"1 process on {process.host}" if process.world_size == 1 else alone, [process.host]
+        )
     at = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
     met = Finding("ok", f"{process.world_size} ranks met at {at}", check="rendezvous")
     if missing:
         figure = f"{len(missing)} of {process.world_size} ranks did not answer at {at}"
-        figure += f" within {process.timeout:g} s"
         remedy = "Look at the output of these ranks: they did not start, hang, or print why they cannot "
         remedy += f"reach {at}; --timeout waits longer"
-        met = Finding("failed", figure, remedy, {}, "rendezvous", missing)
+        figure += f" within {process.timeout:g} s"
+        met = Finding("failed", figure, remedy, check="rendezvous", ranks=missing)
     try:
         findings = gathered(process, found, hosts, group)
-        for one in (*differences(findings), met):
-            findings += [one] if is_chosen(one.check) else []
-        for name, work in of_all.items():
-            if is_chosen(name) and missing:
+        findings += [one for one in (*differences(findings), met) if one.check.replace(" ", "-") in chosen]
+        for name in [name for name in names if name in TOGETHER]:
+            if missing:
                 findings.append(Finding("skipped", f"{named(missing)} did not answer", FIRST, check=name))
-            elif is_chosen(name):
-                findings += gathered(process, run(process, name, work, findings, quiet), hosts, group)
+            else:
+                findings += gathered(process, run(process, name, findings, quiet), hosts, group)
     except (RuntimeError, OverdueError) as error:
-        return Report([*found, silent(hosts, error)], alone, [process.host])
+        figure = f"a rank hangs, or has ended: {' '.join(str(error).split())[:200]}"
+        remedy = "Look at the output of the ranks; `py-spy dump --pid` shows where one hangs"
+        found.append(Finding("failed", figure, remedy, check="rendezvous"))
+        return Report(found, alone, [process.host])
     title = f"{process.world_size} ranks on {counted(len({*hosts.values()}), 'host')}"
     report = Report(findings, title, [hosts.get(rank, "?") for rank in range(process.world_size)])
     return report if process.rank == 0 else None
@@ -277,11 +270,8 @@ def join(process: RankProcess, store: Any, hosts: dict[int, str]) -> Any:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from sa1b.engine.ranks.network import choose
-
-    is_gpu, members = process.device.type == "cuda", sorted(hosts)
-    choose("auto", gpus=is_gpu, out=Path(tempfile.gettempdir())).apply()
-    wait, backend = timedelta(seconds=process.timeout), "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    members, wait = sorted(hosts), timedelta(seconds=process.timeout)
+    backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
     settings: Any = {"rank": members.index(process.rank), "world_size": len(members), "timeout": wait}
     dist.init_process_group(backend, store=PrefixStore("group", store), **settings)
     group = dist.new_group(backend="gloo", timeout=wait)
@@ -305,19 +295,7 @@ def gathered(process: RankProcess, found: list[Finding], hosts: dict[int, str], 
     return [finding for part in of_all for finding in part]
 
 
-def silent(hosts: dict[int, str], error: Exception) -> Finding:
-    """The finding that ranks hang, or have ended, which the barrier of gloo names on rank 0."""
-    text, members = " ".join(str(error).split()), sorted(hosts)
-    match = re.search(r"Ranks? ([\d, ]*\d) failed to pass", text)
-    ranks = tuple(members[int(number)] for number in match[1].split(",")) if match else ()
-    figure = "these ranks hang, or have ended" if ranks else f"a rank hangs, or has ended: {text[:200]}"
-    remedy = "Look at the output of the ranks; `py-spy dump --pid` shows where one hangs"
-    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-    return Finding("failed", figure, remedy, {}, "rendezvous", ranks, where)
-
-
 def gpu_state(process: RankProcess) -> Iterator[Finding]:
-    """Errors and use of the GPUs of this machine, from nvidia-smi, by its first rank."""
     program = shutil.which("nvidia-smi")
     if program is None:
         why = "no GPU" if process.device.type == "cpu" else "nvidia-smi is not in PATH"
@@ -338,45 +316,45 @@ def gpu_state(process: RankProcess) -> Iterator[Finding]:
     rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines())]
     if chosen := tuple(one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one):
         rows = [row for row in rows if row[0] in chosen or row[1].startswith(chosen)]
-    problems = []
+    good = f"{counted(len(rows), 'GPU')}, no errors, no other users"
     for index, uuid, name, errors, used, slowdown in rows:
-        gpu = f"GPU {index} ({name}, {uuid})"
+        problems = []
         if errors.strip("0").isdecimal():
-            remedy = "Reset or replace this GPU; drain the node"
-            problems.append(Finding("failed", f"{gpu}: {errors} uncorrected memory errors", remedy))
+            what = f"{errors} uncorrected memory errors"
+            problems.append(Finding("failed", what, "Reset or replace this GPU; drain the node"))
         if slowdown == "Active":
             remedy = "Look at temperature, fans and power: nvidia-smi -q -d PERFORMANCE"
-            problems.append(Finding("warning", f"{gpu}: slowed down by hardware", remedy))
+            problems.append(Finding("warning", "slowed down by hardware", remedy))
         if used.isdecimal() and int(used) > 2048:  # MiB; the contexts of the ranks take less
             remedy = "End the other processes that `nvidia-smi` lists"
-            problems.append(Finding("warning", f"{gpu}: {used} MiB are in use", remedy))
-    yield from problems or [Finding("ok", f"{counted(len(rows), 'GPU')}, no errors, no other users")]
+            problems.append(Finding("warning", f"{used} MiB are in use", remedy))
+        for one in problems:
+            good = ""
+            yield replace(one, figure=f"GPU {index} ({name}, {uuid}): {one.figure}")
+    if good:
+        yield Finding("ok", good)
 
 
 def shared_memory(process: RankProcess) -> Iterator[Finding]:
-    """Free space of /dev/shm, through which NCCL and DataLoader workers exchange data."""
-    # In Docker's 64 MiB both end with a bus error; the documentation of NCCL gives a container 1 GiB.
+    # Through it, NCCL and DataLoader workers exchange data. In Docker's 64 MiB both end with a bus error; the
+    # documentation of NCCL gives a container 1 GiB.
     space = os.statvfs("/dev/shm")
     total, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
     remedy = "Remove what ended processes left there, or make it larger: docker run --shm-size=8g, in "
     remedy += "Kubernetes an emptyDir of medium Memory, on a host mount -o remount,size=8G /dev/shm"
     figure = f"{memory_text(free)} free of {memory_text(total)} in /dev/shm, 1 GiB advised"
-    values = {"free_bytes": free, "total_bytes": total}
-    yield Finding(level(free, (64 << 20) + 1, 1 << 30), figure, remedy, values)
+    yield Finding(level(free, (64 << 20) + 1, 1 << 30), figure, remedy, {"total_bytes": total})
 
 
 def open_files(process: RankProcess) -> Iterator[Finding]:
-    """`ulimit -n`: open shards, connections to a store, and sockets to the other ranks."""
     soft, hard = (limit if limit >= 0 else 1 << 40 for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    needed = 2 * OPEN_FILES + 4 * process.world_size
+    needed = 2 * OPEN_FILES + 4 * process.world_size  # shards, connections to a store, sockets to ranks
     remedy = f"Run `ulimit -n {max(needed, 4096)}` first; the hard limit, {hard}, is LimitNOFILE= of slurmd, "
     remedy += "nofile in /etc/security/limits.conf, docker run --ulimit nofile=65536"
-    values = {"soft": soft, "hard": hard, "needed": needed}
-    yield Finding(level(soft, needed, needed), f"limit {soft}, {needed} needed", remedy, values)
+    yield Finding(level(soft, needed, needed), f"limit {soft}, {needed} needed", remedy)
 
 
 def space(process: RankProcess) -> Iterator[Finding]:
-    """Free bytes and files of --out and of the folder for temporary files, which need not exist."""
     # A checkpoint of ViT-H has 7.7 GB, and two are kept while a third is written.
     wanted = [("--out ", process.out, 25e9), ("temporary files in ", Path(tempfile.gettempdir()), 1e9)]
     for what, folder, advised in wanted:
@@ -395,5 +373,11 @@ def space(process: RankProcess) -> Iterator[Finding]:
         free, files = stats.f_frsize * stats.f_bavail, stats.f_favail if stats.f_files else 10**9
         figure = f"{what}{folder}: {memory_text(free)} free, {files:,} more files"
         remedy = f"Free space, {memory_text(advised)} are advised, or name a folder on another disk"
-        values = {"folder": str(folder), "free_bytes": free, "free_files": files}
-        yield Finding(level(free if files >= 1000 else 0, advised / 25, advised), figure, remedy, values)
+        yield Finding(level(free if files >= 1000 else 0, advised / 25, advised), figure, remedy)
+
+
+CHECKS = {"GPU state": gpu_state, "shared memory": shared_memory, "open files": open_files, "space": space}
+ORDER = (
+    "versions", "device", "GPU state", "placement", "environment", "CPUs", "memory", "shared memory",
+    "open files", "space", "dataset", "read rate", "bandwidth", "gradients",
+)  # fmt: skip

@@ -32,11 +32,9 @@ from sa1b.workers import available_cpus
 TOUR = (140, "Questions about both", "estimate disk and time", "sa1b plan downloads --out shards")
 
 # Bytes of source per second, from benchmarks/results/intel-xeon-2-cores-parts.json, "reshard": of one worker,
-# which uses more than one processor, and of one processor.
-WORKER_RATE, PROCESSOR_RATE = 197e6, 146e6
-# Processor time with --image-size 1024 / time without it: 7.1 s and 1.45 s for a tar of 192 synthetic images.
-RESIZING = 4.9
-EXAMPLE_SIZE = 1024  # of --image-size, if none is given
+# which uses more than one processor, and of one processor. With --image-size, processor time is multiplied:
+# 7.1 s and 1.45 s for a tar of 192 synthetic images.
+WORKER_RATE, PROCESSOR_RATE, RESIZING = 197e6, 146e6, 4.9
 
 
 def main(
@@ -116,67 +114,59 @@ def main(
         left = [one for one in sources if one.name not in finished]
     is_local, total = store is None or store.is_local, sum(one.size for one in left)
     at_once = workers * nodes if is_local else workers  # sources on the same disk
-    size, own = image_size or EXAMPLE_SIZE, Options(annotations_only=annotations_only)
+    size, own = image_size or 1024, Options(annotations_only=annotations_only)
     original = needed_space(left, own, at_once)
     resized = needed_space(left, replace(own, image_size=size, quality=95), at_once)
-    space = original if image_size is None else resized
-    needed, free = space.spill + (space.shards if is_local else space.staged), None
+    space, free = original if image_size is None else resized, None
+    needed = space.spill + (space.shards if is_local else space.staged)
     if store is not None:
         free = shutil.disk_usage(nearest_existing(store.scratch)).free
     of_node = cpus or available_cpus()
     processors = nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)
     processors /= 1 if image_size is None else RESIZING
-    reading = None if rate is None else rate * 1e6
-    hours = total / min(processors, reading or processors) / 3600
-    code = int(bool(failed) or (free is not None and free < needed))
-    if json_output:
-        document = {
-            "exit_code": code,
-            "sources": len(local) + len(remote),
-            "finished": finished,
-            "failed": failed,
-            "not_taken": len(discovered.not_taken),
-            "bytes_to_read": total,
-            "annotations_only": annotations_only,
-            "shard_bytes": original.shards,
-            "image_size": size,
-            "shard_bytes_with_image_size": resized.shards,
-            "spill_bytes": original.spill,
-            "staged_bytes": 0 if is_local else space.staged,
-            "needed_bytes": needed,
-            "free_bytes": free,
-            "workers": workers,
-            "cpus": of_node,
-            "bytes_per_second": {"processor": processors, "reading": reading},
-            "hours": hours,
-        }
-        show(json.dumps(document, indent=1))
-        return code
+    rates = {"processor": processors, "reading": None if rate is None else rate * 1e6}
+    hours = total / min(processors, rates["reading"] or processors) / 3600
+    few = free is not None and free < needed
+    document = {
+        "exit_code": int(bool(failed) or few),
+        "sources": len(local) + len(remote),
+        "finished": finished,
+        "failed": failed,
+        "not_taken": len(discovered.not_taken),
+        "bytes_to_read": total,
+        "shard_bytes": original.shards,
+        "image_size": size,
+        "shard_bytes_with_image_size": resized.shards,
+        "spill_bytes": original.spill,
+        "staged_bytes": 0 if is_local else space.staged,
+        "needed_bytes": needed,
+        "free_bytes": free,
+        "cpus": of_node,
+        "bytes_per_second": rates,
+        "hours": hours,
+    }
     state = [f"{len(left):,} to convert"]
     state += [] if out is None else [f"{len(finished):,} finished in {store}"]
     state += [f"{len(failed):,} whose link does not work"] if failed else []
     other = f"; with --image-size {size} {size_text(resized.shards)}"
-    other = " without images" if annotations_only else other
     machine = f"{cpus} CPUs" if cpus else f"the {of_node} CPUs of this machine (--cpus: others)"
-    rows = [
-        ("sources", f"{len(local) + len(remote):,}: {', '.join(state)}"),
-        ("to read", size_text(total)),
-        ("shards", f"{size_text(original.shards)}{other}"),
-        ("spill", f"{size_text(space.spill)} for {counted(at_once, 'worker')}"),
-        ("machines", f"{counted(nodes, 'node')} with {counted(workers, 'worker')} on {machine}"),
-    ]
-    if not is_local:
-        rows.append(("scratch", f"{size_text(space.staged)} until the shards are uploaded"))
-    if free is not None:
-        few = "" if free >= needed else f", too little: {size_text(needed)} needed"
-        rows.append(("free", f"{size_text(free)} in {store and store.scratch}{few}"))
-    rates = [(processors, f"the processors: {processors / 1e6:,.0f} MB/s")]
-    rates += [] if reading is None else [(reading, f"reading: {reading / 1e6:,.0f} MB/s")]
-    slower, *faster = [text for _, text in sorted(rates)]
+    known_rates = {"the processors": processors} | ({} if rate is None else {"reading": rate * 1e6})
+    ordered = sorted(known_rates.items(), key=lambda one: one[1])
+    slower, *faster = (f"{name}: {value / 1e6:,.0f} MB/s" for name, value in ordered)
     more = f" ({faster[0]})" if faster else "; pass --rate for the time of reading"
-    rows.append(("time", f"{duration_text(3600 * hours)}, limited by {slower}{more}"))
-    lines = fact_lines(rows)
+    rows = {
+        "sources": f"{document['sources']:,}: {', '.join(state)}",
+        "to read": size_text(total),
+        "shards": f"{size_text(original.shards)}{' without images' if annotations_only else other}",
+        "spill": f"{size_text(space.spill)} for {counted(at_once, 'worker')}",
+        "machines": f"{counted(nodes, 'node')} with {counted(workers, 'worker')} on {machine}",
+        "scratch": "" if is_local else f"{size_text(space.staged)} until the shards are uploaded",
+        "free": "" if store is None or free is None else f"{size_text(free)} in {store.scratch}",
+        "time": f"{duration_text(3600 * hours)}, limited by {slower}{more}",
+    }
+    rows["free"] += f", too little: {size_text(needed)} needed" if few else ""
+    lines = fact_lines([row for row in rows.items() if row[1]])
     if discovered.not_taken:
         lines.append(f"not taken: {counted(len(discovered.not_taken), 'path')}; reshard lists them")
-    show("\n".join([*lines, *failed_lines(failed)]))
-    return code
+    show(json.dumps(document, indent=1) if json_output else "\n".join([*lines, *failed_lines(failed)]))
+    return int(bool(failed) or few)

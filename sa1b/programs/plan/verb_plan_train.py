@@ -23,8 +23,10 @@ from sa1b.report import duration_text, rounded, size_text
 
 TOUR = (150, "Questions about both", "costs of a training run", "sa1b plan train --gpu H100 --nodes 2")
 
-PCIE = 32.0  # GB per second of PCIe 4.0 x16 in one direction
+PCIE = 32e9  # bytes per second of PCIe 4.0 x16 in one direction, for other types of GPU
 CPUS_PER_GPU = 12  # as `sa1b slurm train` requests
+EXPOSED = 0.2  # of the communication, that makes the GPUs wait, at least
+FRAGMENTATION = 0.05  # of the tensors' memory, that the allocator adds
 
 
 def main(
@@ -38,14 +40,11 @@ def main(
     mfu: Annotated[float, tyro.conf.arg(metavar="FRACTION")] = 0.2,
     tflops: float | None = None,
     gpu_memory: Annotated[float | None, tyro.conf.arg(metavar="GB")] = None,
-    link_rate: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None,
     network_gbit: Annotated[float, tyro.conf.arg(metavar="GBIT/S")] = 400.0,
-    exposed: Annotated[float, tyro.conf.arg(metavar="FRACTION")] = 0.2,
     storage_rate: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None,
     cpus: int | None = None,
     decode_rate: Annotated[float | None, tyro.conf.arg(metavar="IMAGES/S")] = None,
     reserved: Annotated[float, tyro.conf.arg(metavar="GB")] = 2.0,
-    fragmentation: Annotated[float, tyro.conf.arg(metavar="FRACTION")] = 0.05,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Print the hours, dollars, memory and reads of a training run on a cluster, without access to it.
@@ -65,18 +64,16 @@ def main(
         mfu: Part of the GPUs' peak that a step reaches without communication and recomputation. The default
             is assumed; a run writes its own as `mfu` to metrics.jsonl.
         tflops: Peak of a GPU in 10^12 operations per second at --parallel.precision, without sparsity. By
-            default the value of the data sheet, as for the next two.
+            default the value of the data sheet, as for its memory and the rate between GPUs of a node.
         gpu_memory: Memory of a GPU in 10^9 bytes.
-        link_rate: Rate between GPUs of a node, in one direction; for other GPUs that of PCIe 4.0.
         network_gbit: Rate between nodes, of all network cards of a node together, in one direction.
-        exposed: At least this part of the communication makes the GPUs wait.
         storage_rate: Rate at which all nodes together can read the storage. By default it is not a limit.
         cpus: CPU cores of a node for decoding. By default 12 for each GPU, as `sa1b slurm train` requests.
         decode_rate: Images per second that one core reads and decodes. By default the rates measured on one
             core of an Intel Xeon: 74 in original size, 220 at 1024 pixels; `sa1b bench` measures this
             machine.
-        reserved: GPU memory that tensors cannot use: CUDA context, workspaces of cuBLAS, buffers of NCCL.
-        fragmentation: Part of the tensors' memory that the allocator adds by rounding and gaps.
+        reserved: GPU memory that tensors cannot use: CUDA context, workspaces of cuBLAS, buffers of NCCL. The
+            allocator adds 5 % by rounding and gaps.
         json_output: Print the estimates as JSON, in SI units.
     """
     if gpu is None and (tflops is None or gpu_memory is None):
@@ -86,72 +83,68 @@ def main(
         from sa1b.engine.planner import NO_ROOT, plan
         from sa1b.engine.watch.hardware import Cluster, Gpu, gpu_named
         from sa1b.recipes.presets import PRESETS
-    other = Gpu(name="other", bf16=0, tf32=0, fp32=0, memory=0, link=PCIE * 1e9)
+    other = Gpu(name="other", bf16=0, tf32=0, fp32=0, memory=0, link=PCIE)
     known = other if gpu is None else gpu_named(gpu)
     config = settings.parse(arguments, None, PRESETS, command("train"), root=NO_ROOT, world_size=nodes * gpus)
     if config.data.root == NO_ROOT and (config.data.view or config.evaluation.view):
         flag = "--data.view" if config.data.view else "--evaluation.view"
         raise UsageError(f"{flag}: needs the dataset directory of the view; also pass --data.root")
     cluster = Cluster(
-        gpu=known.name,
-        nodes=nodes,
-        gpus=gpus,
+        gpu=known.name, nodes=nodes, gpus=gpus, link=known.link, network=network_gbit * 1e9 / 8, mfu=mfu,
         flops=known.peak(config.parallel.precision) if tflops is None else tflops * 1e12,
         gpu_memory=known.memory if gpu_memory is None else gpu_memory * 1e9,
-        link=known.link if link_rate is None else link_rate * 1e9,
-        network=network_gbit * 1e9 / 8,
-        mfu=mfu,
-        exposed=exposed,
-        cpus=CPUS_PER_GPU * gpus if cpus is None else cpus,
-        decode_rate=decode_rate,
+        cpus=CPUS_PER_GPU * gpus if cpus is None else cpus, decode_rate=decode_rate,
         storage=None if storage_rate is None else storage_rate * 1e9,
-        reserved=reserved * 1e9,
-        fragmentation=fragmentation,
-        price=price,
-    )
+        reserved=reserved * 1e9, exposed=EXPOSED, fragmentation=FRAGMENTATION, price=price,
+    )  # fmt: skip
     found = plan(config, cluster, images_per_second)
-    masks = f"up to {config.data.masks} masks an image"
-    show(json.dumps(found, indent=1) if json_output else table(found, masks))
+    show(json.dumps(found, indent=1) if json_output else table(found, config))
     return int(found["exit_code"])
 
 
-def table(found: dict[str, Any], masks: str) -> str:
+def table(found: dict[str, Any], config: Any) -> str:
     """The estimates as text."""
     cluster, data, ranks, steps = found["cluster"], found["data"], found["ranks"], found["steps"]
-    times, read, memory = found["seconds"], found["read_bytes_per_second"], found["memory_bytes"]
-    kind, room, saved = data["kind"], size_text(cluster["gpu_memory"], 2), found["checkpoint_bytes"]
-    sent = f"{_seconds(times['communication'])} of communication, of which"
+    times, memory, kind, saved = (
+        found["seconds"],
+        found["memory_bytes"],
+        data["kind"],
+        found["checkpoint_bytes"],
+    )
+    nodes, step, kept = cluster["nodes"], found["seconds_per_step"], found["checkpoints_kept"]
+    each, how = data["bytes"] / data["images"], config.parallel
+    read, busy = found["global_batch"] * each / step, times["decoding"] / step * cluster["cpus"]
     price = "" if found["dollars"] is None else f", {rounded(found['dollars'])} dollars"
-    share = f"{found['images_per_rank']:,.0f} images an epoch, the number in {found['files_per_rank']:,.1f}"
-    held = f"{size_text(data['bytes'], 2)} in {counted(data['files'], kind)}"
-    batch = f"{counted(ranks, 'rank')} x {counted(found['micro_batches'], 'micro-batch', 'es')}"
     rows = [
-        ("cluster", f"{counted(cluster['nodes'], 'node')} x {cluster['gpus']} {cluster['gpu']} = "
-                    f"{counted(ranks, 'rank')}, mode {found['mode']}, precision {found['precision']}"),
+        ("cluster", f"{counted(nodes, 'node')} x {cluster['gpus']} {cluster['gpu']} = "
+                    f"{counted(ranks, 'rank')}, mode {how.mode}, precision {how.precision}"),
         ("model", f"{found['parameters'] / 1e6:,.1f} M parameters"),
         ("data", f"{counted(data['images'], 'image')} of {data['source']}"),
-        ("", f"{held}, {size_text(data['bytes_per_image'])} an image"),
-        ("each rank", f"{share} {kind}s; it reads from all {kind}s"),
-        ("batch", f"{counted(found['global_batch'], 'image')} = {batch} of up to {found['micro_batch']}"),
+        ("", f"{size_text(data['bytes'], 2)} in {counted(data['files'], kind)}, {size_text(each)} an image"),
+        ("each rank", f"{found['images_per_rank']:,.0f} images an epoch, the number in "
+                      f"{found['files_per_rank']:,.1f} {kind}s; it reads from all {kind}s"),
+        ("batch", f"{counted(found['global_batch'], 'image')} = {counted(ranks, 'rank')} x "
+                  f"{counted(found['micro_batches'], 'micro-batch', 'es')} of up to {found['micro_batch']}"),
         ("run", f"{counted(steps, 'step')} = {rounded(found['epochs'])} epochs of "
                 f"{counted(found['steps_per_epoch'], 'step')}"),
-        ("step", f"{_seconds(found['seconds_per_step'])}, limited by: {found['limited_by']}"),
-        ("", f"{rounded(found['flops_per_step'] / 1e12)} TFLOP for {masks}: {_seconds(times['compute'])}"),
-        ("", f"{sent} {_seconds(times['exposed_communication'])} is not hidden"),
-        ("", f"{_seconds(times['decoding'])} of decoding; {found['decoding_cores_per_node']:,.1f} of "
-             f"{counted(cluster['cpus'], 'core')} of each node are busy"),
-        ("time", f"{duration_text(3600 * found['hours_per_epoch'])} an epoch, "
+        ("step", f"{_seconds(step)}, limited by: {found['limited_by']}"),
+        ("", f"{rounded(found['flops_per_step'] / 1e12)} TFLOP for up to {config.data.masks} masks an image: "
+             f"{_seconds(times['compute'])}"),
+        ("", f"{_seconds(times['communication'])} of communication, of which "
+             f"{_seconds(times['exposed_communication'])} is not hidden"),
+        ("", f"{_seconds(times['decoding'])} of decoding; {busy:,.1f} of {counted(cluster['cpus'], 'core')} "
+             "of each node are busy"),
+        ("time", f"{duration_text(3600 * found['hours'] / found['epochs'])} an epoch, "
                  f"{duration_text(3600 * found['hours'])} the run"),
         ("cost", f"{rounded(found['gpu_hours'])} GPU hours{price}"),
-        ("reads", f"{size_text(read['all'], 2)}/s of all nodes, {size_text(read['per_node'], 2)}/s of each"),
-        ("checkpoints", f"{found['checkpoints_written']:,} of {size_text(saved, 2)}; at most "
-                        f"{found['checkpoints_kept']} are kept, and one is being written: "
-                        f"{size_text((found['checkpoints_kept'] + 1) * saved, 2)}"),
+        ("reads", f"{size_text(read, 2)}/s of all nodes, {size_text(read / nodes, 2)}/s of each"),
+        ("checkpoints", f"{found['checkpoints_written']:,} of {size_text(saved, 2)}; at most {kept} are "
+                        f"kept, and one is being written: {size_text((kept + 1) * saved, 2)}"),
         ("memory", f"{size_text(memory['peak'], 2)} of tensors on each rank:"),
         *(("", f"{name:<14}{size_text(size, 2):>10}") for name, size in memory.items()
           if size and name not in ("peak", "needed")),
-        ("", f"{size_text(memory['needed'], 2)} of {room} with allocator and reserve: "
-             f"{'fits' if found['fits'] else 'does not fit'}"),
+        ("", f"{size_text(memory['needed'], 2)} of {size_text(cluster['gpu_memory'], 2)} with allocator and "
+             f"reserve: {'fits' if found['fits'] else 'does not fit'}"),
     ]  # fmt: skip
     if not found["fits"]:
         size = found["largest_micro_batch"]
@@ -159,20 +152,14 @@ def table(found: dict[str, Any], masks: str) -> str:
         none = "no micro-batch fits; " if size == 0 else ""
         rows.append(("", f"{none}pass {first}--model.checkpoint-blocks all, --parallel.mode fsdp, "
                          "--parallel.precision bf16, or use a larger GPU"))  # fmt: skip
-    limits = {
-        "--mfu": f"{cluster['mfu']:.3g}",
-        "--tflops": f"{cluster['flops'] / 1e12:,.0f}",
-        "--exposed": f"{cluster['exposed']:g}",
-        "--network-gbit": f"{cluster['network'] * 8 / 1e9:,.0f}",
-        "--link-rate": f"{cluster['link'] / 1e9:,.0f}",
-        "--storage-rate": "no limit" if cluster["storage"] is None else f"{cluster['storage'] / 1e9:g}",
-        "--cpus": cluster["cpus"],
-        "--decode-rate": f"{found['decode_rate']:g}",
-        "--gpu-memory": f"{cluster['gpu_memory'] / 1e9:g}",
-        "--reserved": f"{cluster['reserved'] / 1e9:g}",
-        "--fragmentation": f"{cluster['fragmentation']:g}",
-    }
-    rows.append(("assumed", ", ".join(f"{flag} {value}" for flag, value in limits.items())))
+    storage = "no limit" if cluster["storage"] is None else f"{cluster['storage'] / 1e9:g}"
+    text = "--mfu {mfu:.3g}, --tflops {flops:,.0f}, --network-gbit {network:,.0f}, --storage-rate {storage}, "
+    text += (
+        "--cpus {cpus}, --decode-rate {decode_rate:g}, --gpu-memory {gpu_memory:g}, --reserved {reserved:g}"
+    )
+    units = {"flops": 1e12, "network": 1e9 / 8, "gpu_memory": 1e9, "reserved": 1e9}
+    given = cluster | {name: cluster[name] / unit for name, unit in units.items()} | {"storage": storage}
+    rows.append(("assumed", text.format(**given)))
     return "\n".join(f"{name:<14}{text}" for name, text in rows)
 
 

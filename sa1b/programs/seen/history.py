@@ -56,16 +56,14 @@ class Span:
     known: dict[str, Opened]  # of all starts, most of which have the same datasets
 
     def positions(self, first: int, stop: int) -> range:
-        """The positions of some of the steps."""
         begin, batch = self.start["data"]["stream"]["position"], self.start["data"]["global_batch"]
         return range(begin + (first - self.first) * batch, begin + (stop - self.first) * batch)
 
     def opened(self) -> Opened:
         """The stream. UsageError: a dataset directory or view is no longer that of the run."""
-        data, config = self.start["data"], self.start["config"]
-        plan = {"global_batch": data["global_batch"], "micro_batch": config["data"]["micro_batch"]}
-        plan["world_size"] = self.start["world_size"]
-        key = json.dumps((data["sources"], {**data["stream"], "position": 0, "history": None}, plan))
+        data = self.start["data"]
+        state = {**data["stream"], "position": 0, "history": None}
+        key = json.dumps((data["sources"], state, data["global_batch"]))
         if key not in self.known:
             self.known[key] = _opened(*json.loads(key))
         return self.known[key]
@@ -96,7 +94,7 @@ class Span:
 
 
 def read_lines(run: str) -> list[bytes]:
-    """The complete lines of a run's metrics.jsonl, in a folder or at a URL. UsageError: there is none."""
+    """The complete lines of a run's metrics.jsonl, in a folder or at a URL."""
     try:
         return open_store(run).read("metrics.jsonl").split(b"\n")[:-1]
     except (MissingError, FileNotFoundError):
@@ -108,9 +106,9 @@ def spans_of(run: str, before: int | None = None) -> list[Span]:
     lines = read_lines(run)
     try:
         starts = [json.loads(line)["run"] for line in lines if line.startswith(b'{"run": ')]
-        steps = (json.loads(line)["step"] for line in reversed(lines) if line.startswith(b'{"step": '))
-        done = next(steps, 0)
-        if not 0 <= (last := done if before is None else before) <= done:
+        done = next((json.loads(line)["step"] for line in lines[::-1] if line.startswith(b'{"step": ')), 0)
+        last = done if before is None else before
+        if last > done:
             raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")
         stops, damage = [*(start["step"] for start in starts[1:]), last], _damage_of(run)
         pairs, known = zip(starts, stops, strict=True), dict[str, Opened]()
@@ -136,13 +134,12 @@ class _NoDamageLog(DamageLog):
         pass
 
 
-def _opened(sources: Document, state: Document, plan: Document) -> Opened:
+def _opened(sources: Document, state: Document, batch: int) -> Opened:
     states = state.get("sources", dict.fromkeys(sources, state))
     with TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
-        paths = (Path(folder, f"{number}.json") for number in range(len(sources)))
-        named = zip(sources.items(), paths, strict=True)
-        streams = {name: _stream(source, states[name], plan, path) for (name, source), path in named}
+        view = Path(folder, "view.json")
+        streams = {name: _stream(source, states[name], batch, view) for name, source in sources.items()}
     stream: sa1b.Stream | sa1b.Mix = next(iter(streams.values()))
     if "phases" in state:
         (_, weights), *later = state["phases"]
@@ -152,7 +149,7 @@ def _opened(sources: Document, state: Document, plan: Document) -> Opened:
     return Opened(stream, streams, ids, [str(warning.message) for warning in noted])
 
 
-def _stream(source: Document, state: Document, plan: Document, path: Path) -> sa1b.Stream:
+def _stream(source: Document, state: Document, batch: int, path: Path) -> sa1b.Stream:
     """The stream of a dataset with the sequence of a state; warnings name changes. If sources were added to
     the directory, it reads a view of the images before, which is written to `path`.
     """
@@ -169,8 +166,8 @@ def _stream(source: Document, state: Document, plan: Document, path: Path) -> sa
     options.pop("text", None)  # texts are not rebuilt
     decoder = options["decoder"].rpartition("-")[0] if torch.cuda.is_available() else "cpu"
     own = {name: state[name] for name in ("seed", "block_size")} | options | {"decoder": decoder}
-    layers = [layer for layer, _ in state.get("layers", ())]
-    stream = sa1b.Stream(root, view=view, layers=layers, rank=0, epochs=None, **plan, **own)
+    own |= {"global_batch": batch, "layers": [layer for layer, _ in state.get("layers", ())]}
+    stream = sa1b.Stream(root, view=view, rank=0, world_size=1, epochs=None, **own)
     try:
         stream.check_state({**state, "position": 0, "options": options})
     except ResumeError as error:
@@ -194,7 +191,6 @@ def seen_images(spans: Sequence[Span]) -> dict[str, tuple[str, Int64, Int64]]:
 
 def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
     """The masks that were chosen of these images, or of all, and how often each was. No image is decoded."""
-    names = "source", "image_id", "mask_id", "mask_index"
     times: Counter[tuple[str, int, int, int]] = Counter()
     for span in spans:
         opened = span.opened()
@@ -212,4 +208,5 @@ def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
                         masks, name = sample.masks, [*opened.streams][pending.which[0]]
                         pairs = zip(masks.mask_ids.tolist(), masks.mask_index.tolist(), strict=True)
                         times.update((name, masks.image_id, *pair) for pair in pairs)
+    names = "source", "image_id", "mask_id", "mask_index"
     return [dict(zip(names, key, strict=True)) | {"times": times[key]} for key in sorted(times)]

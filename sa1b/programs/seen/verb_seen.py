@@ -74,12 +74,13 @@ def main(
                 lines += [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in own]
     for name, (root, ids, times) in found.items() if not image else ():
         figures = {
-            "used": int(times.sum()),
-            "distinct": int((times > 0).sum()),
-            "least": int(times.min()),
-            "most": int(times.max()),
+            "used": times.sum(),
+            "distinct": (times > 0).sum(),
+            "least": times.min(),
+            "most": times.max(),
         }
-        sources.append({"source": name, "root": root, "images": len(ids), **figures})
+        counts = {key: int(figure) for key, figure in figures.items()}
+        sources.append({"source": name, "root": root, "images": len(ids), **counts})
         text = "{used:,} images used, {distinct:,} of {images:,} seen, each {least:,} to {most:,} times"
         lines.append(f"{name} ({root}): {text.format(**sources[-1])}")
     if out is not None:
@@ -98,17 +99,16 @@ def _write(out: Path, found: Any, chosen: list[dict[str, Any]] | None, images: t
 
     from sa1b.storage.atomic import write_whole
 
+    names = "image_id", "mask_id", "mask_index", "times"
+    schema = pa.schema([*((name, pa.int64()) for name in names), ("source", pa.string())])
     if chosen is not None:
-        names = "image_id", "mask_id", "mask_index", "times"
-        schema = pa.schema([*((name, pa.int64()) for name in names), ("source", pa.string())])
         table = pa.Table.from_pylist(chosen, schema)
     else:
-        used = [(times > 0) & (not images or np.isin(ids, images)) for _, ids, times in found.values()]
-        parts = [
-            pa.table({"image_id": ids[rows], "times": times[rows], "source": [name] * int(rows.sum())})
-            for (name, (_, ids, times)), rows in zip(found.items(), used, strict=True)
-        ]
-        table = pa.concat_tables(parts, promote_options="permissive")
+        parts, columns = [], pa.schema([schema.field(name) for name in ("image_id", "times", "source")])
+        for name, (_, ids, times) in found.items():
+            rows = (times > 0) & (not images or np.isin(ids, images))
+            parts.append(pa.table([ids[rows], times[rows], [name] * int(rows.sum())], schema=columns))
+        table = pa.concat_tables(parts)
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     write_whole(out, buffer.getvalue())
