@@ -130,7 +130,9 @@ def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
     code, phases = 0, Phases()
     rank_info = start(config.parallel, config.folder)
-    config = settings.agree(config.resolved(), rank_info)
+    config = config.resolved()
+    if config.dry_run or config.evaluate_only:
+        settings.agree(config, rank_info)
     if config.dry_run:
         dry_run(config, rank_info)
     elif config.evaluate_only:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sa1b.engine.model import unwrap
 from sa1b.engine.precision import autocast
-from sa1b.engine.ranks.agreement import DisagreementError, agree
+from sa1b.engine.ranks.agreement import DisagreementError, agree_on_weights
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.process_group import set_timeout
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -37,7 +37,7 @@ def trace(config: ParallelConfig, accumulation: int) -> dict[str, Any]:
                 with autocast(config.precision, rank_info.device):
                     scores = run.module.eval()(*samples(range(1)), evaluate=True)
                 assert scores["unions"].sum() > 0
-                agree(run.module, rank_info)
+                agree_on_weights(run.module, rank_info)
                 run.module.train()
         return {
             "losses": run.losses,
@@ -221,12 +221,12 @@ def disagreement(config: ParallelConfig, what: str) -> str:
                 wrap(interactive, config, rank_info)
             else:
                 module = wrap(build(), config, rank_info)
-                agree(module, rank_info)
+                agree_on_weights(module, rank_info)
                 if odd:
                     tensor = unwrap(module).state_dict()[what]
                     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     held.view(-1)[-1] += 1e-6
-                agree(module, rank_info)
+                agree_on_weights(module, rank_info)
         except DisagreementError as error:
             return str(error)
     return ""

@@ -1,5 +1,6 @@
 """One process, DDP and FSDP train the same model; differing ranks and invalid settings are refused."""
 
+import re
 import socket
 from collections.abc import Callable
 from functools import cache
@@ -209,15 +210,17 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one_bit_for_bit(
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_models_from_different_seeds_are_refused(ranks: Ranks, mode: str) -> None:
     for rank in ranks((2, False)):
-        assert "model.image_encoder.blocks.0.attn.proj.weight: differs between ranks" in rank[f"seed, {mode}"]
-        assert "ranks [0] hold" in rank[f"seed, {mode}"]
-        assert "ranks [1] hold" in rank[f"seed, {mode}"]
+        assert re.search(
+            r"^\S+: is \(.*, crc32 0x\w+ on rank 0 and .*, crc32 0x\w+ on rank 1; build",
+            rank[f"seed, {mode}"],
+        )
 
 
 def test_models_of_different_shapes_are_refused(ranks: Ranks) -> None:
     for rank in ranks((2, False)):
-        assert "ranks [0] hold model.mask_decoder.iou_token.weight: (1, 32)" in rank["shape"]
-        assert "ranks [1] hold model.mask_decoder.iou_token.weight: (2, 32)" in rank["shape"]
+        assert re.search(
+            r"iou_token.weight: is \(1, 32\) .* on rank 0 and \(2, 32\) .* on rank 1", rank["shape"]
+        )
 
 
 @pytest.mark.parametrize(

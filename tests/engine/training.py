@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sa1b.engine.model import unwrap
 from sa1b.engine.precision import grad_scaler
-from sa1b.engine.ranks.agreement import agree
+from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import OptimConfig, ParallelConfig
@@ -185,7 +185,7 @@ def begin(
         set_state_dict(
             module, optimizer, model_state_dict=deepcopy(state[0]), optim_state_dict=deepcopy(state[1])
         )
-        agree(module, rank_info)
+        agree_on_weights(module, rank_info)
     if primed:
         first = next(run.batches(RankInfo(0, 1, 0, rank_info.device), 0, 2))  # two images
         warm_up(module, lambda: run.accumulate(first, last=True))

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sa1b.engine.model import declared
 from sa1b.engine.precision import compute_dtype
-from sa1b.engine.ranks.agreement import agree
+from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import DataConfig, ParallelConfig, group_size, with_flags
 from sa1b.engine.step.gradients import shared_statistics
@@ -45,7 +45,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     Frozen parameters have requires_grad False already. UsageError: see `shared_statistics`.
     DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
     """
-    agree(module, rank_info)
+    agree_on_weights(module, rank_info)
     if config.mode != "none":
         sync, accepted = config.sync_batchnorm, config.broadcast_buffers
         module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
@@ -65,7 +65,7 @@ def _ddp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     wrapped = DistributedDataParallel(
         module,
-        init_sync=False,  # `agree` has compared the models
+        init_sync=False,  # `agree_on_weights` has compared them
         device_ids=[rank_info.device.index] if rank_info.device.type == "cuda" else None,
         bucket_cap_mb=config.bucket,
         gradient_as_bucket_view=True,

@@ -16,11 +16,11 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
-from sa1b.engine.config import Config, build, initial_weights, with_steps
+from sa1b.engine.config import Config, agree, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.model import by_source, declared, inputs_of, stored, worst_image
 from sa1b.engine.precision import grad_scaler
-from sa1b.engine.ranks.agreement import agree, check_shared_folder, hosts
+from sa1b.engine.ranks.agreement import agree_on_weights, check_shared_folder, hosts
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
@@ -41,6 +41,7 @@ from sa1b.stream.batch import Batch
 from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.mix import Mix
 from sa1b.stream.plan import ResumeError
+from sa1b.version import code_digest
 
 Watching = AbstractContextManager[object]
 
@@ -93,7 +94,8 @@ class Run:
         self.control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
         data = config.data
         self.feed = Feed(data, config.image_size, rank_info, config.folder, config.seed)
-        config = self.config = with_steps(config, self.feed.images)
+        config = with_steps(config, self.feed.images)
+        config = self.config = agree(config, rank_info, code=code_digest(), data=str(self.feed.receipt()))
         self.held_out = held_out_feed(config, rank_info, self.feed.stream)
         phases.reading = self.reading
         weights = initial_weights(config)
@@ -183,7 +185,7 @@ class Run:
             said += resume.lines(saved, settings, out, step=self.step, steps=steps, position=position)
             # On all ranks, as warnings, they would be printed many times.
             said += [f"warning: {warning.message}" for warning in noted]
-        agree(self.module, self.rank_info)
+        agree_on_weights(self.module, self.rank_info)
         return None if state is None else state.get("metrics"), said
 
     def save(self, line: dict[str, Any] | None) -> None:
