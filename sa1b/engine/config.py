@@ -27,7 +27,7 @@ from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket_checkpoints import committed
 from sa1b.engine.checkpoint.remote_run import local_folder
 from sa1b.engine.mix_file import roots_of
-from sa1b.engine.model import Scorer, checked, declared
+from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -151,7 +151,7 @@ class Config(ABC):
 def build(config: Config, weights: str | None) -> nn.Module:
     """The model with weights from the seed or --init, which rank 0 prints; UsageError: they do not fit."""
     torch.manual_seed(config.seed)  # so that every rank has the same weights
-    module = checked(config.build())
+    module = config.build()
     if weights is not None:
         line = load_weights(declared(module), weights, config.scratch)
         if int(os.environ.get("RANK", "0")) == 0:

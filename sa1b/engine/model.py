@@ -52,7 +52,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -131,18 +130,6 @@ class Model(Protocol):
         ...
 
 
-@runtime_checkable
-class LimitedModel(Protocol):
-    """A model with limits of parameters, which are applied after each step of the optimizer.
-
-    A limit in `forward` alone is not enough: the gradient is 0 beyond it, and the parameter would stay there.
-    `largest`: name of a parameter of `weights()` -> its largest value.
-    """
-
-    @property
-    def largest(self) -> Mapping[str, float]: ...
-
-
 class Scorer(Protocol):
     """The results of an evaluation: sums over all images, and masks to show."""
 
@@ -178,68 +165,7 @@ def declared(module: nn.Module) -> Model:
 
 
 class ModelError(UsageError):
-    """A model does not fulfil the contract; the message names its class, the part and the value."""
-
-
-def checked(module: nn.Module) -> nn.Module:
-    """A new model, after a check of its attributes; its first training step checks the result of `forward`.
-    ModelError: the model does not fulfil the contract.
-    """
-    model, figures = declared(module), declared(module).figures
-    methods = [name for name in dir(Model) if not name.startswith("_") and callable(getattr(Model, name))]
-    for name in methods:
-        _require(callable(getattr(model, name)), module, name, getattr(model, name), "must be a method")
-    names = isinstance(figures, tuple | list) and "loss" in figures
-    _require(names, module, "figures", figures, 'must be a tuple of names that contains "loss"')
-    labels = isinstance(model.shown, Mapping) and {*model.shown.values()} <= {*figures}
-    _require(labels, module, "shown", model.shown, "must be a dictionary, label -> name in figures")
-    weights = model.weights()
-    _require(isinstance(weights, nn.Module), module, "weights()", weights, "must be a module")
-    trained = any(parameter.requires_grad for parameter in weights.parameters())
-    _require(trained, module, "weights()", weights, "must have a parameter that requires a gradient")
-    for name, parameter in weights.named_parameters():
-        layer, decays = model.layer_of(name), model.decays(name, parameter)
-        _require(isinstance(layer, int | None), module, f"layer_of({name!r})", layer, "must be int or None")
-        _require(decays is not None, module, f"decays({name!r}, ...)", decays, "must be True or False")
-    units = model.fsdp_units()
-    _require(isinstance(units, list), module, "fsdp_units()", units, "must be a list, which may be empty")
-    handles: list[RemovableHandle] = []
-
-    def check_sums(of: nn.Module, arguments: object, sums: Any) -> None:
-        if not torch.is_grad_enabled():
-            return  # an evaluation has other results
-        needed = ("count", *figures)
-        _require(isinstance(sums, Mapping), of, "forward()", sums, f"must be a dictionary with {needed}")
-        for name in needed:
-            what = f"forward()[{name!r}]"
-            _require(name in sums, of, what, None, f"must be in the result, which has {sorted(sums)}")
-            is_scalar = isinstance(sums[name], Tensor) and sums[name].ndim == 0
-            _require(is_scalar, of, what, sums[name], "must be a tensor without dimensions, a sum")
-        loss = sums["loss"]
-        _require(loss.requires_grad, of, "forward()['loss']", loss, "must have a gradient (not detached)")
-        handles.pop().remove()
-
-    handles.append(module.register_forward_hook(check_sums))
-    return module
-
-
-def inputs_of(model: Model, batch: Batch, seed: int) -> tuple[Any, ...]:
-    """The arguments of `forward`; raises ModelError if they are no tuple."""
-    inputs = model.inputs(batch, seed)
-    _require(
-        isinstance(inputs, tuple | list),
-        model,
-        "inputs()",
-        inputs,
-        "must be a tuple, the arguments of forward",
-    )
-    return inputs
-
-
-def _require(holds: bool, model: object, part: str, value: object, must: str) -> None:
-    if not holds:
-        shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-        raise ModelError(f"{type(model).__name__}.{part} is {shape}: {must}; see sa1b.engine.model.Model")
+    """A model lacks attributes of the contract; the message names them."""
 
 
 def stored(module: nn.Module) -> nn.Module:

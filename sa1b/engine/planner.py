@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from sa1b.console import counted
 from sa1b.engine.config import Config, build, initial_weights, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.model import declared, inputs_of, stored
+from sa1b.engine.model import declared, stored
 from sa1b.engine.precision import autocast, compute_dtype
 from sa1b.engine.ranks.parallel import units
 from sa1b.engine.ranks.process_group import replicas_on, stop
@@ -158,7 +158,7 @@ def _activations(
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         before = live.peak = live.bytes
         with autocast(config.parallel.precision, _CPU):
-            sums = module(*inputs_of(declared(module), batch, config.seed))
+            sums = module(*declared(module).inputs(batch, config.seed))
         sums["loss"].backward()
         in_float32 = weights + sum(2 * numbers(unit) for unit in gathered if half)
         return in_float32, with_batch - weights, live.peak - before

@@ -38,7 +38,7 @@ from sa1b.stream.tokenizer import BYTES
 
 PIXEL_FEATURES = 32  # numbers of each pixel of the predicted masks
 SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background
-_ENCODER, _SCALE = "image_encoder.", "log_scale"
+_ENCODER = "image_encoder."
 
 
 class Grounding(nn.Module):
@@ -94,11 +94,6 @@ class Grounding(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(PIXEL_STD).view(3, 1, 1), persistent=False)
         if config.compile_blocks:
             self.image_encoder.compile_blocks()
-
-    @property
-    def largest(self) -> dict[str, float]:
-        """The limit of the inverse temperature; see `sa1b.engine.model.LimitedModel`."""
-        return {_SCALE: -math.log(self.recipe.least_temperature)}
 
     def inputs(self, batch: Batch, seed: int) -> tuple[Tensor, Phrased, Tensor]:
         """Images, masks with phrases, and image keys; see `phrased`."""
@@ -209,7 +204,9 @@ class Grounding(nn.Module):
         texts = functional.normalize(self.text_head(phrases).float(), dim=-1)
         logits = self.mask_logits(embeddings, phrases, texts, masks.counts)[kept]
         texts = texts[kept]
-        scale = self.log_scale.clamp(max=self.largest[_SCALE]).exp()
+        # Without the gradient of a clamp, which is 0 beyond the limit: the parameter would stay there.
+        excess = functional.relu(self.log_scale + math.log(self.recipe.least_temperature)).detach()
+        scale = (self.log_scale - excess).exp()
         if evaluate:
             return {"regions": regions, "texts": texts, "scale": scale, "logits": logits}
         return self._losses(masks, regions, texts, logits, scale=scale, kept=kept)
@@ -279,7 +276,7 @@ class Grounding(nn.Module):
 
 def is_grounding(weights: Mapping[str, Tensor]) -> bool:
     """Whether tensors are those of a grounding model, not those of a SAM."""
-    return _SCALE in weights
+    return "log_scale" in weights
 
 
 def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor, slice]:

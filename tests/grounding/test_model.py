@@ -8,8 +8,6 @@ import torch
 from torch.nn import functional
 
 from sa1b.engine.model import Model
-from sa1b.engine.settings import OptimConfig
-from sa1b.engine.step.optim import make_optimizer
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import contrastive_loss, region_features
 from sa1b.sam.model import ModelConfig, Sam
@@ -122,16 +120,12 @@ def test_the_temperature_has_a_limit() -> None:
     assert float(build().log_scale.detach()) == pytest.approx(-math.log(0.07))
 
 
-def test_the_temperature_leaves_its_limit_after_steps_that_push_it_beyond() -> None:
+def test_the_temperature_has_a_gradient_beyond_its_limit() -> None:
     model = build(temperature=0.02, least_temperature=0.02)
-    optimizer = make_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.0), 256)
-    for _ in range(3):
-        model.log_scale.grad = torch.full_like(model.log_scale, -1.0)
-        optimizer.step()
-    assert float(model.log_scale.detach()) == pytest.approx(-math.log(0.02))
-    sums = model.train()(*samples(range(3)))
-    sums["loss"].backward()
-    assert float(model.log_scale.grad) != -1.0  # the loss has a gradient at the limit
+    with torch.no_grad():
+        model.log_scale.fill_(10.0)
+    model.train()(*samples(range(3)))["loss"].backward()
+    assert float(model.log_scale.grad) != 0
 
 
 def test_an_empty_micro_batch_has_zero_sums_and_a_gradient_for_each_parameter() -> None:

@@ -8,10 +8,8 @@ specifies no limit of the gradient norm; the default here is 1, and SAM 2 has 0.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from sa1b.arguments import Range
 from sa1b.console import counted
-from sa1b.engine.model import LimitedModel, declared
+from sa1b.engine.model import declared
 from sa1b.engine.settings import OptimConfig
 from sa1b.errors import UsageError
 
@@ -78,16 +76,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimi
         for (layer, decaying), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
     # fused: one kernel for all weights, on GPUs and CPUs; leaves fp16's overflow on the device
-    optimizer = AdamW(described, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)
-    if isinstance(model, LimitedModel):
-        optimizer.register_step_post_hook(partial(_limit, dict(weights.named_parameters()), model.largest))
-    return optimizer
-
-
-@torch.no_grad()
-def _limit(parameters: Mapping[str, nn.Parameter], largest: Mapping[str, float], *_: Any) -> None:
-    for name, value in largest.items():
-        _local(parameters[name].detach()).clamp_(max=value)
+    return AdamW(described, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:

@@ -18,7 +18,7 @@ from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, agree, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.model import by_source, declared, inputs_of, stored, worst_image
+from sa1b.engine.model import by_source, declared, stored, worst_image
 from sa1b.engine.precision import grad_scaler
 from sa1b.engine.ranks.agreement import agree_on_weights, check_shared_folder, hosts
 from sa1b.engine.ranks.parallel import wrap
@@ -63,7 +63,7 @@ class TrainStep:
         self, batch: Batch, backward: Callable[[Tensor], object] = torch.autograd.backward
     ) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch; see the function of this name."""
-        inputs, precision = inputs_of(self.model, batch, self.config.seed), self.config.parallel.precision
+        inputs, precision = self.model.inputs(batch, self.config.seed), self.config.parallel.precision
         arguments = self.module, inputs, self.divisor, precision, self.rank_info, self.scaler
         return forward_backward(*arguments, backward)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sa1b.console import counted
-from sa1b.engine.model import declared, inputs_of
+from sa1b.engine.model import declared
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.process_group import start
 from sa1b.engine.settings import ParallelConfig
@@ -251,7 +251,7 @@ Given = tuple[nn.Module, Batch]  # of the user's, instead of a preset's
 
 def backward(process: RankProcess, module: nn.Module, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sums of a model, and after a backward pass the gradients by name, None for one that it lacks."""
-    inputs = inputs_of(declared(module), batch.to(process.device), 0)
+    inputs = declared(module).inputs(batch.to(process.device), 0)
     torch.manual_seed(process.rank)  # of dropout
     sums: dict[str, Tensor] = module(*inputs)
     torch.autograd.backward(sums["loss"])
