@@ -20,16 +20,12 @@ import msgspec
 from sa1b.engine.settings import DataConfig
 from sa1b.errors import UsageError
 from sa1b.stream.mix import Mix
-from sa1b.stream.mixture import fraction_of
 
 # Settings of a step or a process, which all sources share.
-_SHARED = ("mix", "global_batch", "micro_batch", "target_size", "threads", "prefetch", "decode", "text_width")
+_SHARED = {"mix", "global_batch", "micro_batch", "target_size", "threads", "prefetch", "decode", "text_width"}
 
 
-_FORM = "write sources: {NAME: {root: FOLDER, weight: 1}}, see the page Mixing datasets"
-
-
-class _Source(msgspec.Struct, forbid_unknown_fields=True):
+class _Source(msgspec.Struct):
     """Settings of a source that are no flag of `--data.`: weight, seed and view of evaluations."""
 
     weight: int | float | str
@@ -67,46 +63,32 @@ def read_mix(
     config: DataConfig, history: Sequence[Sequence[int]] = ()
 ) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
     """The sources and the schedule, position -> weights, of the file. UsageError names file and source.
-    `history`: step and position from which a run has each global
-    batch, for `from_step`. Of two changes at one position, the later one in the file holds.
+
+    `history`: step and position from which a run has each global batch, for `from_step`. Of two changes at
+    one position, the later one in the file holds.
     """
     flag = f"--data.mix {config.mix}"
+    if name := next((name for name in ("root", "view", "layers") if getattr(config, name)), None):
+        raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
     try:
-        text = Path(str(config.mix)).read_bytes()
-        mixture = msgspec.yaml.decode(text, type=_File)
+        mixture = msgspec.yaml.decode(Path(str(config.mix)).read_bytes(), type=_File)
     except OSError as error:
         raise UsageError(f"{flag}: {error.strerror}; pass a file of sources and weights") from None
     except msgspec.DecodeError as error:
-        raise UsageError(f"{flag}: {' '.join(str(error).split())}; {_FORM}") from None
-    if (key := _repeated_key(text)) is not None:
-        raise UsageError(f"{flag}: has {key!r} twice in one place; give each another name")
-    if not mixture.sources:
-        raise UsageError(f"{flag}: has no sources; {_FORM}")
-    if config.root or config.view or config.layers:
-        name = "root" if config.root else "view" if config.view else "layers"
-        raise UsageError(f"--data.{name}: belongs to each source of --data.mix; move it into {config.mix}")
-    sources = [
-        _source(f"{flag}: source {name}", name, source, config) for name, source in mixture.sources.items()
-    ]
+        raise UsageError(
+            f"{flag}: {' '.join(str(error).split())}; write sources: {{NAME: {{root: FOLDER, weight: 1}}}}, "
+            "see the page Mixing datasets"
+        ) from None
     schedule: dict[int, Mapping[str, Any]] = {}
     for change in mixture.schedule:
-        if (change.from_step is None) == (change.from_position is None):
-            raise UsageError(f"{flag}: schedule: a change must have either from_step or from_position")
-        position, where = change.from_position, f"{flag}: schedule: from_position {change.from_position}"
+        position = change.from_position
         if change.from_step is not None:
             known = [one for one in history if one[0] <= change.from_step] or [(0, 0, config.global_batch)]
             position = known[-1][1] + (change.from_step - known[-1][0]) * known[-1][2]
-            where = f"{flag}: schedule: from_step {change.from_step}"
-        assert position is not None
-        if position < 1:
-            raise UsageError(f"{where}: must be above 0")
-        if change.weights.keys() != mixture.sources.keys():
-            raise UsageError(
-                f"{where}: has weights of {', '.join(change.weights)}; write one for each of "
-                f"{', '.join(mixture.sources)}, and 0 to leave a source out"
-            )
+        if position is None:
+            raise UsageError(f"{flag}: schedule: a change needs from_step or from_position")
         schedule[position] = change.weights
-    return sources, schedule
+    return [_source(flag, name, given, config) for name, given in mixture.sources.items()], schedule
 
 
 def roots_of(config: DataConfig) -> list[str]:
@@ -114,47 +96,18 @@ def roots_of(config: DataConfig) -> list[str]:
     return [config.root] if config.mix is None else [source.data.root for source in read_mix(config)[0]]
 
 
-def _repeated_key(text: bytes) -> str | None:
-    """A key that a mapping of the file has twice: the parser keeps the last one only."""
-    import yaml
-
-    waiting, known = [yaml.compose(text, yaml.SafeLoader)], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in known:  # an alias
-            continue
-        known.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            if repeated := [key for key in keys if keys.count(key) > 1]:
-                return str(repeated[0])
-            waiting += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-    return None
-
-
-def _source(where: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:
-    defaults = asdict(replace(config, mix=None))
-    source_fields = {key: value for key, value in given.items() if key in _Source.__struct_fields__}
-    data = {key: value for key, value in given.items() if key not in source_fields}
-    for key in data:
-        if key not in defaults or key in _SHARED:
-            why = "all sources share it, so it is a flag" if key in defaults else "no such setting"
-            raise UsageError(f"{where}: {key}: {why}; a source has {', '.join(_settings(defaults))}")
-    if not data.get("root"):
-        raise UsageError(f"{where}: root: missing; the folder that `sa1b reshard` made, or its URL")
+def _source(flag: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:
+    own = asdict(replace(config, mix=None))
+    allowed = [*_Source.__struct_fields__, *(key for key in own if key not in _SHARED)]
+    if unknown := [key for key in given if key not in allowed]:
+        raise UsageError(
+            f"{flag}: source {name}: {unknown[0]}: no setting of a source; it has {', '.join(allowed)}"
+        )
     try:
-        extra = msgspec.convert(source_fields, _Source)
-        fraction_of(extra.weight)
-        settings = msgspec.convert({**defaults, **data}, DataConfig)
+        extra, data = msgspec.convert(given, _Source), msgspec.convert({**own, **given}, DataConfig)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{where}: {error}") from None
-    return MixSource(name, settings, extra.weight, extra.seed, extra.evaluation_view)
-
-
-def _settings(defaults: Mapping[str, Any]) -> list[str]:
-    return [*_Source.__struct_fields__, *(name for name in defaults if name not in _SHARED)]
+        raise UsageError(f"{flag}: source {name}: {error}") from None
+    return MixSource(name, data, extra.weight, extra.seed, extra.evaluation_view)
 
 
 def reschedule(mix: Mix, config: DataConfig, state: Mapping[str, Any]) -> list[list[int]]:

@@ -177,19 +177,14 @@ class Feed:
             batches.close()
 
 
-def _options(config: DataConfig) -> dict[str, Any] | None:
-    return endpoint_options(str(config.root), config.endpoint) or None
-
-
 def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments: Any) -> Stream:
     """The stream of a dataset; UsageError names the flag that is wrong."""
-    options = _options(data)
     try:
         stream = Stream(
             data.root,
             view=view,
             deadline=data.deadline,
-            storage_options=options,
+            storage_options=endpoint_options(str(data.root), data.endpoint) or None,
             cache=data.cache,
             cache_bytes=data.cache_bytes,
             layers=data.layers,
@@ -248,10 +243,11 @@ def _mix(
         raise UsageError(f"--data.mix {config.mix}: {error}") from None
 
 
-def _opens(config: DataConfig, layers: tuple[str, ...] = ()) -> bool:
+def _opens(data: DataConfig, layers: tuple[str, ...] = ()) -> bool:
     """Whether the dataset opens without the view. If it does, an error was caused by the view."""
+    options = endpoint_options(str(data.root), data.endpoint) or None
     try:
-        Dataset(config.root, deadline=config.deadline, storage_options=_options(config), layers=layers)
+        Dataset(data.root, deadline=data.deadline, storage_options=options, layers=layers)
     except Sa1bError:
         return False
     return True
