@@ -45,14 +45,8 @@ def make(folder: Path) -> tuple[Path, str]:
         "versions": {},
         "options": options,
         "sources": {f"sa_{number:06d}": "0" * 64 for number in range(SHARDS)},
-        "totals": {
-            "images": COUNT,
-            "masks": COUNT * 100,
-            "shard_bytes": 1,
-            "index_bytes": 1,
-            "refused": 0,
-            "doubtful": 0,
-        },
+        "totals": {"images": COUNT, "masks": COUNT * 100, "refused": 0, "doubtful": 0}
+        | dict.fromkeys(("shard_bytes", "index_bytes"), 1),
         "largest": {"jpg_bytes": 1, "masks": 1, "masks_bytes": 1, "rle_bytes": 1, "runs": 1},
         "samples": {
             "name": f"samples-{made.digest[:16]}.bin",
@@ -64,16 +58,8 @@ def make(folder: Path) -> tuple[Path, str]:
         "shards": [{"name": f"sa1b-{number:06d}-0000.tar", **shard} for number in range(SHARDS)],
     }
     (root / "dataset.json").write_text(json.dumps(document))
-    state = {
-        "seed": 0,
-        "ids_sha256": made.ids_digest,
-        "masks_where": None,
-        "order": "shuffle",
-        "block_size": 1,
-        "epochs": None,
-        "bytes_sha256": made.digest,
-        "options": SampleOptions().record(),
-    }
+    state = {"seed": 0, "order": "shuffle", "block_size": 1, "options": SampleOptions().record()}
+    state |= {"ids_sha256": made.ids_digest, "bytes_sha256": made.digest, "masks_where": None, "epochs": None}
     source = {str(root): {"root": str(root), "view": None, "images": COUNT}}
     config = {"parallel": {"mode": "ddp", "shares": None}, "data": {"micro_batch": None}}
     figures = {f"figure_{number}": 0.123456789 for number in range(40)}
@@ -98,13 +84,8 @@ def test_the_commands(tmp_path: Path, figures: dict[str, dict[str, object]]) -> 
         took = []
         for _ in range(3):
             start = time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, "-m", "sa1b", "seen", str(run), *words],
-                cwd=ROOT,
-                check=False,
-                capture_output=True,
-                text=True,
-            )
+            command = [sys.executable, "-m", "sa1b", "seen", str(run), *words]
+            done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
             took.append(time.perf_counter() - start)
             assert done.returncode in (0, 1), done.stderr
         figures.setdefault("seen", {})[name] = min(took)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sa1b.console import broken_pipe, command, counted
 from sa1b.engine import config as settings
-from sa1b.engine.checkpoint.remote_run import RemoteRun
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.planner import dry_run
 from sa1b.engine.ranks.agreement import DisagreementError

@@ -131,7 +131,7 @@ def test_a_command_that_needs_a_dataset_directory_has_it() -> None:
 
 # Files whose plain errors no caller of the package sees, and who catches them.
 CAUGHT = {
-    "engine/checkpoint/sealed_folder.py": "the readers of a checkpoint, as damage of its file",
+    "engine/checkpoint/tensors.py": "the readers of a checkpoint, as damage of its file",
     "grounding/alignment.py": "the command line, which names the flag",
     "sam/model.py": "the command line, which names the flag",
     "sam/published.py": "recipes/weights.py, which names the file",

@@ -24,8 +24,7 @@ from torch import nn
 from sa1b.arguments import Range, check_values, plain_words, was_url
 from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
-from sa1b.engine.checkpoint.bucket_checkpoints import committed
-from sa1b.engine.checkpoint.remote_run import local_folder
+from sa1b.engine.checkpoint.bucket import committed, local_folder
 from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, declared
 from sa1b.engine.ranks import parallel

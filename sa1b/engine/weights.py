@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sa1b.engine.checkpoint import bucket_checkpoints, tensors
-from sa1b.engine.checkpoint.folder import Found, RetrievalError, folder_name, none_good, read, step_of, steps
+from sa1b.engine.checkpoint import bucket, tensors
+from sa1b.engine.checkpoint.folder import RetrievalError, check, folder_name, none_good, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
 from sa1b.shards.staging import clean_scratch
@@ -65,8 +65,9 @@ def find_weights(
         tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
         raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
     else:
-        checkpoint = read(source)
-    return str(checkpoint.folder), tensors.read_weights(checkpoint.folder, checkpoint.metadata, mean=mean)
+        check(source)
+        checkpoint = source
+    return str(checkpoint), tensors.read_weights(checkpoint, mean=mean)
 
 
 def _fetched_weights(
@@ -80,7 +81,7 @@ def _fetched_weights(
             return url, read_file(path)
     step = step_of(last)
     store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
-    there = bucket_checkpoints.committed(store) if step is None else [step]
+    there = bucket.committed(store) if step is None else [step]
     if not there:
         raise CheckpointError(f"{url}: has no checkpoint; pass {KINDS}")
     store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -90,7 +91,7 @@ def _fetched_weights(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         for number in reversed(there):
             try:
-                checkpoint = bucket_checkpoints.download(store, number, folder)
+                checkpoint = bucket.download(store, number, folder)
             except RetrievalError:
                 raise
             except CheckpointError as error:
@@ -100,7 +101,7 @@ def _fetched_weights(
                 _LOG.warning("skipping checkpoint %s: %s", folder_name(number), error)
                 continue
             where = store.url(f"checkpoints/{folder_name(number)}")
-            return where, tensors.read_weights(checkpoint.folder, checkpoint.metadata, mean=mean)
+            return where, tensors.read_weights(checkpoint, mean=mean)
     raise none_good(url, refused)
 
 
@@ -114,9 +115,7 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
     if number is not None or source.endswith(FILES):
         return source, number
     there = (
-        bucket_checkpoints.committed(open_store(source))
-        if protocol_of(source)
-        else steps(Path(source, "checkpoints"))
+        bucket.committed(open_store(source)) if protocol_of(source) else steps(Path(source, "checkpoints"))
     )
     if not there:
         return source, None
@@ -150,7 +149,7 @@ def is_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and step_of(folder.name) is not None
 
 
-def newest(folder: Path) -> Found | None:
+def newest(folder: Path) -> Path | None:
     """The newest good checkpoint in RUN/checkpoints; None if there is none. Call it in one process.
 
     Each damaged checkpoint is skipped with a logged warning. CheckpointError: none is good.
@@ -158,7 +157,8 @@ def newest(folder: Path) -> Found | None:
     refused = []
     for step in reversed(steps(folder)):
         try:
-            return read(folder / folder_name(step))
+            check(folder / folder_name(step))
+            return folder / folder_name(step)
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
             _LOG.warning("skipping checkpoint %s: %s", folder_name(step), error)

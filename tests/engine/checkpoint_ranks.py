@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sa1b.engine.checkpoint import tensors
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
@@ -104,7 +104,6 @@ def save(folder: Path, configs: dict[str, ParallelConfig]) -> dict[str, dict[str
             checkpoints.save(SAVED_AT, run.module, run.optimizer, {"position": 10, "rate": 0.1})
             for number in range(SAVED_AT, SAVED_AT + 4):
                 run.step(number)
-                checkpoints.poll()
             checkpoints.close()
     return saved
 

@@ -18,10 +18,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sa1b.engine.checkpoint import remote_run
+from sa1b.engine.checkpoint import bucket as remote_run
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import RetrievalError
-from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.config import Config
 from sa1b.engine.settings import CheckpointConfig, ParallelConfig
 from sa1b.engine.weights import nearest_checkpoint
@@ -30,7 +30,7 @@ from sa1b.recipes.presets import PRESETS
 from sa1b.recipes.weights import find_weights
 from sa1b.storage import claim
 from sa1b.storage.bucket import BucketStore
-from sa1b.storage.errors import StorageError
+from sa1b.storage.errors import StorageError, UnavailableError
 from sa1b.storage.objects import Objects
 from sa1b.storage.retry import RetryPolicy
 from tests.engine import checkpoint_ranks
@@ -86,7 +86,7 @@ def objects(folder: Path) -> list[str]:
 
 
 def complete(*steps: int) -> list[str]:
-    names = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
+    names = (".metadata", "__0_0.distcp", "manifest.sha256", "state.json")
     return [f"checkpoints/step-{step:08d}/{name}" for step in steps for name in names]
 
 
@@ -119,7 +119,7 @@ def test_the_objects_are_those_of_a_run_in_a_folder(tmp_path: Path) -> None:
 
 def test_an_incomplete_checkpoint_is_never_used_and_is_removed_at_the_start(tmp_path: Path) -> None:
     write_run(tmp_path, (1, 2))
-    object_of(tmp_path, 2, "manifest.json").unlink()
+    object_of(tmp_path, 2, "manifest.sha256").unlink()
     object_of(tmp_path, 3, "__0_0.distcp").parent.mkdir()
     object_of(tmp_path, 3, "__0_0.distcp").write_bytes(b"part")
     (tmp_path / "bucket" / "run" / "checkpoints" / "notes.txt").write_text("mine")
@@ -127,7 +127,7 @@ def test_an_incomplete_checkpoint_is_never_used_and_is_removed_at_the_start(tmp_
     assert objects(tmp_path) == sorted([*complete(1), "checkpoints/notes.txt"])
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json", "manifest.json"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json", "manifest.sha256"])
 @pytest.mark.parametrize("way", ["changed", "shortened", "missing"])
 def test_a_damaged_checkpoint_is_named_and_the_older_one_is_used(
     name: str, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_is_used(
     else:
         path.write_bytes(data if way == "changed" else data[:-1])
     assert resume(tmp_path, policy=AT_ONCE) == ({"steps": 1}, {1.0})
-    if (name, way) != ("manifest.json", "missing"):  # then the checkpoint is incomplete
+    if (name, way) != ("manifest.sha256", "missing"):  # then the checkpoint is incomplete
         assert f"local://{path}" in caplog.text
     write_run(tmp_path, (2,), AT_ONCE)  # the step is reached again
     assert resume(tmp_path) == ({"steps": 2}, {2.0})
@@ -154,15 +154,8 @@ def test_if_the_store_cannot_be_reached_no_older_checkpoint_is_used(
     small = SmallRun()
     run = open_run(tmp_path, "b", ONE_ATTEMPT)
     checkpoints = Checkpoints(run, CheckpointConfig())
-    stat = Objects.stat
-
-    async def fail(self: Objects, system: Any, url: str) -> Any:
-        if url.endswith(".distcp"):
-            raise ConnectionError("no route")
-        return await stat(self, system, url)
-
     with monkeypatch.context() as outage:
-        outage.setattr(Objects, "stat", fail)
+        outage.setattr(remote_run, "fetch", Mock(side_effect=UnavailableError("no route", url="x")))
         with pytest.raises(
             RetrievalError, match="step-00000002: cannot be copied .*no route.*start the same"
         ):
@@ -215,7 +208,7 @@ def test_a_failed_save_is_tolerated_and_what_it_left_is_removed_by_the_next(
     put = Objects.put
 
     async def fail(self: Objects, system: Any, url: str, *arguments: Any, **more: Any) -> Any:
-        if url.endswith("manifest.json"):
+        if url.endswith("manifest.sha256"):
             raise ConnectionError("no route")
         return await put(self, system, url, *arguments, **more)
 
@@ -297,7 +290,7 @@ def test_a_run_that_lost_its_claim_commits_nothing(tmp_path: Path, caplog: pytes
     path.write_text(token.replace('"token": "', '"token": "f'))
     checkpoints.save(1, small.model, small.optimizer, {})
     assert "has taken over this --out" in caplog.text
-    assert "manifest.json" not in str(objects(tmp_path))
+    assert "manifest.sha256" not in str(objects(tmp_path))
     with pytest.raises(CheckpointError, match="taken over"):
         checkpoints.close()
 
@@ -358,7 +351,7 @@ def test_a_run_that_is_killed_at_a_request_resumes_from_a_complete_checkpoint(
         folder = tmp_path / str(at)
         status, text = forked(lambda folder=folder, at=at: save_four(folder, at))
         assert os.WTERMSIG(status) == signal.SIGKILL, text
-        manifests = {name.split("/")[1] for name in objects(folder) if name.endswith("manifest.json")}
+        manifests = {name.split("/")[1] for name in objects(folder) if name.endswith("manifest.sha256")}
         status, text = forked(lambda folder=folder: [resume(folder)[0], objects(folder)])
         assert status == 0, text
         state, left = eval(text.replace("null", "None"))
@@ -456,12 +449,12 @@ def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
 
 @pytest.mark.parametrize("uploads", [0, 1])
 @pytest.mark.parametrize("completes", [False, True])
-@pytest.mark.parametrize("operation", ["copyfile", "commit_file", "version", "write_whole"])
+@pytest.mark.parametrize("operation", ["copyfile", "commit_file"])
 def test_nothing_is_lost_wherever_the_last_uploads_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, completes: bool, uploads: int
 ) -> None:
     """Two uploads fail, the run writes between them, and the command is started again as the message says."""
-    owner = {"copyfile": shutil, "write_whole": remote_run}.get(operation, BucketStore)
+    owner = {"copyfile": shutil}.get(operation, BucketStore)
     work, calls = getattr(owner, operation), 0
     for failing in (1, 2, 3):  # the number of the call that fails
         folder = tmp_path / str(failing)

@@ -2,8 +2,12 @@
 
 import json
 import logging
+import os
 import resource
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from sa1b.engine.checkpoint import checkpoints as module
 from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.folder import read, steps
+from sa1b.engine.checkpoint.folder import read_state, steps
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, UsageError
@@ -61,7 +65,6 @@ def test_a_copy_to_host_memory_that_fails_is_a_failed_write(
     with monkeypatch.context() as patch:
         patch.setattr(DefaultStager, "stage", Mock(side_effect=RuntimeError("no pinned memory")))
         checkpoints.save(1, small.model, small.optimizer, {})
-        checkpoints.poll()
     checkpoints.save(2, small.model, small.optimizer, {})
     checkpoints.close()
     assert "the tensors cannot be copied to host memory: no pinned memory" in caplog.text
@@ -120,8 +123,7 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(7, small.model, small.optimizer, state)
     checkpoints.close()
-    found = read(place(tmp_path, 7))
-    assert (found.step, found.world_size, found.state) == (7, 1, state)
+    assert read_state(place(tmp_path, 7)) == state
 
 
 @pytest.mark.parametrize("state", [{"rate": float("nan")}, {"tensor": torch.ones(1)}])
@@ -157,7 +159,9 @@ def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
 ) -> None:
     monkeypatch.setattr("sa1b.engine.checkpoint.folder._LOCK_PATIENCE", 0.1)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    with pytest.raises(CheckpointError, match="in use by another process"):
+    with pytest.raises(
+        CheckpointError, match=f"in use by another run, process {socket.gethostname()}:{os.getpid()}; pass"
+    ):
         Checkpoints(tmp_path, CheckpointConfig())
     (message,) = caplog.messages
     assert message.startswith("waiting 0 s for the end of another run with this --out")
@@ -169,13 +173,14 @@ def test_what_killed_runs_have_left_is_removed_at_the_start_and_nothing_else(tmp
     write_run(tmp_path, (1,))
     folder = tmp_path / "checkpoints"
     own = {path.name for path in (folder / "step-00000001").iterdir()}
-    own |= {".manifest.json.partial", ".state.json.partial", ".metadata.tmp", "__10_0.distcp"}
-    for name in ("step-00000002.partial", "step-00000001.deleted", "notes.partial", "mine"):
+    own |= {".metadata.tmp", "__10_0.distcp"}
+    for name in ("step-00000002.partial-01234567", "step-00000002.damaged-01234567", "notes.partial", "mine"):
         (folder / name).mkdir(parents=True)
         for inside in own:
             (folder / name / inside).touch()
     Checkpoints(tmp_path, CheckpointConfig()).close()
-    assert sorted(path.name for path in folder.iterdir()) == ["mine", "notes.partial", "step-00000001"]
+    left = ["mine", "notes.partial", "step-00000001", "step-00000002.damaged-01234567"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == left
 
 
 def test_files_that_no_run_wrote_stay_when_a_checkpoint_is_removed(
@@ -187,15 +192,10 @@ def test_files_that_no_run_wrote_stay_when_a_checkpoint_is_removed(
         (folder / "step-00000001" / "notes.txt").write_text(f"notes {round_}")
         (folder / "step-00000001" / "plots").mkdir()
         write_run(tmp_path, (1, 2), keep_last=1)  # replaces 1, then removes it
-    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if "step-00000002" not in str(path)}
-    places = ("step-00000001.deleted", "step-00000001.1.deleted", "step-00000001.2.deleted")
-    assert left == {f"{place}{name}" for place in places for name in ("", "/notes.txt", "/plots")}
-    assert [(folder / place / "notes.txt").read_text() for place in places] == [
-        "notes 0",
-        "notes 1",
-        "notes 2",
-    ]
-    assert "step-00000001.deleted stays: no run wrote notes.txt, plots" in caplog.text
+    notes = sorted(path.read_text() for path in folder.glob("step-00000001.partial-*/notes.txt"))
+    assert notes == ["notes 0", "notes 1", "notes 2"]
+    assert kept(tmp_path) == [2]
+    assert "stays: no run wrote notes.txt, plots" in caplog.text
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -207,10 +207,10 @@ def test_failed_writes_are_reported_and_survived_as_often_as_tolerated(
     with files_of_at_most(2048):
         checkpoints.save(2, small.model, small.optimizer, {})
         while "checkpoint failed" not in caplog.text:
-            checkpoints.poll()
-    partial = tmp_path / "checkpoints" / "step-00000002.partial"
-    assert f"{partial}: File too large (rank 0)" in caplog.text
-    assert not partial.exists()
+            time.sleep(0.01)
+    final = tmp_path / "checkpoints" / "step-00000002"
+    assert f"{final}: File too large" in caplog.text
+    assert not list(final.parent.glob("*.partial*"))
     assert kept(tmp_path) == [1]
     checkpoints.save(3, small.model, small.optimizer, {})  # the disk has space again
     checkpoints.save(4, small.model, small.optimizer, {})
@@ -227,7 +227,7 @@ def test_too_many_failed_writes_end_the_run_with_an_error(
     with files_of_at_most(2048):
         checkpoints.save(2, small.model, small.optimizer, {})
         checkpoints.save(3, small.model, small.optimizer, {})
-        with pytest.raises(CheckpointError, match="step-00000003.partial: .*2 failed in a row"):
+        with pytest.raises(CheckpointError, match="step-00000003: .*2 failed in a row"):
             checkpoints.save(4, small.model, small.optimizer, {})
     with pytest.raises(CheckpointError, match="2 failed in a row"):
         checkpoints.close()
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_model_is_named_as_such_and_no_older_one_is_trie
         checkpoints.resume(other, optimizer)
     checkpoints.close()
     assert "step-00000002: of another model" in str(error.value)
-    assert "weight is torch.float32 [2, 3], the model's torch.float32 [5, 3]" in str(error.value)
+    assert "differs in model.bias, model.weight" in str(error.value)
 
 
 def test_the_optimizer_keeps_its_own_rates_and_groups(tmp_path: Path) -> None:
@@ -273,8 +273,7 @@ def test_state_of_parameters_that_are_not_trained_any_more_is_a_mismatch(tmp_pat
 
 def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
     write_run(tmp_path, (3,))
-    found = read(place(tmp_path, 3))
-    weights = tensors.read_weights(found.folder, found.metadata)
+    weights = tensors.read_weights(place(tmp_path, 3))
     assert {name: set(tensor.flatten().tolist()) for name, tensor in weights.items()} == {
         "weight": {3.0},
         "bias": {3.0},
@@ -288,12 +287,12 @@ def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:
         "__0_0.distcp",
         ".metadata",
         "state.json",
-        "manifest.json",
+        "manifest.sha256",
     }
     state = json.loads((folder / "state.json").read_text())
     assert (state["step"], state["world_size"], state["torch"]) == (3, 1, torch.__version__)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"__0_0.distcp", ".metadata", "state.json"}
+    done = subprocess.run(["sha256sum", "-c", "manifest.sha256"], cwd=folder, check=True, capture_output=True)
+    assert done.stdout.splitlines() == [b".metadata: OK", b"__0_0.distcp: OK", b"state.json: OK"]
 
 
 @pytest.mark.parametrize("field", ["every", "keep_last", "keep_every", "tolerate"])

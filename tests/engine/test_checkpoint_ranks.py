@@ -70,7 +70,8 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
             "",
         )  # the failure at step 2 is detected at the save of step 3, and tolerated
         for message in (third, last):
-            assert "step-00000003.partial: File too large (rank 1)" in message
+            assert "step-00000003: File too large" in message
+            assert "(rank 1)" in message
             assert "2 failed in a row" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 

@@ -3,6 +3,7 @@
 `python -m tests.faults all SOURCE.tar` runs the full counts; the suite runs a seeded part of them.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -24,3 +25,30 @@ def build(folder: Path, name: str = "faults") -> Path | None:
 def environment(library: Path) -> dict[str, str]:
     """The environment of a process that loads the library."""
     return {**os.environ, "LD_PRELOAD": str(library), "SA1B_TEST_FAULTS": str(library)}
+
+
+class Faults:
+    """The preloaded library."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(os.environ["SA1B_TEST_FAULTS"])
+        self._library.fault_calls.restype = ctypes.c_long
+        self._library.fault_arm.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_long,
+            ctypes.c_long,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+        ]
+        self._library.fault_record.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+
+    def arm(
+        self, root: Path, *, kill_at: int = -1, disk_bytes: int = -1, seed: int = 0, one_in: int = 0
+    ) -> None:
+        self._library.fault_arm(os.fsencode(root), kill_at, disk_bytes, seed, one_in)
+
+    def record(self, root: Path, log: Path) -> None:
+        self._library.fault_record(os.fsencode(root), os.fsencode(log))
+
+    def calls(self) -> int:
+        return int(self._library.fault_calls())

@@ -4,7 +4,6 @@ Prints the results by kind of fault as one line of JSON. The tests start it; see
 """
 
 import argparse
-import ctypes
 import gzip
 import json
 import os
@@ -26,6 +25,7 @@ from sa1b.shards.documents import Options
 from sa1b.shards.staging import remove_leftovers
 from sa1b.sources.discovery import discover
 from sa1b.storage import atomic
+from tests.faults import Faults
 from tests.faults.power import Samples, opened, samples
 from tests.faults.power import power as replayed
 from tests.ingest.inside import add_layer
@@ -58,33 +58,6 @@ def contents(root: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
     }
-
-
-class Faults:
-    """The preloaded library."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(os.environ["SA1B_TEST_FAULTS"])
-        self._library.fault_calls.restype = ctypes.c_long
-        self._library.fault_arm.argtypes = [
-            ctypes.c_char_p,
-            ctypes.c_long,
-            ctypes.c_long,
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-        ]
-        self._library.fault_record.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-
-    def arm(
-        self, root: Path, *, kill_at: int = -1, disk_bytes: int = -1, seed: int = 0, one_in: int = 0
-    ) -> None:
-        self._library.fault_arm(os.fsencode(root), kill_at, disk_bytes, seed, one_in)
-
-    def record(self, root: Path, log: Path) -> None:
-        self._library.fault_record(os.fsencode(root), os.fsencode(log))
-
-    def calls(self) -> int:
-        return int(self._library.fault_calls())
 
 
 def forked(

@@ -224,7 +224,7 @@ def losses() -> Section:
 
 
 def old_runs() -> Section:
-    """The committed runs go on in each mode, with the figures of a run that does not stop."""
+    """The committed runs, of an earlier version, are refused where they should go on; their weights are read."""
     runs: Runs = {}
     values: Values = {}
     for old, flags in OLD.items():
@@ -240,7 +240,11 @@ def old_runs() -> Section:
         for mode in MODES:
             shutil.copytree(old, out(f"old runs/{old}/resumed in {mode}"))
             runs[f"{old}/resumed in {mode}"] = (mode, flags)
-    return values | all_figures("old runs", runs, (yield runs))
+    ended = yield runs
+    for name in runs:
+        code, text = ended[name]
+        values[name] = [code, [word for word in ("--init", "--out") if word in text.splitlines()[-1]]]
+    return values
 
 
 def names(state: Mapping[str, Any]) -> Values:

@@ -43,9 +43,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
-from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
+from sa1b.engine.checkpoint import bucket
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.folder import CommitWriter
 from sa1b.engine.ranks import agreement
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch import phase
@@ -83,9 +83,9 @@ PLACES = {
     "after an evaluation": (Metrics, "evaluation", 1),
     "save": (train.Run, "save", 1),
     "snapshot": (Checkpoints, "_copied", 1),
-    "write": (tensors.Writer, "write_data", 1),
+    "write": (CommitWriter, "write_data", 1),
     "writing thread": (Checkpoints, "_write", 1),
-    "upload": (BucketLocation, "keep", 1),
+    "upload": (bucket._BucketWriter, "push", 1),
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train.Run, "close", 1),
 }

@@ -1,7 +1,8 @@
 """What happens to a rank before a step, counted from 0 from the start of the process, without a patch of the package:
 
     stop    the rank is sent SIGTERM, "times" times
-    kill    the rank is killed, if the file "once" is not there yet; with "after", so many seconds later
+    kill    the rank is killed, if the file "once" is not there yet; with "after", so many seconds later; with "file", a
+            pattern, when there is such a file
     freeze  the rank is stopped by SIGSTOP
     raise   the rank raises an error of Python, "error"
     table   the rank is sent SIGUSR2
@@ -18,6 +19,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ def strike(mishap: dict[str, Any]) -> None:
             os.kill(own, signal.SIGTERM)
     elif what == "kill" and "after" in mishap:
         threading.Timer(mishap["after"], os.kill, (own, signal.SIGKILL)).start()
+    elif what == "kill" and "file" in mishap:
+        threading.Thread(target=_kill_at, args=(mishap["file"], mishap["once"]), daemon=True).start()
     elif what == "kill":
         with contextlib.suppress(FileExistsError):
             Path(mishap["once"]).touch(exist_ok=False)
@@ -64,3 +68,11 @@ def strike(mishap: dict[str, Any]) -> None:
                 file.write(bytes(4096))
     else:
         subprocess.run(mishap["command"], check=True)
+
+
+def _kill_at(pattern: str, once: str) -> None:
+    while not Path(once).exists():
+        if next(Path("/").glob(pattern.lstrip("/")), None):
+            Path(once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.0005)

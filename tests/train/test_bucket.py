@@ -1,6 +1,7 @@
 """The training command with --out at a URL: the results are those of a run in a folder."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import processes
+from tests.disks import small_disk
 from tests.processes import REPOSITORY
 from tests.storage.service import Service
 from tests.train.command import assert_same_state, checkpoint_steps, losses, newest, start, starts
@@ -150,3 +152,15 @@ def test_a_url_that_cannot_be_written_is_refused_before_training(
     last = ended.outputs[0].splitlines()[-1]
     assert last.startswith("error: --out s3://denied/run: cannot be written: ")
     assert "Writing needs permission to get, put, list and delete objects below s3://denied/run" in last
+
+
+def test_a_scratch_folder_without_space_for_a_checkpoint_is_named_before_training(
+    root: Path, bucket: Path, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        (disk / "filler").write_bytes(bytes(int(0.97 * shutil.disk_usage(disk).free)))
+        ended = start(root, RUN, "--scratch", str(disk / "scratch"))
+        assert ended.codes == [1], ended.outputs
+        last = ended.outputs[0].splitlines()[-1]
+        assert "for a checkpoint; pass a folder on a larger disk with --scratch" in last
+    assert files(bucket) == []

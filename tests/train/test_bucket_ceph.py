@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
-from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.storage import cache
 from sa1b.storage.bucket import BucketStore

@@ -1,6 +1,5 @@
 """A pickle in a run or in a file of weights runs no code: all that reads it refuses it, with the file's name."""
 
-import hashlib
 import io
 import json
 import os
@@ -21,6 +20,7 @@ from torch.utils import collect_env
 import sa1b
 from sa1b.errors import Sa1bError
 from tests import kit
+from tests.train.damage import seal
 from tests.train.inside import SAM, make_root, train
 
 GROUNDING = (
@@ -81,20 +81,6 @@ def run(runs: Path, tmp_path: Path) -> Path:
 
 def newest(run: Path, step: int = 2) -> Path:
     return run / "checkpoints" / f"step-{step:08}"
-
-
-def seal(checkpoint: Path) -> None:
-    """Make the digests of the manifest those of the files."""
-    path = checkpoint / "manifest.json"
-    files = {}
-    for file in sorted(checkpoint.iterdir()):
-        if file != path:
-            data = file.read_bytes()
-            files[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest = {**json.loads(path.read_bytes()), "files": files}
-    del manifest["sha256"]
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    path.write_text(json.dumps({**manifest, "sha256": digest}, indent=1) + "\n")
 
 
 # Ways to put an object into a checkpoint; each returns the name of the file

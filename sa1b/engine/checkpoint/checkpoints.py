@@ -1,52 +1,48 @@
-"""Checkpoints of a run: written asynchronously, committed atomically, verified before use.
+"""Checkpoints of a run: written while training goes on, committed by one rename, proved by digests.
 
     checkpoints = Checkpoints(run, CheckpointConfig())          # all ranks, after wrapping
     state = checkpoints.resume(module, optimizer)               # None: a fresh start
     for step in ...:
         ...
-        checkpoints.poll()
         if step % config.every == 0:
             checkpoints.save(step, module, optimizer, {"position": position, ...})
     checkpoints.close()
 
-    RUN/checkpoints/step-00000100/          RUN is a folder or a URL
-        __0_0.distcp ...   model and optimizer state, by torch.distributed.checkpoint, one file a rank
-        .metadata          which tensor is in which file
-        state.json         all other values: the caller's state, step, world size, versions
-        manifest.json      bytes and sha256 of every file, written last
-
-Rank 0 commits a checkpoint when all ranks have written and described their files. So every committed one was
-complete once; if it does not match its manifest, it was damaged later. `folder.py` and
-`bucket_checkpoints.py` have the two forms of a commit. No content of a checkpoint is run as code: see
-`sealed_folder.py`.
+RUN/checkpoints has a folder for each, see `folder.py`; `bucket.py` has those of a run at a URL.
 
 Measured for ViT-B with AdamW, 1.13 GB, in one process on two cores: training stops for 0.3 s, for the copy to
 host memory. The asynchronous write takes 10 s on a disk of 120 MB/s, verifying digests 0.8 s, loading 2 s.
 """
 
+import contextlib
 import json
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint import tensors
-from sa1b.engine.checkpoint.bucket_checkpoints import BucketLocation
-from sa1b.engine.checkpoint.folder import STATE, FolderLocation, Found, Location, RetrievalError
-from sa1b.engine.checkpoint.remote_run import RemoteRun
-from sa1b.engine.checkpoint.sealed_folder import METADATA, SealedFile, measure, read_metadata
+from sa1b.engine.checkpoint.bucket import RemoteRun
+from sa1b.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    Folder,
+    RetrievalError,
+    folder_name,
+    none_good,
+    read_state,
+)
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.engine.settings import CheckpointConfig
-from sa1b.errors import CheckpointError
-from sa1b.storage.atomic import write_whole
+from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.errors import StorageError
 
 _LOG = logging.getLogger(__name__)
@@ -57,46 +53,33 @@ _REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 class Checkpoints:
     """Writes the checkpoints of one run and finds the one to resume from; created by all ranks together.
 
-    All ranks must call the methods in the same order; all except `poll` are collective. A thread of each rank
-    writes. These threads have a separate process group, in which they agree that all ranks have written.
-    Training only waits for the copy to host memory, and for the previous save if that is still being written.
-
-    Creating an instance removes incomplete checkpoints of killed runs and locks the folder: CheckpointError
-    if it cannot be written, or another run uses it. A run in a bucket is closed by `close` too, and has its
-    own limit. `seconds`: from the call of `save` until the newest checkpoint was complete; 0.0 before the
-    first.
+    All ranks must call the methods in the same order; they are collective. A thread of each rank writes; the
+    threads have a process group of their own. Training only waits for the copy to host memory, and for the
+    previous save if that is still being written. CheckpointError: the folder cannot be written, or another
+    run uses it. `seconds`: from the call of `save` until the newest checkpoint was complete; at first 0.0.
     """
 
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
-        self.config = config
-        self.seconds = 0.0
+        self.config, self.seconds = config, 0.0
         self.best: int | None = None  # step of a checkpoint that is kept
-        self._began = 0.0  # when the newest save began
-        self._location: Location
-        if isinstance(run, Path):
-            self._location = FolderLocation(run / "checkpoints", ranks(limit))
-        else:
-            self._location = BucketLocation(run)
-        self._ranks = self._location.ranks
-        self._ranks.on_first(self._location.begin)
+        self._place = Folder(run / CHECKPOINTS, ranks(limit)) if isinstance(run, Path) else run
+        self._ranks = self._place.ranks
+        self._place.token = self._ranks.on_first(self._place.begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
-        self._writing: Future[int] | None = None
+        self._writing: Future[None] | None = None
         self._failures: list[str] = []  # failed writes since the last successful write
-        self._good: set[int] = set()  # steps of checkpoints that this run has written or resumed from
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write a checkpoint after `step` steps; the tensors may change once this returns.
 
-        This method waits for the previous write, for a limited time. A failed write is logged as an error
-        that names the path, and the run continues; the older checkpoint is kept. CheckpointError: more than
-        `tolerate` consecutive writes have failed, or a write does not end. The state is JSON values, the same
-        on all ranks; rank 0 writes them.
+        The state is JSON values, the same on all ranks. A failed write is logged. CheckpointError: more than
+        `tolerate` consecutive writes have failed, or a write does not end.
         """
         self._settle()
         if len(self._failures) > self.config.tolerate:
             raise self._failed()
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         document = {
             "step": step,
             "world_size": self._ranks.world_size,
@@ -107,7 +90,7 @@ class Checkpoints:
         gathered = tensors.gather(model, optimizer)
         rank_tensors = tensors.share(gathered, self._ranks.rank, self._ranks.world_size)
         copy = self._copied(rank_tensors) if self.config.asynchronous else rank_tensors
-        self._writing = self._writer.submit(self._write, step, copy, text)
+        self._writing = self._writer.submit(self._write, step, copy, text, began)
         if not self.config.asynchronous:
             self._settle()
 
@@ -117,13 +100,7 @@ class Checkpoints:
         try:
             if self._stager is None or not _REUSES_STAGER:
                 # The copy in host memory is kept and reused; it is pinned if that makes it faster.
-                options = StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=cuda,
-                )
-                self._stager = DefaultStager(options)
+                self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
             staged = self._stager.stage(rank_tensors)
             return staged.result() if isinstance(staged, Future) else staged
         except (RuntimeError, MemoryError, OSError) as error:
@@ -133,145 +110,130 @@ class Checkpoints:
     @property
     def in_flight(self) -> bool:
         """Whether a write is in flight, for which the next save waits."""
-        return self._writing is not None
-
-    def poll(self) -> None:
-        """Log a write that has ended; call this once per step. It does not wait or communicate."""
-        # Ranks may see the end of a write at different steps, so a failed write raises no error here. `save`
-        # and `close` raise it, because all ranks call them at the same step.
-        if self._writing is not None and self._writing.done():
-            self._settle()
+        return self._writing is not None and not self._writing.done()
 
     def close(self) -> None:
-        """Wait for the write in flight and unlock the folder; call it before the process group is destroyed.
+        """Wait for the write in flight and unlock the folder, before the process group is destroyed.
         CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
         """
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
         if self._stager is not None:
             self._stager.close()
-        self._location.close()
+        self._place.close()
         if self._failures:
             raise self._failed()
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, good or damaged, oldest first."""
         self._settle()
-        return self._ranks.on_first(self._location.steps)
-
-    def load(self, checkpoint: Found, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Fill model and optimizer in place and return the state; any mode and world size.
-
-        Raises:
-            MismatchError: the checkpoint has another model or other trained parameters.
-            CheckpointError: tensors cannot be read; model and optimizer may be partly filled.
-        """
-        self._settle()
-        try:
-            tensors.load(checkpoint.folder, checkpoint.metadata, model, optimizer, self._ranks)
-        except MismatchError as error:
-            error.state = checkpoint.state
-            raise
-        return checkpoint.state
+        return self._ranks.on_first(self._place.steps)
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Resume from the newest good checkpoint: fill model and optimizer and return the state.
+        """Fill model and optimizer from the newest good checkpoint, in any mode; return the state.
 
-        Falls back to older checkpoints, each time with a warning that names the damaged file and the reason.
+        Newer ones are damaged: each is named in a warning and renamed, so that it does not count any more.
         None if there are no checkpoints; CheckpointError if none of them is good. RetrievalError: one that
-        may be good cannot be read now. MismatchError: see `load`.
+        may be good cannot be read now. MismatchError: it has another model or other trained parameters.
+        UsageError: an earlier version of this program has written it.
         """
-        refused: list[str] = []
+        place, first = self._place, self._ranks.rank == 0
+        if isinstance(place, RemoteRun):
+            place.check_space(tensors.bytes_of(model, optimizer))
+        refused: dict[int, str] = {}
         for step in reversed(self.steps()):
+            if self._ranks.on_first(partial(place.is_old, step)):
+                out = place.root.removesuffix(f"/{CHECKPOINTS}")
+                raise UsageError(
+                    f"--out {out}: of an earlier version of this program, which only its own version can "
+                    f"resume; pass --init {out} and another --out to train on from its weights"
+                )
             try:
-                checkpoint = self._location.fetch(step)
+                folder = place.prove(step)
                 try:
-                    state = self.load(checkpoint, model, optimizer)
+                    state = self._ranks.on_all(partial(read_state, folder))[0]
+                    tensors.load(folder, model, optimizer, self._ranks)
                 finally:
-                    self._location.drop(checkpoint)
-                self._good = {step}
-                return state
-            except (MismatchError, RetrievalError):
+                    place.drop(folder)
+            except MismatchError as error:
+                error.state = state
+                raise
+            except RetrievalError:
                 raise
             except CheckpointError as error:
-                refused.append(str(error))
-                if self._ranks.rank == 0:
-                    _LOG.warning("skipping checkpoint %s: %s", self._location.name(step), error)
+                refused[step] = str(error)
+                if first:
+                    _LOG.warning("skipping checkpoint %s: %s", f"{place.root}/{folder_name(step)}", error)
+                continue
+            for other in refused:  # only now: a run without a good checkpoint must not start anew
+                aside = self._ranks.on_first(partial(place.set_aside, other))
+                if first:
+                    _LOG.warning("damaged checkpoint renamed: %s", aside)
+            return state
         if refused:
-            raise checkpoint_files.none_good(self._location.root, refused)
+            raise none_good(place.root, list(refused.values()))
         return None
 
-    def _write(self, step: int, rank_tensors: dict[str, Tensor] | CheckpointError, state: bytes) -> int:
+    def _write(
+        self, step: int, rank_tensors: dict[str, Tensor] | CheckpointError, state: bytes, began: float
+    ) -> None:
         """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
-        location = self._location
+        place, group = self._place, self._ranks.group
+        writer = place.writer(step, state)
         try:
             self._ranks.on_all(lambda: _raise_error(rank_tensors))
             assert isinstance(rank_tensors, dict)
-            temporary = location.prepare(step)
-            self._ranks.on_all(lambda: tensors.write(temporary, rank_tensors, self._ranks))
-            parts = self._ranks.on_all(lambda: self._describe(temporary, state))
-            self._ranks.on_first(lambda: self._commit(temporary, step, parts))
+            self._ranks.on_all(
+                lambda: state_dict_saver.save(
+                    dict(rank_tensors), storage_writer=writer, process_group=group, no_dist=group is None
+                )
+            )
         except CheckpointError as error:
-            raise CheckpointError(f"{location.target(step)}: {error}") from None
-        finally:
-            location.discard(step)
-        self.seconds = time.perf_counter() - self._began
-        return step
-
-    def _describe(self, temporary: Path, state: bytes) -> dict[str, SealedFile]:
-        paths = sorted(temporary.glob(f"__{self._ranks.rank}_*"))
+            with contextlib.suppress(OSError):
+                place.discard(writer)
+            failed = CheckpointError(f"{place.root}/{folder_name(step)}: {error}")
+            if self._ranks.rank == 0:
+                _LOG.error("checkpoint failed: %s", failed)
+            raise failed from None
+        self.seconds = time.perf_counter() - began
         if self._ranks.rank == 0:
-            write_whole(temporary / STATE, state)
-            paths += [temporary / METADATA, temporary / STATE]
-        self._location.keep(temporary, paths)
-        return {path.name: measure(path) for path in paths}
+            _LOG.info("checkpoint written: %s", f"{place.root}/{folder_name(step)}")
+            self._rotate()
 
-    def _commit(self, temporary: Path, step: int, parts: list[dict[str, SealedFile]]) -> None:
-        files = {name: file for part in parts for name, file in part.items()}
-        # Verify the table of tensors now, so that an invalid one is not found at the next start only.
-        read_metadata(temporary, {name: file.bytes for name, file in files.items()})
-        self._location.commit(temporary, step, files)
-        self._good.add(step)
-        keep_last, keep_every = self.config.keep_last, self.config.keep_every
-        for old in checkpoint_files.outdated(self._location.steps(), self._good, keep_last, keep_every):
-            if old == self.best:
-                continue
-            self._good.discard(old)
-            try:
-                self._location.remove(old)
-            except (OSError, StorageError) as error:
-                _LOG.warning("an old checkpoint cannot be removed: %s", error)
+    def _rotate(self) -> None:
+        every = self.config.keep_every
+        try:
+            for step in self._place.steps()[: -self.config.keep_last]:
+                if step != self.best and not (every and step % every == 0):
+                    self._place.remove(step)
+        except (OSError, StorageError) as error:
+            _LOG.warning("an old checkpoint cannot be removed: %s", error)
 
     def _settle(self) -> None:
-        """Wait for the write in flight and return its outcome, which is the same on all ranks."""
+        """Wait for the write in flight and take its outcome, which is the same on all ranks."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
         try:
             # Ranks that wait for the thread of another one end before that rank, which has the reason.
-            step = writing.result(1.1 * self._ranks.limit)
+            writing.result(1.1 * self._ranks.limit)
+            self._failures.clear()
         except TimeoutError:
             raise CheckpointError(
-                f"{self._location.root}: the write of a checkpoint has not ended within "
+                f"{self._place.root}: the write of a checkpoint has not ended within "
                 f"{self._ranks.limit:g} s (--parallel.timeout-first); check the disk or the server of its "
                 "mount, then start the same command again: it resumes from the newest checkpoint"
             ) from None
         except CheckpointError as error:
             self._failures.append(str(error))
-            if self._ranks.rank == 0:
-                _LOG.error("checkpoint failed: %s", error)
-            return
-        self._failures.clear()
-        if self._ranks.rank == 0:
-            _LOG.info("checkpoint written: %s", self._location.name(step))
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(
-            f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._location.remedy}, then "
+            f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._place.remedy}, then "
             "start the same command again: it resumes from the newest checkpoint"
         )
 
 
-def _raise_error(outcome: dict[str, Tensor] | CheckpointError) -> None:
+def _raise_error(outcome: object) -> None:
     if isinstance(outcome, CheckpointError):
         raise outcome

@@ -1,58 +1,52 @@
-"""Checkpoints in a folder that all ranks share: find, read, write and remove them.
+"""The checkpoints of a run in a folder that all ranks share.
 
-A checkpoint is written to `step-00000100.partial` and flushed. Rank 0 renames the folder when all ranks have
-written and described their files. So every folder with a final name was complete once.
+    RUN/checkpoints/step-00000100/
+        __0_0.distcp ...   tensors, by torch.distributed.checkpoint, one file a rank
+        .metadata          which tensor is in which file
+        state.json         everything else: the caller's state, step, world size, version of torch
+        manifest.sha256    sha256 of every other file (sha256sum -c), written last
+
+The commit is a part of torch's own protocol: `write_data` runs on all ranks, and its results, with digests,
+go to rank 0, where `finish` runs if all ranks have succeeded. Until then the folder has another name.
 """
 
 import contextlib
+import hashlib
+import io
+import json
 import logging
+import os
 import re
+import secrets
+import socket
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.futures import Future
 
-from sa1b.engine.checkpoint.sealed_folder import (
-    METADATA,
-    SealedFile,
-    check,
-    damaged,
-    read_json,
-    read_metadata,
-    seal,
-)
+from sa1b.engine.checkpoint.tensors import METADATA, read_table
 from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.errors import CheckpointError, LockedError
 from sa1b.report import first_names
-from sa1b.storage.atomic import commit, flush, lock
+from sa1b.storage.atomic import commit, flush, lock, naming_path, sha256_of
 
-STATE = "state.json"
+CHECKPOINTS, MANIFEST, STATE = "checkpoints", "manifest.sha256", "state.json"
+OLD_MANIFEST = "manifest.json"  # of earlier versions, whose weights can be read: the digests as JSON
 _NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"step-\d{8,}(\.\d+)?\.(partial|deleted)")
-_OWN = re.compile(  # final and temporary names of the files of a checkpoint
-    r"(\.sending-)?(__\d+_\d+\.distcp|\.metadata|state\.json|manifest\.json)"
-    r"|\.(state|manifest)\.json\.partial|(__\d+)?\.metadata\.tmp"
-)
+_PARTIAL = re.compile(r"step-\d{8,}\.partial-[0-9a-f]{8}")
+_OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|manifest\.sha256(\.damaged)?")
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
+_LOCK, _LOCK_PATIENCE = ".lock", 60.0  # seconds to wait for processes of a killed run to end
+_LOG = logging.getLogger(__name__)
 
 
 class RetrievalError(CheckpointError):
     """A checkpoint that may be good cannot be copied from its bucket: the store or the local disk failed."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A checkpoint whose files are verified against their digests."""
-
-    step: int  # completed steps
-    folder: Path
-    state: dict[str, Any]  # the caller's, passed to `save`
-    world_size: int  # ranks that wrote it
-    metadata: Metadata
 
 
 def run_around(path: str) -> str | None:
@@ -65,9 +59,7 @@ def run_around(path: str) -> str | None:
 
 def steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints in RUN/checkpoints, good or damaged, oldest first."""
-    if not folder.is_dir():
-        return []
-    numbers = (step_of(path.name) for path in folder.iterdir())
+    numbers = (step_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
     return sorted(step for step in numbers if step is not None)
 
 
@@ -77,79 +69,9 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def read(folder: Path) -> Found:
-    """Verify one checkpoint: all digests, the table of tensors, the state. Reads every byte once; call it in
-    one process of a run. CheckpointError names the damaged file.
-    """
-    step = step_of(folder.name)
-    if step is None or not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a checkpoint; pass a folder with a name such as step-00000100")
-    files = check(folder, step)
-    for file in (METADATA, STATE):
-        if file not in files:
-            raise damaged(folder / file, "not named by the manifest")
-    document = read_json(folder / STATE)
-    fields = {"step": int, "world_size": int, "state": dict}
-    if not isinstance(document, dict) or any(
-        type(document.get(key)) is not kind for key, kind in fields.items()
-    ):
-        raise damaged(folder / STATE, "not the state of a run")
-    if document["step"] != step:
-        raise damaged(folder / STATE, f"of step {document['step']}, not {step}")
-    metadata = read_metadata(folder, {file: entry.bytes for file, entry in files.items()})
-    return Found(step, folder, document["state"], document["world_size"], metadata)
-
-
-def sweep(folder: Path) -> None:
-    """Remove partly written or partly deleted checkpoints of killed runs. The caller must hold the lock."""
-    for path in list(folder.iterdir()):
-        if _UNFINISHED.fullmatch(path.name):
-            clear(path)
-
-
-def outdated(there: Iterable[int], good: set[int], keep_last: int, keep_every: int) -> list[int]:
-    """The checkpoints older than the newest `keep_last` of those known to be good.
-
-    Other checkpoints are not counted: a damaged one must not displace the one that a run has fallen back to.
-    Steps that are multiples of `keep_every` are kept; 0: none.
-    """
-    kept = sorted(good)[-keep_last:]
-    if len(kept) < keep_last:
-        return []
-    return [step for step in there if step < kept[0] and not (keep_every and step % keep_every == 0)]
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: a crash leaves no incomplete checkpoint with a final name."""
-    # Files that no run wrote stay, in the renamed folder.
-    names = [f"{path.name}.deleted", *(f"{path.name}.{number}.deleted" for number in range(1, 100))]
-    temporary = next(
-        candidate for candidate in map(path.with_name, names) if not candidate.exists() or clear(candidate)
-    )
-    commit(path, temporary)
-    clear(temporary)
-
-
-def make_empty(folder: Path) -> None:
-    """Create a folder without files of a checkpoint."""
-    if folder.exists():
-        clear(folder)
-    folder.mkdir(exist_ok=True)
-
-
-def clear(folder: Path) -> bool:
-    """Remove the files of a checkpoint, then the folder if it is empty. Return whether it was empty."""
-    others = []
-    for path in folder.iterdir():
-        if is_own(path.name) and not path.is_dir():
-            path.unlink(missing_ok=True)
-        else:
-            others.append(path.name)
-    if others:
-        _LOG.warning("%s stays: no run wrote %s", folder, first_names(sorted(others)))
-    else:
-        folder.rmdir()
-    return not others
+def folder_name(step: int) -> str:
+    """Name of the folder of a committed checkpoint."""
+    return f"step-{step:08d}"
 
 
 def is_own(name: str) -> bool:
@@ -157,9 +79,66 @@ def is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-def folder_name(step: int) -> str:
-    """Name of the folder of a committed checkpoint."""
-    return f"step-{step:08d}"
+def digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each other file by the manifest; empty: that is not as it was written."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if is_old(folder):
+            files = json.loads((folder / OLD_MANIFEST).read_bytes())["files"]
+            text = manifest_of({name: file["sha256"] for name, file in files.items()})
+        else:
+            text = (folder / MANIFEST).read_text()
+        found = {name: digest for digest, name in _LINE.findall(text)}
+        if text == manifest_of(found) and {METADATA, STATE} <= found.keys() and all(map(is_own, found)):
+            return found
+    return {}
+
+
+def manifest_of(files: dict[str, str]) -> str:
+    return "".join(f"{files[name]}  {name}\n" for name in sorted(files))
+
+
+def is_old(folder: Path) -> bool:
+    """Whether an earlier version of this program wrote a checkpoint."""
+    return (folder / OLD_MANIFEST).exists() and not (folder / MANIFEST).exists()
+
+
+def damaged(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Files of a checkpoint that differ from its manifest, are missing or not in it; each rank reads its
+    share of them.
+    """
+    files = digests(folder)
+    manifest = OLD_MANIFEST if is_old(folder) else MANIFEST
+    if not files:
+        return [manifest]
+    wrong = files.keys() ^ {path.name for path in folder.iterdir() if path.name != manifest}
+    for name in sorted(files.keys() - wrong)[rank::world_size]:
+        if (folder / name).is_symlink() or sha256_of(folder / name) != files[name]:
+            wrong.add(name)
+    return sorted(wrong)
+
+
+def as_error(folder: Path | str, wrong: list[str]) -> CheckpointError:
+    return CheckpointError(f"{folder}/{first_names(wrong)}: not as written; use an older checkpoint")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state that was saved in a checkpoint, whose digests are right; CheckpointError: it is no state."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        document = json.loads((folder / STATE).read_bytes())
+        if document["step"] == step_of(folder.name) and isinstance(document["state"], dict):
+            state: dict[str, Any] = document["state"]
+            return state
+    raise CheckpointError(f"{folder / STATE}: not the state of this step; use an older checkpoint")
+
+
+def check(folder: Path) -> None:
+    """Verify a checkpoint in one process: reads every byte. CheckpointError names what is damaged."""
+    if step_of(folder.name) is None or not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a checkpoint; pass a folder with a name such as step-00000100")
+    if wrong := damaged(folder):
+        raise as_error(folder, wrong)
+    read_state(folder)
+    read_table(folder)
 
 
 def none_good(folder: Path | str, refused: list[str]) -> CheckpointError:
@@ -171,141 +150,185 @@ def none_good(folder: Path | str, refused: list[str]) -> CheckpointError:
     )
 
 
-class Location(ABC):
-    """The checkpoints of one run.
+class _DurableFile(io.FileIO):
+    """A file that is on the disk once it is closed, with the digest of what it was given."""
 
-    The methods `fetch`, `drop` and `prepare` are called by all ranks together, `keep` and `discard` by each
-    rank, all others by rank 0 only.
-    """
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.digest = hashlib.sha256()
 
-    root: str  # path or URL of the folder that contains the checkpoints
-    remedy: str  # what the user can do if writes fail, for messages
-    ranks: Ranks
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.digest.update(memoryview(data).cast("B")[:count])
+        return count
 
-    def name(self, step: int) -> str:
-        """Path or URL of a committed checkpoint."""
-        return f"{self.root}/{folder_name(step)}"
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Exclude other runs, and remove incomplete checkpoints of killed runs. LockedError: another run."""
-
-    @abstractmethod
-    def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, good or damaged, oldest first."""
-
-    @abstractmethod
-    def fetch(self, step: int) -> Found:
-        """The checkpoint as a local folder, verified; collective. RetrievalError: it cannot be read now, and
-        may be good. CheckpointError: it is damaged.
-        """
-
-    @abstractmethod
-    def drop(self, checkpoint: Found) -> None:
-        """Remove the local copy of a fetched checkpoint, if there is one; collective."""
-
-    @abstractmethod
-    def target(self, step: int) -> str:
-        """What is written before the commit, for messages."""
-
-    @abstractmethod
-    def prepare(self, step: int) -> Path:
-        """An empty local folder for the files of a checkpoint; collective."""
-
-    @abstractmethod
-    def keep(self, temporary: Path, paths: Iterable[Path]) -> None:
-        """Make files that this rank has written to the temporary folder durable."""
-
-    @abstractmethod
-    def commit(self, temporary: Path, step: int, files: dict[str, SealedFile]) -> None:
-        """Commit a checkpoint whose files of all ranks are durable, and replace one of the same step."""
-
-    @abstractmethod
-    def discard(self, step: int) -> None:
-        """Remove the temporary folder after a failed write; errors are ignored."""
-
-    @abstractmethod
-    def remove(self, step: int) -> None:
-        """Remove a committed checkpoint; a crash leaves no incomplete one that counts as committed."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Admit other runs."""
+        if not self.closed:
+            os.fsync(self.fileno())  # torch calls fsync on .metadata before it has flushed its buffer
+        super().close()
 
 
-_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
-_LOG = logging.getLogger(__name__)
+class _DurableFiles(FileSystem):
+    """Files on a disk; `digests` are those of the files that were written, by name."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with naming_path(Path(path)):
+            file = _DurableFile(Path(path))
+            with io.BufferedWriter(file, 1 << 20) as stream:
+                yield stream
+        self.digests[Path(path).name] = file.digest.hexdigest()
 
 
-class FolderLocation(Location):
-    """The checkpoints in RUN/checkpoints, `folder`, which rank 0 locks."""
+class _Written(list[Any]):
+    """Torch's results of a rank, which it passes to `finish`, and the digests of the files of the rank."""
+
+    digests: dict[str, str]
+
+
+class CommitWriter(FileSystemWriter):
+    """Writes a checkpoint to `partial`, and renames it to `final` when all ranks have written."""
+
+    fs: _DurableFiles
+
+    def __init__(self, partial: Path, final: Path, state: bytes) -> None:
+        # One thread, because torch loses errors of other threads. No prefetching of copies, because every
+        # rank would create streams on the first GPU.
+        super().__init__(partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+        self.fs, self.partial, self.final, self.state = _DurableFiles(), partial, final, state
+
+    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+        """Write the files of this rank, flushed to the disk."""
+        try:
+            results = _Written(super().write_data(plan, planner).value())
+        except Exception as error:  # torch's zip writer replaces the error of a full disk by its own
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+        results.digests = dict(self.fs.digests)
+        self.push(results.digests)
+        future: Future[Any] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0, when all ranks have written: the table, the state, and last the manifest."""
+        super().finish(metadata, results)
+        read_table(self.partial)  # so that an invalid one is not found at the next start only
+        self.write(STATE, self.state)
+        own = {METADATA: self.fs.digests[f"{METADATA}.tmp"], STATE: self.fs.digests[STATE]}
+        self.push(own)
+        self.commit(own | {name: digest for part in results for name, digest in part.digests.items()})
+
+    def write(self, name: str, data: bytes) -> None:
+        with self.fs.create_stream(self.partial / name, "wb") as file:
+            file.write(data)
+
+    def push(self, names: dict[str, str]) -> None:
+        """Make files that this rank has written durable; in a folder they are."""
+
+    def commit(self, files: dict[str, str]) -> None:
+        if others := sorted(files.keys() ^ {path.name for path in self.partial.iterdir()}):
+            raise CheckpointError(
+                f"{others[0]}: not seen by rank 0, or not written by this run; all ranks must share --out, "
+                "and no other run may use it"
+            )
+        self.write(MANIFEST, manifest_of(files).encode())
+        flush(self.partial)
+        if self.final.exists():  # of a killed run whose writer went on
+            remove(self.final)
+        commit(self.partial, self.final)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, under another name, so that an interrupted removal leaves no part of one."""
+    aside = folder
+    if not _PARTIAL.fullmatch(folder.name):
+        aside = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
+        commit(folder, aside)
+    for path in [path for path in aside.iterdir() if is_own(path.name) and not path.is_dir()]:
+        path.unlink(missing_ok=True)
+    try:
+        aside.rmdir()
+    except OSError:
+        others = sorted(path.name for path in aside.iterdir())
+        _LOG.warning("%s stays: no run wrote %s", aside, first_names(others))
+
+
+class Folder:
+    """The checkpoints in `folder`, which rank 0 locks; `root` is its path or URL.
+
+    All ranks call `prove`, `writer` and `drop`, only rank 0 the others.
+    """
 
     remedy = "free space or repair the disk"
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self.folder, self.ranks = folder, ranks
-        self.root = str(folder)
+        self.folder, self.root, self.ranks = folder, str(folder), ranks
         self._held = contextlib.ExitStack()
+        self.token = secrets.token_hex(4)  # a writer of a killed run and this run never share a folder
 
-    def begin(self) -> None:
+    def begin(self) -> str:
+        """Lock the folder and remove what was not committed; return the token of this run."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        deadline, waits = time.monotonic() + _LOCK_PATIENCE, False
+        path, began, waits = self.folder.parent / _LOCK, time.monotonic(), False
+        path.touch()
         while True:
-            try:
-                self._held.enter_context(lock(self.folder))
+            with contextlib.suppress(LockedError):
+                self._held.enter_context(lock(path))
                 break
-            except LockedError:
-                if time.monotonic() > deadline:
-                    raise
-                if not waits:
-                    text = "waiting %.0f s for the end of another run with this --out, which has locked %s"
-                    _LOG.warning(text, _LOCK_PATIENCE, self.folder)
-                waits = True
-                time.sleep(0.5)
-        sweep(self.folder)
+            holder = path.read_text() or "unknown"
+            if time.monotonic() > began + _LOCK_PATIENCE:
+                out = self.folder.parent
+                raise LockedError(f"--out {out}: in use by another run, process {holder}; pass another --out")
+            if not waits:
+                waits, text = True, "waiting %.0f s for the end of another run with this --out, process %s"
+                _LOG.warning(text, _LOCK_PATIENCE, holder)
+            time.sleep(0.5)
+        path.write_text(f"{socket.gethostname()}:{os.getpid()}")
+        for left in [left for left in self.folder.iterdir() if _PARTIAL.fullmatch(left.name)]:
+            remove(left)
+        return self.token
 
     def steps(self) -> list[int]:
         return steps(self.folder)
 
-    def fetch(self, step: int) -> Found:
-        return self.ranks.on_first(lambda: read(self._final(step)))
+    def is_old(self, step: int) -> bool:
+        return is_old(self.folder / folder_name(step))
 
-    def drop(self, checkpoint: Found) -> None:
-        pass
+    def prove(self, step: int) -> Path:
+        """The folder of a checkpoint whose digests are right; CheckpointError: it is damaged."""
+        folder, ranks = self.folder / folder_name(step), self.ranks
+        shares = ranks.on_all(lambda: damaged(folder, ranks.rank, ranks.world_size))
+        if wrong := sorted({name for share in shares for name in share}):
+            raise as_error(folder, wrong)
+        return folder
 
-    def target(self, step: int) -> str:
-        return str(self._temporary(step))
+    def drop(self, folder: Path) -> None:
+        """The local copy of a checkpoint is not needed any more; here it is the checkpoint."""
 
-    def prepare(self, step: int) -> Path:
-        temporary = self._temporary(step)
-        self.ranks.on_first(lambda: make_empty(temporary))
-        return temporary
+    def set_aside(self, step: int) -> str:
+        """Rename a damaged checkpoint, so that it counts no more; return its new path."""
+        folder = self.folder / folder_name(step)
+        aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+        commit(folder, aside)
+        return str(aside)
 
-    def keep(self, temporary: Path, paths: Iterable[Path]) -> None:
-        for path in paths:
-            flush(path)
+    def writer(self, step: int, state: bytes) -> CommitWriter:
+        final = self.folder / folder_name(step)
+        return CommitWriter(final.with_name(f"{final.name}.partial-{self.token}"), final, state)
 
-    def commit(self, temporary: Path, step: int, files: dict[str, SealedFile]) -> None:
-        seal(temporary, step, files)
-        flush(temporary)
-        final = self._final(step)
-        if final.exists():
-            remove(final)  # removes a damaged or earlier checkpoint of the same step
-        commit(temporary, final)
-
-    def discard(self, step: int) -> None:
-        if self.ranks.rank == 0:
-            with contextlib.suppress(OSError):
-                clear(self._temporary(step))  # frees space on a full disk
+    def discard(self, writer: CommitWriter) -> None:
+        """Make the space of a failed write free."""
+        if self.ranks.rank == 0 and writer.partial.exists():
+            remove(writer.partial)
 
     def remove(self, step: int) -> None:
-        remove(self._final(step))
+        remove(self.folder / folder_name(step))
 
     def close(self) -> None:
         self._held.close()
-
-    def _final(self, step: int) -> Path:
-        return self.folder / folder_name(step)
-
-    def _temporary(self, step: int) -> Path:
-        return self.folder / f"{folder_name(step)}.partial"

@@ -56,7 +56,7 @@ def check_files(store: Store, out: str, *only: str) -> None:
 
 def refuse_sequence(saved: Settings, current: Settings, out: str, error: Sa1bError) -> NoReturn:
     """UsageError for another order of images, described by `error`; it names the flags and saved values."""
-    _refuse([difference for difference in _differences(saved, current) if difference[0] in _SEQUENCE], out)
+    _refuse(saved, current, out, _SEQUENCE)
     raise UsageError(
         f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are there "
         f"now, pass another --out with --init {out}"
@@ -65,21 +65,15 @@ def refuse_sequence(saved: Settings, current: Settings, out: str, error: Sa1bErr
 
 def check_model(saved: Settings, current: Settings, out: str) -> None:
     """UsageError, with flags, if sizes of the model or frozen parts differ from the checkpoint's."""
-    presets = saved.get("preset"), current.get("preset")
-    if presets[0] != presets[1]:
-        _refuse([("preset", *presets)], out)
-    parts = ("model.", "optim.freeze")
-    _refuse(
-        [difference for difference in _differences(saved, current) if difference[0].startswith(parts)], out
-    )
+    _refuse(saved, current, out, ("preset",))
+    _refuse(saved, current, out, ("model.", "optim.freeze"))
 
 
 def check_trained(saved: Settings, current: Settings, out: str) -> None:
     """UsageError: other parts are frozen, or the checkpoint has a running mean of the weights and this run
     none.
     """
-    frozen = [difference for difference in _differences(saved, current) if difference[0] == "optim.freeze"]
-    _refuse([difference for difference in frozen if sorted(difference[1]) != sorted(difference[2])], out)
+    _refuse(saved, current, out, ("optim.freeze",))
     decays = [settings.get("optim", {}).get("ema", 0.0) for settings in (saved, current)]
     if decays[0] and not decays[1]:
         raise UsageError(
@@ -113,14 +107,10 @@ def lines(saved: Settings, current: Settings, out: str, step: int, steps: int, p
 
 def changes(saved: Settings, current: Settings, step: int) -> list[str]:
     """Lines to print: settings that affect training and differ from those of the checkpoint."""
-    differences = [difference for difference in _differences(saved, current) if _of_training(difference[0])]
-    lines = []
-    if differences:
-        named = ", ".join(
-            f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in differences
-        )
-        lines.append(f"settings that differ from those of step {step:,}: {named}")
-    if ("optim.ema", 0.0) in [(name, before) for name, before, _ in differences]:
+    differing = [one for one in _differences(saved, current) if _of_training(one[0])]
+    named = [f"{_flag(name)} {_shown(before)} -> {_shown(now)}" for name, before, now in differing]
+    lines = [f"settings that differ from those of step {step:,}: {', '.join(named)}"] if named else []
+    if ("optim.ema", 0.0) in [(name, before) for name, before, _ in differing]:
         lines.append(f"the running mean (--optim.ema) starts from the weights of step {step:,}")
     return lines
 
@@ -130,26 +120,28 @@ def _of_training(name: str) -> bool:
     return name in _OF_TRAINING or bool(dot and part not in _OTHER_PARTS)
 
 
-def _refuse(differing: list[tuple[str, Any, Any]], out: str) -> None:
-    if not differing:
-        return
-    saved = ", ".join(_given(name, before) for name, before, _ in differing)
-    current = ", ".join(_given(name, now) for name, _, now in differing)
-    remedy = ", ".join(
-        f"pass {_given(name, before)}" if before not in (None, []) else f"drop {_flag(name)}"
-        for name, before, _ in differing
-    )
-    raise UsageError(
-        f"--out {out}: was trained with {saved}, this run has {current}; {remedy}, or pass another --out "
-        f"with --init {out}"
-    )
+def _refuse(saved: Settings, current: Settings, out: str, names: tuple[str, ...]) -> None:
+    differing = [
+        one
+        for one in _differences(saved, current)
+        if one[0].startswith(names) and (one[0] != "optim.freeze" or sorted(one[1]) != sorted(one[2]))
+    ]
+    if differing:
+        before = ", ".join(_given(name, before) for name, before, _ in differing)
+        now = ", ".join(_given(name, now) for name, _, now in differing)
+        remedies = [
+            f"pass {_given(name, before)}" if before not in (None, []) else f"drop {_flag(name)}"
+            for name, before, _ in differing
+        ]
+        raise UsageError(
+            f"--out {out}: was trained with {before}, this run has {now}; {', '.join(remedies)}, or pass "
+            f"another --out with --init {out}"
+        )
 
 
 def _differences(saved: Any, current: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Name, saved value and current value of each setting that both have."""
-    for name in current:
-        if name not in saved:
-            continue
+    for name in [name for name in current if name in saved]:
         full = f"{path}{name}"
         if isinstance(current[name], dict) and isinstance(saved[name], dict):
             yield from _differences(saved[name], current[name], f"{full}.")

@@ -3,29 +3,33 @@
 The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
 published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
 names, so a checkpoint of one mode can be loaded in the other, at any world size.
+
+Only tensors are saved, because torch unpickles everything else without a check. It reads a tensor with
+weights_only, but `.metadata`, the table of contents, is a pickle too; `read_table` reads it.
 """
 
+import pickle
 import warnings
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sa1b.arguments import BadType
-from sa1b.engine.checkpoint.sealed_folder import MetadataReader, Writer
 from sa1b.engine.model import stored
 from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.errors import CheckpointError
 from sa1b.report import first_names
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+METADATA = ".metadata"
 
 # The warning is needless: a single process is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -39,20 +43,66 @@ class MismatchError(CheckpointError):
         self.state: dict[str, Any] = {}
 
 
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex TensorStorageMetadata TensorProperties "
+    "ChunkStorageMetadata StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size "
+    + " ".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, "").split():
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which is not allowed in a table of contents")
+
+
+def read_table(folder: Path) -> Metadata:
+    """The tensors of a checkpoint and their places in its files, without running code from the pickle.
+    CheckpointError: no valid table of tensors.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            table: Metadata = _Unpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: not a table of tensors ({error or type(error).__name__}); use an older checkpoint"
+        ) from None
+    return table
+
+
+def _entries(folder: Path) -> dict[str, TensorStorageMetadata]:
+    entries = read_table(folder).state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        return read_table(Path(self.path))
+
+
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
 
     The model declares its `weights()` or is a plain module, in any mode.
     """
-    tensors = _weights(model)
-    if optimizer is not None:
-        names = _names(model)
-        for parameter, values in optimizer.state.items():
-            for key, value in values.items():
-                if not isinstance(value, Tensor):
-                    keeper, kind = type(optimizer).__name__, type(value).__name__
-                    raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
-                tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+    # Under FSDP this call also releases gathered parameters, so that later calls use the shards.
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
+    names = _names(model)
+    for parameter, values in optimizer.state.items() if optimizer is not None else ():
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                keeper, kind = type(optimizer).__name__, type(value).__name__
+                raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
+            tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
     return tensors
 
 
@@ -71,141 +121,79 @@ def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
     return rank_tensors
 
 
-def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Write each rank's tensors into `folder`, one file a rank, and the table of contents; collective."""
-    state_dict_saver.save(
-        dict(tensors),
-        # One thread, because torch loses errors of other threads. No prefetching of copies, because every
-        # rank would create streams on the first GPU.
-        storage_writer=Writer(folder, thread_count=1, per_thread_copy_ahead=0),
-        process_group=ranks.group,
-        no_dist=ranks.group is None,
-    )
+def bytes_of(model: nn.Module, optimizer: Optimizer) -> int:
+    """The size of a checkpoint, about: the weights, and two moments of each that is trained."""
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = [*gather(model).values(), *trained, *trained]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def load(
-    folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks
-) -> None:
+def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> None:
     """Fill a model, and an optimizer if there is one, in place; collective.
 
     The hyperparameters of the optimizer's groups do not change: they come from the configuration.
     MismatchError: names or shapes differ. CheckpointError: tensors cannot be read; both may be partly filled.
     """
-    targets = _weights(model)
-    _compare(folder, metadata, targets)
-    states = _empty_states(folder, metadata, model, optimizer) if optimizer is not None else {}
-    for name, values in states.items():
-        targets |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values.items()}
-    ranks.on_all(lambda: _read(folder, metadata, targets, ranks))
-    if optimizer is not None:
-        names, packed = _names(model), optimizer.state_dict()
-        numbered = zip(
-            (number for group in packed["param_groups"] for number in group["params"]),
-            (parameter for group in optimizer.param_groups for parameter in group["params"]),
-            strict=True,
+    entries = _entries(folder)
+    targets = gather(model)
+    saved = {name: (entry.properties.dtype, entry.size) for name, entry in entries.items()}
+    needed = {name: (tensor.dtype, tensor.shape) for name, tensor in targets.items()}
+    model_names = needed.keys() | {name for name in saved if name.startswith(MODEL)}
+    if differing := sorted(name for name in model_names if saved.get(name) != needed.get(name)):
+        # Torch ignores a tensor that the model does not have, and casts one of another dtype.
+        raise MismatchError(
+            f"{folder}: of another model, which differs in {first_names(differing, 3)}; pass the settings "
+            "that it was trained with"
         )
-        packed["state"] = {
-            number: states[names[parameter]] for number, parameter in numbered if names[parameter] in states
-        }
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        by_name = {name: parameter for parameter, name in _names(model).items() if parameter in trained}
+        for full in (name for name in entries if name.startswith(OPTIMIZER)):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            if name not in by_name:
+                raise MismatchError(
+                    f"{folder}: has optimizer state for {name}, which is not trained in this run; pass the "
+                    "--optim.freeze of that run, or start from its weights with --init"
+                )
+            like, (dtype, size) = by_name[name], saved[full]
+            # What has not the shape of its parameter is a count of steps.
+            count, moment = torch.zeros(size, dtype=dtype), torch.zeros_like(like, dtype=dtype).detach()
+            targets[full] = moment if size == like.shape else count
+            states.setdefault(like, {})[key] = targets[full]
+    ranks.on_all(lambda: _read(folder, targets, ranks))
+    if optimizer is not None:
+        packed = optimizer.state_dict()
+        numbers = [number for group in packed["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        pairs = zip(numbers, parameters, strict=True)
+        packed["state"] = {number: states[parameter] for number, parameter in pairs if parameter in states}
         optimizer.load_state_dict(packed)
 
 
-def read_weights(folder: Path, metadata: Metadata, *, mean: bool = True) -> dict[str, Tensor]:
+def read_weights(folder: Path, *, mean: bool = True) -> dict[str, Tensor]:
     """The weights of a checkpoint by their published names, on the CPU; not collective. If the run has a
     running mean of the weights (--optim.ema), it is read, or with `mean` False the weights that are trained.
     CheckpointError names an unreadable tensor.
     """
-    single = Ranks(0, 1, None)
-    entries = _entries(metadata)
-    sources = {}
-    for name in entries:
-        if name.startswith(MODEL):
-            weight = name.removeprefix(MODEL)
-            averaged = f"{OPTIMIZER}{weight}.ema"
-            sources[weight] = averaged if mean and averaged in entries else name
+    entries = _entries(folder)
+    names = [name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)]
+    means = {name: f"{OPTIMIZER}{name}.ema" for name in names}
+    sources = {name: means[name] if mean and means[name] in entries else f"{MODEL}{name}" for name in names}
     targets = {
         source: torch.empty(entries[source].size, dtype=entries[source].properties.dtype)
         for source in sources.values()
     }
-    single.on_all(lambda: _read(folder, metadata, targets, single))
-    return {weight: targets[source] for weight, source in sources.items()}
+    single = Ranks(0, 1, None)
+    single.on_all(lambda: _read(folder, targets, single))
+    return {name: targets[source] for name, source in sources.items()}
 
 
-def _read(folder: Path, metadata: Metadata, targets: dict[str, Tensor], ranks: Ranks) -> None:
-    # Every payload is loaded with weights_only=True by torch's reader; tensors are filled in place.
-    state_dict_loader.load(
-        dict(targets),
-        storage_reader=MetadataReader(folder, metadata),
-        process_group=ranks.group,
-        no_dist=ranks.group is None,
-    )
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    # Under FSDP this call also releases gathered parameters, so that later calls use the shards.
-    return {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
+def _read(folder: Path, targets: dict[str, Tensor], ranks: Ranks) -> None:
+    # Tensors are filled in place; a dict that torch replaces values in stays as it is.
+    reader, group = _Reader(folder), ranks.group
+    state_dict_loader.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in stored(model).named_parameters()}
-
-
-def _entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    entries = metadata.state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _compare(folder: Path, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
-    entries = {name: entry for name, entry in _entries(metadata).items() if name.startswith(MODEL)}
-    saved = {name: _described(entry) for name, entry in entries.items()}
-    needed = {name: _described(tensor) for name, tensor in targets.items()}
-    differing = [
-        f"{name.removeprefix(MODEL)} is {saved.get(name, 'absent')}, the model's {needed.get(name, 'absent')}"
-        for name in sorted(saved.keys() | needed.keys())
-        if saved.get(name) != needed.get(name)
-    ]
-    if differing:
-        raise MismatchError(
-            f"{folder}: of another model ({first_names(differing, 3)}); "
-            "pass the settings that it was trained with"
-        )
-
-
-def _described(tensor: Tensor | TensorStorageMetadata) -> str:
-    if isinstance(tensor, Tensor):
-        return f"{tensor.dtype} {list(tensor.shape)}"
-    return f"{tensor.properties.dtype} {list(tensor.size)}"
-
-
-def _empty_states(
-    folder: Path, metadata: Metadata, model: nn.Module, optimizer: Optimizer
-) -> dict[str, dict[str, Tensor]]:
-    # Shapes are those of the checkpoint, placements those of the parameters.
-    names = _names(model)
-    trained = {
-        names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]
-    }
-    states: dict[str, dict[str, Tensor]] = {}
-    for full, entry in _entries(metadata).items():
-        if not full.startswith(OPTIMIZER):
-            continue
-        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-        if name not in trained:
-            raise MismatchError(
-                f"{folder}: has optimizer state for {name or full}, which is not trained in this run; pass "
-                "the --optim.freeze of that run, or start from its weights with --init"
-            )
-        like, dtype = trained[name], entry.properties.dtype
-        counts = entry.size != like.shape and prod(entry.size) == 1  # a counter of steps
-        if entry.size != like.shape and not counts:
-            raise MismatchError(
-                f"{folder}: {full} is {list(entry.size)}, its parameter {list(like.shape)}; pass the "
-                "settings that it was trained with"
-            )
-        value = (
-            torch.zeros(entry.size, dtype=dtype)
-            if counts
-            else torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        )
-        states.setdefault(name, {})[key] = value
-    return states

@@ -110,7 +110,8 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
         held, shard, placed = tensor.detach(), 0, ""
         if isinstance(held, DTensor):
             # The mesh has ranks in ascending order.
-            held, shard, placed = held.to_local(), rank_info.rank % rank_info.shards, f" {held.placements}"
+            shard, placed = rank_info.rank % rank_info.shards, f" {held.placements}"
+            held = held.to_local()
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
         own[name.removeprefix("module.")] = described, shard, isal_zlib.crc32(values)  # without DDP's prefix

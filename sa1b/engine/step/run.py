@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from sa1b.console import command
 from sa1b.engine.checkpoint import resume
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import folder_name
-from sa1b.engine.checkpoint.remote_run import RemoteRun
 from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.config import Config, agree, build, initial_weights, with_steps
 from sa1b.engine.evaluation import evaluate, held_out_feed
@@ -277,7 +277,6 @@ class Run:
 
     def record(self, figures: StepFigures, lr: float) -> None:
         """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
-        self.checkpoints.poll()
         took = self.phases.total()
         precision = self.config.parallel.precision
         ideal = peak_seconds(self.model, figures.images, figures.count, precision, self.rank_info)

@@ -98,7 +98,10 @@ class Report:
         """JSON document for --json, with every finding of every rank."""
         findings = [asdict(finding) for finding in self.findings]
         document = {"title": self.title, "hosts": list(self.hosts), "findings": findings}
-        return document | {"exit_code": self.exit_code()}
+        return document | {"counts": self.counts(self.rows()), "exit_code": self.exit_code()}
+
+    def counts(self, rows: Sequence[Finding]) -> dict[str, int]:
+        return {state: sum(row.state == state for row in rows) for state in STATES}
 
     def table(self) -> str:
         """Text for the terminal: one line for each check, then what to do, the worst last."""
@@ -120,7 +123,7 @@ class Report:
             for (check, remedy), same_remedy in advice.items():
                 where = _together(same_remedy).where()
                 lines.append(f"  {check}{f' ({where})' if where else ''}: {remedy}")
-        counts = [(state, sum(row.state == state for row in rows)) for state in STATES]
+        counts = self.counts(rows).items()
         words = [counted(n, state, "s" if state == "warning" else "") for state, n in counts if n]
         return "\n".join([*lines, "", ", ".join(words) or "no check was run"])
 

@@ -180,7 +180,7 @@ def dataset(process: RankProcess) -> Findings:
     try:
         with closing((opened := Dataset(process.root, deadline=process.timeout / 2)).reader):
             check_images(opened, "training")
-            opened[process.rank * 7919 % len(opened)]  # a verified sample, another one on each rank
+            read = opened[process.rank * 7919 % len(opened)]  # verified, another one on each rank
     except (Sa1bError, OSError, ValueError) as error:
         figure, remedy = split(error, process)
         if process.world_size > 1 and "://" not in process.root and not Path(process.root, DATASET).exists():
@@ -190,11 +190,11 @@ def dataset(process: RankProcess) -> Findings:
         yield Finding("failed", figure, remedy)
         return
     digest, lacks = opened.table.digest, bool(opened.failed or opened.pending)
+    values = {"images": len(opened), "shards": len(opened.shards), "digest": digest, "bytes": len(read.jpeg)}
+    values |= {"failed_sources": sorted(opened.failed), "pending_sources": opened.pending}
     figure = f"{len(opened):,} images in {len(opened.shards):,} shards, digest {digest[:12]}"
     figure += f"; failed sources: {len(opened.failed)}, pending: {len(opened.pending)}" if lacks else ""
-    yield Finding(
-        "warning" if lacks else "ok", figure, "Run reshard again, or train without them", {"digest": digest}
-    )
+    yield Finding("warning" if lacks else "ok", figure, "Run reshard again, or train without them", values)
 
 
 def read_rate(process: RankProcess) -> Findings:

@@ -8,7 +8,6 @@ images a second at full size, 30 at 640 pixels (`pytest tests/synthetic -m slow`
 import gzip
 import io
 import json
-import operator
 import os
 import tarfile
 import tempfile
@@ -112,10 +111,9 @@ def _crop_box(rng: np.random.Generator, box: list[int], height: int, width: int)
 def scene(
     image_id: int, seed: int = 0, long_side: int | None = None, *, simple: bool = False
 ) -> tuple[bytes, Document]:
-    """One image and its annotation file, as `json.loads` returns it.
+    """One image and its annotation file, as `json.loads` returns it; for the arguments see `scene.plan`.
 
-    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF. `long_side`: pixels; None for full size
-    (mostly 2250x1500). `simple`: see `sa1b.programs.synthetic.scene.plan`.
+    The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF.
     """
     return _scene(image_id, seed, long_side, simple)[:2]
 
@@ -141,14 +139,13 @@ def write_tar(
     compress: bool = True,
     temporary: Path | None = None,
     phrases: list[Document] | None = None,
-    progress: Callable[[int], Any] | None = None,
+    progress: Callable[[int], Any] = lambda count: None,
 ) -> "Counter[str]":
     """Write one source tar in the format of the download, and commit it when it is complete; its figures.
 
     Memory: a few images: a temporary file holds the members until they are shuffled. An existing file is
-    replaced. Ids start at `first_id`. For the image see `scene`. `compress`: gzip, as in the download.
-    `temporary`: path of the incomplete tar in the same folder, by default one of its own. `phrases` receives
-    a row for each object; `progress` gets 1 for every image.
+    replaced. `temporary`: path of the incomplete tar in the same folder. `phrases` receives a row for each
+    object; `progress` gets 1 for every image.
     """
     path = Path(path)
     temporary = temporary or temporary_path(path)
@@ -164,20 +161,16 @@ def write_tar(
             for image_id in range(first_id, first_id + images):
                 jpeg, annotations, runs, shapes = _scene(image_id, seed, long_side, simple)
                 masks, text = annotations["annotations"], json.dumps(annotations).encode()
+                pixels = annotations["image"]["width"] * annotations["image"]["height"]
                 if phrases is not None:
-                    pixels = annotations["image"]["width"] * annotations["image"]["height"]
-                    looks = [
-                        described(shape.look, one["area"] / pixels)
-                        for one, shape in zip(masks, shapes, strict=True)
-                    ]
                     ids = [{"image_id": image_id, "mask_id": mask["id"]} for mask in masks]
-                    phrases += map(operator.or_, ids, looks)
+                    looks = zip(ids, masks, shapes, strict=True)
+                    phrases += [one | described(of.look, mask["area"] / pixels) for one, mask, of in looks]
                 for suffix, data in (("jpg", jpeg), ("json", text)):
                     members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
                     spill.write(data)
                 figures.update(masks=len(masks), runs=runs, jpeg_bytes=len(jpeg), json_bytes=len(text))
-                if progress is not None:
-                    progress(1)
+                progress(1)
             entry = _entry("./", 0)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             tar.addfile(entry)
@@ -208,16 +201,13 @@ def write_tars(
     workers: int = 1,
     overwrite: bool = False,
     phrases: bool = False,
-    progress: Callable[[int], Any] | None = None,
+    progress: Callable[[int], Any] = lambda count: None,
     **options: Any,
 ) -> "Counter[str]":
     """Write `sa_000000.tar`, `sa_000001.tar`, ... to a folder; the bytes do not depend on `workers`.
 
-    The ids of tar t start at 1 + t * 11187. For `options` see `write_tar`. Each worker writes one tar at a
-    time. `phrases`: also write phrases.parquet, a row for each mask; see `sa1b.programs.synthetic.phrases`.
-
-    FileExistsError: one of the files exists; nothing was written. OSError: the disk is full or fails.
-    ChildProcessError: a worker failed for another reason.
+    The ids of tar t start at 1 + t * 11187. For `options` see `write_tar`. `phrases`: also write
+    phrases.parquet, a row for each mask. FileExistsError: one of the files exists; nothing was written.
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -226,15 +216,13 @@ def write_tars(
     if present and not overwrite:
         raise FileExistsError(f"{present[0]}: already exists; replace it and all others with --overwrite")
     common = {"images": images_per_tar, **options}
-    tasks = [
-        (path, {"first_id": first, "temporary": temporary_path(path), **common}, phrases)
-        for path, first in jobs
-    ]
+    names: list[Document] = [{"first_id": first, "temporary": temporary_path(path)} for path, first in jobs]
+    tasks = [(path, common | name, phrases) for (path, _), name in zip(jobs, names, strict=True)]
     total, rows = Counter[str](), list[Document]()
     events = supervise(_work, tasks, workers=workers)
     try:
         for event in events:
-            if event.kind == "progress" and progress is not None:
+            if event.kind == "progress":
                 progress(event.value)
             elif event.kind == "done":
                 figures, of_tar = event.value
@@ -247,8 +235,8 @@ def write_tars(
                 raise ChildProcessError(f"{path}: {why.message if isinstance(why, Failure) else why}")
     finally:
         events.close()
-        for _, arguments, _ in tasks:
-            arguments["temporary"].unlink(missing_ok=True)
+        for name in names:
+            name["temporary"].unlink(missing_ok=True)
     if phrases:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -84,7 +84,7 @@ def main(
         )
     lines = []
     for name, total in figures.items():
-        of = {"masks": "images", "runs": "masks", "jpeg_bytes": "images", "json_bytes": "images"}.get(name)
+        of = {"runs": "masks"}.get(name, "images" if name in ("masks", "jpeg_bytes", "json_bytes") else "")
         each = (
             f"{total / max(figures[of], 1):>13,.{0 if 'bytes' in name else 1}f} per {of[:-1]}" if of else ""
         )

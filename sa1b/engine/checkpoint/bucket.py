@@ -1,0 +1,390 @@
+"""A run in a bucket: its claim, its folder on this machine, its checkpoints, and the upload of its files.
+
+    run = RemoteRun(open_store("s3://BUCKET/run"), folder)     # all ranks; only one run can have this URL
+    ... append to run.folder / "metrics.jsonl" ...
+    run.upload()                                               # with each checkpoint
+    run.close()
+
+Names and bytes are those of a run in a folder, so that a copy of the URL is one. Each rank writes its part of
+a checkpoint to the local folder and uploads it; the manifest is created last, if there is none. A checkpoint
+without a manifest is incomplete: it is never read, and removed before the next one is written. To resume, one
+rank of each machine copies the checkpoint to the local folder.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sa1b.engine.checkpoint.folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    OLD_MANIFEST,
+    CommitWriter,
+    RetrievalError,
+    as_error,
+    digests,
+    folder_name,
+    is_own,
+    manifest_of,
+    read_state,
+    remove,
+    step_of,
+)
+from sa1b.engine.checkpoint.resume import check_files
+from sa1b.engine.checkpoint.tensors import read_table
+from sa1b.engine.ranks.rank_info import ranks
+from sa1b.errors import CheckpointError, LockedError, UsageError
+from sa1b.shards.manifest import DATASET
+from sa1b.shards.staging import remove_leftovers
+from sa1b.storage.atomic import check_free_bytes
+from sa1b.storage.cache import fetch
+from sa1b.storage.claim import Claim, observe
+from sa1b.storage.errors import DamageError, MissingError, ReplacedError, StorageError, UnavailableError
+from sa1b.storage.store import FolderStore, Store
+
+_CLAIM = "run.claim"
+_DAMAGED = f"{MANIFEST}.damaged"  # name of the manifest of a damaged checkpoint
+_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
+_POLL, _QUIET = 1.0, 5.0  # seconds between two looks at a claim, and before a wait is reported
+_CLOCKS = 1.0  # seconds by which the store's clock may be inexact
+_UNSENT = ".unsent"
+_OF_OTHER_MACHINES = re.compile(r".*-\d+\.jsonl")
+_LOG = logging.getLogger(__name__)
+
+
+def local_folder(url: str, scratch: Path | None) -> Path:
+    """The local folder of a run in a bucket, in `scratch` or the system's folder for temporary files."""
+    url = url.rstrip("/")
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return (scratch or Path(tempfile.gettempdir()) / f"sa1b-{os.getuid()}") / f"run-{name}-{digest}"
+
+
+def committed(store: Store) -> list[int]:
+    """Steps of the checkpoints of a run that have a manifest, oldest first."""
+    return sorted(step for step, names in _checkpoints(store).items() if names & {MANIFEST, OLD_MANIFEST})
+
+
+def _checkpoints(store: Store) -> dict[int, set[str]]:
+    """The files of each folder of a checkpoint, without hidden ones, by its step."""
+    folders = [name for name in store.folders(CHECKPOINTS) if step_of(name) is not None]
+    there = store.map(lambda name: store.names(f"{CHECKPOINTS}/{name}"), folders)
+    return {int(name[5:]): set(names) for name, names in zip(folders, there, strict=True)}
+
+
+def download(store: Store, step: int, folder: Path) -> Path:
+    """Copy a checkpoint to a folder in `folder`, and verify its digests, its table of tensors and its state.
+    RetrievalError: the store cannot be reached, or the disk has no space. CheckpointError: it is damaged.
+    """
+    name = f"{CHECKPOINTS}/{folder_name(step)}"
+    url, local = store.url(name), folder / folder_name(step)
+    try:
+        shutil.rmtree(local, ignore_errors=True)
+        local.mkdir(parents=True)
+        manifest = MANIFEST if store.exists(f"{name}/{MANIFEST}") else OLD_MANIFEST
+        (local / manifest).write_bytes(store.read(f"{name}/{manifest}"))
+        files = digests(local)
+        if not files:
+            raise as_error(url, [manifest])
+        for file, sha256 in files.items():
+            with (local / file).open("w+b") as copy:
+                store.reader.forget(f"{name}/{file}")
+                fetch(store.reader, f"{name}/{file}", sha256, copy)
+        read_state(local)
+        read_table(local)
+    except (DamageError, MissingError, ReplacedError, FileNotFoundError) as error:
+        raise CheckpointError(str(error)) from None
+    except CheckpointError as error:
+        raise type(error)(str(error).replace(str(local), url)) from None
+    except (StorageError, OSError) as error:
+        raise RetrievalError(
+            f"{url}: cannot be copied to {local} ({error}); start the same command again when the store is "
+            "available, or pass another folder with --scratch"
+        ) from None
+    return local
+
+
+class _BucketWriter(CommitWriter):
+    """Uploads what it has written, which removes it here."""
+
+    def __init__(self, run: "RemoteRun", step: int, state: bytes) -> None:
+        local = run.folder / CHECKPOINTS / folder_name(step)
+        super().__init__(local.with_name(f"{local.name}.partial-{run.token}"), local, state)
+        self.run, self.step, self.name = run, step, f"{CHECKPOINTS}/{local.name}"
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """On rank 0, before any rank writes."""
+        self.run.make_free(self.step)
+        return super().prepare_global_plan(plans)
+
+    def push(self, names: dict[str, str]) -> None:
+        for name in names:
+            self.run.store.commit_file(self.partial / name, f"{self.name}/{name}")
+        self.run.upload()
+
+    def commit(self, files: dict[str, str]) -> None:
+        run = self.run
+        if run.claim is None or not run.claim.is_held():
+            other = observe(run.store, _CLAIM) or "ended since"
+            raise LockedError(
+                f"{run.store.root}: another run ({other}) has taken over this --out, because this run sent "
+                "no heartbeat for too long; stop one of them"
+            )
+        if not run.store.put_if_absent(f"{self.name}/{MANIFEST}", manifest_of(files).encode()):
+            raise CheckpointError(
+                f"{MANIFEST}: not written by this run; start one run at a time with this --out"
+            )
+        run.committed, run.may_be_incomplete = sorted({*run.committed, self.step}), False
+
+
+class RemoteRun:
+    """The files of a run in a bucket; all ranks create and close it together.
+
+    Rank 0 has a claim with a heartbeat as long as the run lasts. Creating the claim writes and removes an
+    object, so missing permissions are found at the start. `leads`: this rank copies the files of its machine.
+
+    Raises:
+        UsageError: the store cannot be written, or contains a dataset.
+        CheckpointError: another run uses the store; the store cannot be reached, or the folder not written.
+    """
+
+    # Objects cannot be appended to. So files are in a local folder, which the ranks of a machine share, and
+    # `upload` copies those that have changed. At the start, files that an earlier run could not upload are
+    # uploaded, unless the bucket has others: then they are renamed to NAME.unsent. After that the *.jsonl
+    # files are copied from the bucket to the folder, so that they continue those of another machine.
+
+    def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
+        self.store, self.folder, self.ranks, self.token = store, folder, ranks(limit), ""
+        self.root = store.url(CHECKPOINTS)
+        self.remedy = f"free space in {folder} or make {store.root} available"
+        self.claim: Claim | None = None
+        self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
+        self.committed: list[int] = []  # the claim excludes other runs
+        self.may_be_incomplete = True  # whether there may be parts of checkpoints without a manifest
+        refused = self.ranks.on_first(self._open)
+        if refused is not None:
+            raise UsageError(refused)
+        try:
+            folders = self.ranks.on_all(self._identify)
+            self._leader = folders.index(folders[self.ranks.rank])
+            self.leads = self._leader == self.ranks.rank
+            self.ranks.on_all(self._fetch)
+        except CheckpointError:
+            self.release()
+            raise
+
+    def check_space(self, need: int) -> None:
+        """CheckpointError if a machine has no space for a checkpoint of so many bytes; collective."""
+        way = "pass a folder on a larger disk with --scratch"
+        self.ranks.on_all(lambda: check_free_bytes(self.folder, need, way, " for a checkpoint"))
+
+    # Checkpoints
+
+    def begin(self) -> str:
+        self.committed = committed(self.store)
+        self._sweep()
+        return secrets.token_hex(4)
+
+    def steps(self) -> list[int]:
+        return list(self.committed)
+
+    def is_old(self, step: int) -> bool:
+        return not self.store.exists(f"{CHECKPOINTS}/{folder_name(step)}/{MANIFEST}")
+
+    def prove(self, step: int) -> Path:
+        local = self.folder / CHECKPOINTS
+
+        def copy() -> list[CheckpointError]:  # the error is returned with its class
+            try:
+                if self.leads:
+                    download(self.store, step, local)
+            except CheckpointError as error:
+                return [error]
+            return []
+
+        errors = [error for of_rank in self.ranks.on_all(copy) for error in of_rank]
+        if errors:
+            self.drop(local)
+            raise next((error for error in errors if isinstance(error, RetrievalError)), errors[0])
+        return local / folder_name(step)
+
+    def drop(self, folder: Path) -> None:
+        if self.leads:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def set_aside(self, step: int) -> str:
+        name = f"{CHECKPOINTS}/{folder_name(step)}"
+        self.store.put(f"{name}/{_DAMAGED}", self.store.read(f"{name}/{MANIFEST}"))
+        self.store.remove(f"{name}/{MANIFEST}")
+        self.committed.remove(step)
+        return self.store.url(f"{name}/{_DAMAGED}")
+
+    def writer(self, step: int, state: bytes) -> CommitWriter:
+        return _BucketWriter(self, step, state)
+
+    def make_free(self, step: int) -> None:
+        """Remove what was not committed, and an earlier checkpoint of this step."""
+        if self.may_be_incomplete:
+            self._sweep()
+        self.may_be_incomplete = True
+        if step in self.committed:
+            self.remove(step)
+        self.store.remove_folder(f"{CHECKPOINTS}/{folder_name(step)}", is_own)
+
+    def discard(self, writer: CommitWriter) -> None:
+        if self.leads and writer.partial.exists():
+            remove(writer.partial)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; the manifest first."""
+        name = f"{CHECKPOINTS}/{folder_name(step)}"
+        self.store.remove(f"{name}/{MANIFEST}")
+        self.store.remove_folder(name, is_own)
+        self.committed.remove(step)
+
+    def _sweep(self) -> None:
+        self.store.abort_uploads(lambda name: name.startswith(f"{CHECKPOINTS}/"))
+        for step, names in _checkpoints(self.store).items():
+            if step not in self.committed and _DAMAGED not in names:
+                self.store.remove_folder(f"{CHECKPOINTS}/{folder_name(step)}", is_own)
+        self.may_be_incomplete = False
+
+    # Other files
+
+    def upload(self) -> None:
+        """Upload the files of this machine that have changed. StorageError: the store cannot be written."""
+        if not self.leads:
+            return
+        sending = self.folder / CHECKPOINTS / ".sending"
+        for path, name in self._files():
+            state = _state(path)
+            if state[0] and self._sent.get(name) != state:  # the watchdog opens its file early
+                sending.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, sending)  # other threads may append to the file during the upload
+                self.store.commit_file(sending, name)
+                self._sent[name] = state
+
+    def _files(self) -> Iterator[tuple[Path, str]]:
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            hidden = parts[0] == CHECKPOINTS or any(part.startswith(".") for part in parts)
+            if not hidden and path.suffix != _UNSENT and path.is_file():
+                yield path, self._object_name("/".join(parts))
+
+    def _object_name(self, name: str) -> str:
+        if self._leader == 0 or not name.endswith(".jsonl"):
+            return name  # else with the number of the first rank of its machine
+        return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
+
+    def close(self) -> None:
+        """Upload the last files, remove the local folder and release the claim; collective."""
+        try:
+            self.ranks.on_all(lambda: None)  # the other ranks have closed their files
+            self.ranks.on_all(self.upload)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.store.root}: the last files of the run cannot be uploaded ({error}); they are in "
+                f"{self.folder}: start the same command again here, which uploads them"
+            ) from None
+        if self.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Remove the claim, so that another run can use the URL; on rank 0, once no rank writes any more."""
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.release()
+
+    def _open(self) -> str | None:
+        """Take the claim; returns why the URL is refused."""
+        url = self.store.root
+        try:
+            if self.store.exists(DATASET):
+                return (
+                    f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
+                )
+            self.claim = self._take().__enter__()
+            check_files(self.store, url)
+            remove_leftovers(self.store)
+        except UsageError as error:
+            self.release()
+            return str(error)
+        except UnavailableError:
+            raise
+        except (StorageError, ImportError, ValueError) as error:
+            return f"--out {url}: cannot be written: {error}"
+        return None
+
+    def _take(self) -> Claim:
+        began, is_logged = time.monotonic(), False
+        while (claim := Claim.take(self.store, _CLAIM)) is None:
+            waited, holder = time.monotonic() - began, observe(self.store, _CLAIM)
+            terms = holder.terms(self.store.url(_CLAIM)) if holder else ""
+            # A holder on another machine is alive if it has sent a heartbeat since the wait began.
+            if holder and waited > _PATIENCE and (holder.is_here or holder.age < waited - _CLOCKS):
+                raise LockedError(
+                    f"--out {self.store.root}: in use by another run, process {holder}; pass another --out, "
+                    f"or stop that run ({terms})"
+                )
+            if holder and waited > _QUIET and not is_logged:
+                is_logged = True
+                _LOG.warning("waiting for the end of another run with this --out (%s)", terms)
+            time.sleep(_POLL)
+        return claim
+
+    def _identify(self) -> str:
+        """A text that is the same on the ranks that share the folder, and on no others."""
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            store = FolderStore(self.folder)
+            store.put_if_absent(".id", secrets.token_hex(8).encode())
+            return store.read(".id").decode()
+        except OSError as error:
+            raise UsageError(
+                f"--scratch {self.folder.parent}: cannot be written ({error.strerror}); pass another folder"
+            ) from None
+
+    def _fetch(self) -> None:
+        if not self.leads:
+            return
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
+        for path, name in list(self._files()):
+            there = self.store.read(name) if self.store.exists(name) else b""
+            data = path.read_bytes()
+            if there.startswith(data):
+                path.unlink()
+            elif data.startswith(there):
+                _LOG.warning("uploading %s, which an earlier run could not upload", path)
+            else:
+                kept = path.replace(path.with_name(f"{path.name}{_UNSENT}"))
+                _LOG.warning("%s was not uploaded: the bucket has a newer one; it is now %s", path, kept)
+        self.upload()
+        for path in self.folder.glob("*.jsonl"):  # the bucket has what they have
+            path.unlink()
+        there_now = self.store.names("", ".jsonl")
+        if self._leader == 0:
+            names = {name: name for name in there_now if not _OF_OTHER_MACHINES.fullmatch(name)}
+        else:
+            ending = f"-{self._leader}.jsonl"
+            names = {
+                name: f"{name.removesuffix(ending)}.jsonl" for name in there_now if name.endswith(ending)
+            }
+        with self.store.files(*names) as copies:
+            for (name, local), copy in zip(names.items(), copies, strict=True):
+                if copy.exists():
+                    shutil.copyfile(copy, self.folder / local)
+                    self._sent[name] = _state(self.folder / local)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
