@@ -340,9 +340,7 @@ def end_at_interrupt() -> "Callable[..., object] | int | None":
 def before_training() -> None:
     """Prepare the signals of a process that imports what training needs, until the run handles them."""
     check_installed()
-    # SIGUSR2 asks a run for a table, for which it is too early; by default the signal would end the process.
     end_at_interrupt()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,21 +36,13 @@ from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.gradients import Buffers, clear, micro_batch, warm_up
 from sa1b.engine.step.optim import lr_at, set_lr, update_ema
-from sa1b.engine.step.run import Run, watched
+from sa1b.engine.step.run import Run
 from sa1b.engine.watch.control import HealthError
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.phase import OTHER, Phases
 from sa1b.engine.watch.profiler import StepProfiler
-from sa1b.engine.watch.signals import (
-    TABLE_SIGNAL,
-    exit_at_once,
-    explain,
-    handle,
-    how_it_stopped,
-    refused,
-    stdout_is_closed,
-    tell_torchrun,
-)
+from sa1b.engine.watch.signals import exit_at_once, failed, how_it_stopped, refused, stdout_is_closed
+from sa1b.engine.watch.watchdog import Watchdog, record_collectives
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.recipes.scorer import score, scored_model
@@ -127,22 +118,28 @@ def train(run: Run) -> None:
 
 def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    handle(TABLE_SIGNAL, signal.SIG_IGN)  # until there is a table to print
-    code, phases = 0, Phases()
-    rank_info = start(config.parallel, config.folder)
+    return _run(config, callbacks, Phases())
+
+
+def _run(config: Config, callbacks: Sequence[Callback], phases: Phases) -> int:
+    code = 0
+    if config.parallel.device != "cpu" and torch.cuda.is_available():
+        record_collectives(config.folder)
+    rank_info = start(config.parallel)
     config = config.resolved()
     if config.dry_run or config.evaluate_only:
         settings.agree(config, rank_info)
+    watchdog = Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)
     if config.dry_run:
         dry_run(config, rank_info)
     elif config.evaluate_only:
         if config.is_remote and rank_info.rank == 0:  # not to stdout, where --json prints the scores
             sys.stderr.write(f"predictions and damage log of the evaluation are in {config.folder}\n")
-        with watched(config, rank_info, phases):
+        with watchdog:
             score(config, partial(scored_model, config), rank_info, phases)
     else:
         prove_for_run(config, rank_info.device, rank_info.local_rank)
-        with watched(config, rank_info, phases):
+        with watchdog:
             code = train_and_close(begin(config, rank_info, phases, callbacks))
     stop()  # not after an error, because this rank would wait for the others
     return code
@@ -239,6 +236,7 @@ def main(
         sys.stderr.write(f"error: {error}\n")
         return 2
     config: Config | None = None
+    phases = Phases()
     try:
         words = sys.argv[1:] if arguments is None else arguments
         if not words and presets is PRESETS and Path("demo/shards/dataset.json").exists():
@@ -247,19 +245,16 @@ def main(
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
         config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
-        return run(config, callbacks)
+        return _run(config, callbacks, phases)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        tell_torchrun(error)
         return refused(error, rank, on_all=config is None)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return broken_pipe()
-        tell_torchrun(error)
         images = 1 if config is None or config.evaluate_only else config.micro_batches(world_size)[0]
-        sys.stderr.write(explain(error, rank, world_size, images))  # at once: lines of ranks do not mix
-        return 1
+        return failed(error, rank, world_size, images, starting=not phases.steps)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from sa1b.stream.stats import STAGES, limiting
 from sa1b.workers import available_cpus
 
 STORAGE_MARGIN = 1.2  # below this ratio of storage rate to loader rate, storage limits the loader
-DATA_WAIT = 0.05  # share of the time spent waiting for data, above which data limit a run
+DATA_WAIT = 0.2  # share of the time spent waiting for data, above which data limit a run
 
 BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ranks exchange
 

@@ -310,7 +310,6 @@ def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> N
     found = training.lines(out)
     assert len(found) == 4
     assert found[-1]["peak_memory_gb"] == (1 << 20) / 1e9  # of the device
-    assert found[-1]["seconds_slowest"] > 0  # by events of the device
     assert found[-1]["mfu"] > 0
 
 

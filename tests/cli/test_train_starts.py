@@ -58,9 +58,14 @@ def test_a_variable_of_the_launcher_that_is_no_number_is_refused_by_name(name: s
     assert done.stderr == f"error: {name}=$SLURM_X: must be a whole number; torchrun sets it\n"
 
 
-def test_a_request_for_the_table_while_modules_load_does_not_end_the_process() -> None:
-    code = "import os, signal, sa1b.console as c; c.before_training(); os.kill(os.getpid(), signal.SIGUSR2)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=300)
+def test_a_flag_that_went_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = ["train", "--logging.mlflow", "experiment", "--out", "run"]
+    done = processes.run(
+        [sys.executable, "-m", "sa1b", *words], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 2
+    assert "--logging.mlflow" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_module_beside_the_script_hides_one_of_another_package() -> None:

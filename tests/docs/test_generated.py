@@ -5,18 +5,19 @@ import pydoc
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sa1b.engine.watch.control import StepFigures
-from sa1b.engine.watch.hardware import CPU, GPU
+from sa1b.engine.watch.hardware import SAMPLED
 from sa1b.engine.watch.metrics import figures_of
-from sa1b.engine.watch.phase import WORK, Phases
-from sa1b.engine.watch.stragglers import PARTS, Stragglers
+from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.window import Window
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
-from sa1b.stream.bottleneck import BUSY, LoaderSettings, LoaderWindow
+from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.stats import STAGES
 from tests.docs import generated
 
@@ -93,7 +94,7 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
     on_page = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     means = dict.fromkeys(Interactive.figures, 0.0)
     worst = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
-    numbers = ("data_wait", *WORK, "peak_memory", *GPU, *CPU, *worst)
+    numbers = ("data_wait", "peak_memory", *SAMPLED, *worst)
     figures = StepFigures(means, 1.0, 1, 1.0, 0.0, {name: [0.0] for name in numbers})
     recorded = figures_of(figures, Phases(), 1e-3, 1.0)
     assert on_page == {"step", *recorded}
@@ -101,12 +102,13 @@ def test_every_field_of_a_step_in_metrics_is_on_the_page_of_training() -> None:
 
 def test_every_field_of_a_window_and_every_stage_of_a_loader_is_on_its_page() -> None:
     text = (generated.DOCS / "training.md").read_text(encoding="utf-8")
-    stragglers = Stragglers(["a"], 1)
-    stragglers.add({name: [1.0] for name in PARTS})
-    settings = LoaderSettings(1, 1, True, False, None, 64, False)
-    window = LoaderWindow(settings)
-    line, _ = window.end({name: [1.0] for name in BUSY}, [0.1])
-    for kind, fields_of in (("ranks", stragglers.document()), ("loader", line)):
+    written: dict[str, dict[str, Any]] = {}
+    metrics: Any = SimpleNamespace(window=lambda step, kind, summary: written.update({kind: summary}))
+    window = Window(["a"], 1, metrics, LoaderSettings(1, 1, True, False, None, 64, False))
+    for step in (1, 2):
+        numbers = {name: [1.0] for name in (*BUSY, "data_wait", "forward", "gpu_clock_mhz")}
+        window.add(step, numbers, 10.0)
+    for kind, fields_of in written.items():
         table = text[text.index(f"| field of `{kind}` |") :].split("\n\n")[0]
         assert [row.split("`")[1] for row in table.splitlines()[2:]] == list(fields_of)
         nested = {name for value in fields_of.values() if isinstance(value, dict) for name in value}

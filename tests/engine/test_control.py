@@ -13,7 +13,7 @@ import torch
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL, Stop, WriteError
+from sa1b.engine.watch.signals import SIGNALS, Stop, WriteError
 from sa1b.storage.atomic import append_line
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
@@ -53,9 +53,6 @@ def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
             control.write(Path("here/metrics.jsonl"), no_space)
         seen += [control.failed, control.poll(), control.failed]
         seen += [control.any_rank(rank_info.rank == 0), control.any_rank(False)]
-        control.table_asked = rank_info.rank == world_size - 1
-        control.any_rank(False)
-        seen += [control.take_table_request(), control.take_table_request()]
         with pytest.raises(WriteError, match="metrics.jsonl" if rank_info.rank == 0 else "another rank"):
             control.check()
         return first, seen
@@ -75,7 +72,7 @@ def test_figures_of_ranks_are_those_of_a_single_process_and_requests_reach_all_a
         assert figures.ranks["data"] == [1.0 + rank for rank in range(world_size)]
         assert figures.ranks["compute"][0] == 2.0
         assert all(map(math.isnan, figures.ranks["compute"][1:]))
-        assert seen == [False, False, False, True, False, False, True, True, True, False, True, False]
+        assert seen == [False, False, False, True, False, False, True, True, True, False]
     assert sum(figures.own_loss for figures, _ in ranks) == single.own_loss
 
 
@@ -106,7 +103,7 @@ def test_a_step_without_anything_that_counts_has_means_of_zero_and_others_keep_w
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signal.Signals) -> None:
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         control = Control(place_of())
         control.install()
@@ -125,7 +122,7 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
 def test_the_first_signal_is_answered_with_what_a_second_one_does(
     closed: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     stderr = os.dup(2)
     try:
         control = Control(place_of())
@@ -145,22 +142,6 @@ def test_the_first_signal_is_answered_with_what_a_second_one_does(
         if closed
         else "\nSIGTERM: stopping after this step, with a checkpoint; SIGTERM again ends the run at once, without one\n"
     )
-
-
-def test_a_request_for_the_table_is_answered_once_and_stops_nothing() -> None:
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, TABLE_SIGNAL)}
-    try:
-        control = Control(place_of())
-        control.install()
-        os.kill(os.getpid(), signal.SIGUSR2)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert not control.take_table_request()  # the ranks have not met
-        assert not control.poll()  # in an evaluation, which goes on
-        exchanged(control, 0, 1)
-        assert [control.take_table_request(), control.take_table_request()] == [True, False]
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 AGENT = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"}

@@ -22,12 +22,12 @@ def ranks(*busy: dict[str, float]) -> dict[str, list[float]]:
 def test_the_stage_is_that_of_the_rank_with_the_largest_wait_in_this_window() -> None:
     window = LoaderWindow(SETTINGS)
     window.start(ranks({"read": 900.0}, {"pick": 900.0}))  # before the window
-    line, message = window.end(ranks({"read": 990.0}, {"pick": 901.0, "decode": 4.0}), [0.01, 0.123])
+    line, message = window.end(ranks({"read": 990.0}, {"pick": 901.0, "decode": 4.0}), [0.01, 0.323])
     busy = {"read": 0.0, "pick": 0.25, "decode": 0.75, "collate": 0.0, "device": 0.0}
-    assert line == {"rank": 1, "data_wait": 0.123, "limiting": "decode", "busy": busy}
+    assert line == {"rank": 1, "data_wait": 0.323, "limiting": "decode", "busy": busy}
     assert message is not None
     assert message.startswith(
-        "data wait 12 % on rank 1: decode limits; add threads (--data.threads, now 2 for 8 processors) or reshard "
+        "data wait 32 % on rank 1: decode limits; add threads (--data.threads, now 2 for 8 processors) or reshard "
         "to 1024 px: "
     )
     assert message.endswith(" reshard ... --image-size 1024")
@@ -39,16 +39,16 @@ def test_a_limit_is_reported_when_it_begins_and_when_another_stage_limits() -> N
     window.start(ranks(seconds))
     said = []
     for stage, wait in (
-        *(("read", 0.05), ("read", 0.2), ("read", 0.3), ("decode", 0.2)),
-        *(("decode", 0.01), ("decode", 0.06)),
+        *(("read", 0.2), ("read", 0.25), ("read", 0.3), ("decode", 0.25)),
+        *(("decode", 0.01), ("decode", 0.21)),
     ):
         seconds[stage] += 1.0
         line, message = window.end(ranks(seconds), [wait])
         assert line["limiting"] == stage
         said.append(message and message.partition(";")[0])
     assert said == [
-        *(None, "data wait 20 %: read limits", None, "data wait 20 %: decode limits"),
-        *(None, "data wait 6 %: decode limits"),
+        *(None, "data wait 25 %: read limits", None, "data wait 25 %: decode limits"),
+        *(None, "data wait 21 %: decode limits"),
     ]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sa1b
+from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.metrics import LoggingConfig, Metrics, about, figures_of, score_line
+from sa1b.engine.watch.metrics import BestScore, LoggingConfig, Metrics, about, figures_of, score_line
 from sa1b.engine.watch.phase import Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
@@ -19,7 +20,7 @@ from sa1b.version import code_digest
 from tests.engine.stream_root import place_of
 
 FIGURES = {"loss": 0.5, "iou_last": 0.1, "images_per_s": 3.0, "data_wait": 0.2}
-RANKS = {**dict.fromkeys(("data_wait", "data", "compute", "sync", "update"), 0.0), "peak_memory": 5e9}
+RANKS = {"data_wait": 0.0, "peak_memory": 5e9}
 HOW = {"protocol": "sam", "clicks": "centres", "masks_per_image": None}
 
 
@@ -53,13 +54,9 @@ def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest
     assert "mfu" not in figures_of(figures, phases, 0.1, None)
 
 
-def test_figures_of_ranks_name_the_slowest_one_and_the_one_with_the_largest_peak() -> None:
+def test_figures_of_ranks_name_the_one_with_the_largest_peak() -> None:
     ranks = {
         "data_wait": [0.0, 0.0, 0.0],
-        "data": [0.1, 0.1, 0.75],
-        "compute": [0.5, 1.0, 0.5],
-        "sync": [0.7, 0.2, 0.0],
-        "update": [0.125, 0.125, 0.125],
         "peak_memory": [1e9, 4e9, 1e9],
         "gpu_utilisation": [0.5, math.nan, 1.0],
         "gpu_power_w": [math.nan] * 3,
@@ -67,13 +64,10 @@ def test_figures_of_ranks_name_the_slowest_one_and_the_one_with_the_largest_peak
     phases = Phases()
     figures = StepFigures({"loss": 1.0}, 1.0, 1, 1.0, 0.0, ranks)
     found = figures_of(figures, phases, 0.1, None)
-    assert (found["slowest_rank"], found["seconds_slowest"]) == (2, 1.375)
     names = ("peak_memory_gb", "peak_memory_gb_min", "peak_memory_gb_mean", "peak_memory_rank")
     assert [found[name] for name in names] == [4, 1, 2, 1]
     sampled = {name: value for name, value in found.items() if name.startswith("gpu_")}
     assert sampled == {"gpu_utilisation_min": 0.5, "gpu_utilisation_mean": 0.75, "gpu_utilisation_max": 1.0}
-    ranks["update"][1] = math.nan  # the first step of a start
-    assert "slowest_rank" not in figures_of(figures, phases, 0.1, None)
 
 
 def written(run: Path) -> list[dict[str, object]]:
@@ -194,18 +188,6 @@ def test_an_evaluation_is_a_line_of_its_own_and_a_sentence(
     assert score_line({"masks": 0}) == "mIoU: there is no mask to evaluate on"
 
 
-def test_curves_have_the_figures_and_the_scores(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = metrics_of(tmp_path, tensorboard=None)
-    metrics.step(1, FIGURES)
-    scores = {"miou_box": 0.25, "miou_1_click": 0.5, "miou_3_clicks": 0, "miou_5_clicks": 0, "masks": 3}
-    metrics.evaluation(1, scores, 1.0, HOW)
-    metrics.close()
-    curves = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert curves.Scalars("loss")[0].value == 0.5
-    assert curves.Scalars("miou_box")[0].value == 0.25
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -219,8 +201,25 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str)
         LoggingConfig(**settings)
 
 
-def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sa1b.engine.watch.metrics.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"--logging.tensorboard: TensorBoard is missing"):
-        LoggingConfig(tensorboard=True)
-    assert LoggingConfig().tensorboard is None
+def test_the_best_score_and_the_evaluations_since() -> None:
+    best = BestScore(EvaluationConfig(view="held", every=1, best="mean", patience=2))
+    found = []
+    scores: list[Any] = [0.5, 0.25, 0.75, None, 0.75, 0.1]
+    for step, score in enumerate(scores):
+        best.add(step, {"mean": score})
+        found.append((best.step, best.since, best.exhausted))
+    assert found == [(0, 0, False), (0, 1, False), (2, 0, False), (2, 1, False), (2, 2, True), (2, 3, True)]
+    with pytest.raises(UsageError, match="--evaluation.best mean: not a score; choose from boxes, miou"):
+        best.add(6, {"boxes": 3, "miou": 0.5})
+    without = BestScore(EvaluationConfig())
+    without.add(0, {"mean": 1.0})
+    assert (without.step, without.exhausted) == (None, False)
+
+
+def test_patience_needs_a_score_and_a_view() -> None:
+    with pytest.raises(UsageError, match="--evaluation.best mean: needs --evaluation.view"):
+        EvaluationConfig(best="mean")
+    givens: list[dict[str, Any]] = [{"view": "held", "every": 2}, {"view": "held", "best": "mean"}]
+    for given in givens:
+        with pytest.raises(UsageError, match="--evaluation.patience 3: counts evaluations"):
+            EvaluationConfig(patience=3, **given)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sa1b import train
 from sa1b.engine import config as settings
-from sa1b.engine.watch.signals import SIGNALS, TABLE_SIGNAL
+from sa1b.engine.watch.signals import SIGNALS
 from tests.engine.reconstruction import PRESETS
 from tests.train.command import SECOND_FLAGS
 
@@ -22,7 +22,7 @@ CONSTANT = ("--optim.schedule", "step", "--optim.milestones", "100", "--optim.mi
 def train_in_a_thread(root: Path, runs: list[tuple[Path, int]]) -> dict[str, Any]:
     """Train to each `--out` and number of steps in turn; what is left of the process afterwards."""
     dist.init_process_group("gloo")
-    group, numbers = dist.group.WORLD, (*SIGNALS, TABLE_SIGNAL)
+    group, numbers = dist.group.WORLD, SIGNALS
     handlers = [signal.getsignal(number) for number in numbers]
     with ThreadPoolExecutor(1) as pool:
         codes = [pool.submit(_train, root, out, steps).result() for out, steps in runs]

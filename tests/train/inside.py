@@ -2,7 +2,7 @@
 
 import io
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 import sa1b
 import sa1b.train
+from sa1b.engine.watch.loggers import Callback
 from tests.kit import Done
 from tests.shards.tiny_source import pairs, write_source
 
@@ -32,7 +33,7 @@ SAM = (
     ),
     *("--optim.warmup", "1"),
 )
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def make_root(folder: Path, images: int = 12) -> Path:
@@ -57,11 +58,11 @@ def _undone() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
-def train(*words: object, code: int | None = 0) -> Done:
+def train(*words: object, code: int | None = 0, callbacks: Sequence[Callback] = ()) -> Done:
     """`sa1b train WORDS`; `code` is the exit code that it must have, None any."""
     out, err = io.StringIO(), io.StringIO()
     with _undone(), redirect_stdout(out), redirect_stderr(err):
-        ended = sa1b.train.main(arguments=[str(word) for word in words])
+        ended = sa1b.train.main(arguments=[str(word) for word in words], callbacks=callbacks)
     done = Done(ended, out.getvalue(), err.getvalue())
     assert code in (None, ended), f"{words} ended with {ended}\n{done.out}{done.err}"
     return done

@@ -8,13 +8,6 @@ Other moments than these need none: see outside.py. The mishap says what, on whi
     raise   the rank raises RuntimeError("no more"), or OSError with "error": "OSError"
     nan     its loss is not finite, from the step on for "times" steps
     inf     its loss is, but not its gradient, from the step on for "times" steps
-    freeze  the rank is stopped by SIGSTOP, before the step
-    spin    the rank computes the loss of the step for ever
-    block   reads of the rank block, from the step on: they open the FIFO "fifo"
-    loop    its decoder hangs, from the step on
-    slow    the rank's clock goes forward by "seconds" in a part of each step, or in each "read" of a file and each
-            "decode" of an image and in the waits for their batches: "parts" has, for each part, its steps [from, to);
-            with "only", by nothing else except a microsecond for each look at it
     apart   files that other ranks have written are not waited for
     record  nothing happens
 
@@ -36,7 +29,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,15 +40,11 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import CommitWriter
 from sa1b.engine.ranks import agreement
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.watch import phase
 from sa1b.engine.watch.control import Control, Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.protocol import Score
-from sa1b.shards.sample import PendingRead
-from sa1b.storage.local import LocalRead
-from sa1b.stream import decode, pipeline, stats
 from tests.engine.reconstruction import Reconstruction
 
 AGENT = "tests.train.agent"
@@ -110,12 +98,8 @@ def arrange(mishap: dict[str, Any]) -> None:
         _raise_at(*PLACES[mishap["at"]], ERRORS[mishap.get("error", "RuntimeError")])
     elif mishap["what"] in ("nan", "inf"):
         _spoil(mishap["what"], range(mishap["step"], mishap["step"] + mishap["times"]))
-    elif mishap["what"] == "slow":
-        _slow(mishap["seconds"], mishap["parts"], mishap.get("only", False))
     elif mishap["what"] == "apart":
         agreement._SHOWN_AFTER = 0.0
-    elif mishap["what"] in ("freeze", "spin", "block", "loop"):
-        _hang(mishap)
     elif mishap.get("moment") == "evaluating":
         _interrupt_evaluation(mishap)
     elif mishap["what"] == "clock":
@@ -154,37 +138,6 @@ def _set_clock(at: int) -> None:
         return own_stop(self)
 
     train.lr_at, Control.own_stop = lr_at, asked
-
-
-def _hang(mishap: dict[str, Any]) -> None:
-    what, current = mishap["what"], [-1]
-    at_rate, forward, result = train.lr_at, Interactive.forward, PendingRead.result
-
-    def lr_at(config: Any, batch: int, step: int) -> float:
-        current[0] = step
-        if what == "freeze" and step == mishap["step"]:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return at_rate(config, batch, step)
-
-    def spinning(self: Interactive, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
-        while what == "spin" and current[0] >= mishap["step"]:
-            pass
-        return forward(self, *arguments, **options)
-
-    def blocked(self: PendingRead) -> Any:
-        if what == "block" and current[0] >= mishap["step"]:
-            Path(mishap["fifo"]).open().close()
-        return result(self)
-
-    def looping(self: decode.CpuDecoder, *given: Any) -> Any:
-        if what == "loop" and current[0] >= mishap["step"]:
-            threading.Event().wait()
-        return decodes(self, *given)
-
-    pipeline._LATE = pipeline._CLOSING = 0.5
-    decodes = decode.CpuDecoder.decode
-    train.lr_at, Interactive.forward, PendingRead.result = lr_at, spinning, blocked
-    decode.CpuDecoder.decode = looping
 
 
 def _interrupt_evaluation(mishap: dict[str, Any]) -> None:
@@ -286,40 +239,6 @@ def _spoil(what: str, steps: range) -> None:
     train.lr_at = lr_at
     spoil(Interactive, "_iterate")  # the last part of the model
     spoil(Reconstruction, "forward")
-
-
-def _slow(seconds: float, parts: dict[str, list[int]], only: bool) -> None:
-    """A clock of its own for each thread, so that other processes on the machine change no result."""
-    current, late = [-1], threading.local()
-    at_rate = train.lr_at
-
-    def lr_at(config: Any, batch: int, step: int) -> float:
-        current[0] = step
-        return at_rate(config, batch, step)
-
-    def slow(owner: Any, name: str, *names: str) -> None:
-        function = getattr(owner, name)
-
-        def slowed(*arguments: Any, **options: Any) -> Any:
-            if any(start <= current[0] < stop for start, stop in (parts.get(part, (0, 0)) for part in names)):
-                late.seconds = getattr(late, "seconds", 0.0) + seconds
-            return function(*arguments, **options)
-
-        setattr(owner, name, slowed)
-
-    def perf_counter() -> float:
-        late.looks = getattr(late, "looks", 0) + 1
-        own = 1e-6 * late.looks if only else time.perf_counter()
-        return own + getattr(late, "seconds", 0.0)
-
-    stats.time = phase.time = SimpleNamespace(perf_counter=perf_counter)
-    train.lr_at = lr_at
-    slow(Feed, "_next", "data", "read", "decode")
-    for model in (Interactive, Reconstruction):
-        slow(model, "forward", "compute")
-    slow(train, "update_ema", "update")
-    slow(LocalRead, "result", "read")
-    slow(decode, "decode", "decode")
 
 
 def _record(folder: Path, rank: int, pace: float) -> None:

@@ -1,47 +1,69 @@
-"""What happens to a rank before a step, counted from 0 from the start of the process, without a patch of the package:
+"""What happens to a rank, without a patch of the package, before a step that is counted from 0 from the process's start:
 
     stop    the rank is sent SIGTERM, "times" times
     kill    the rank is killed, if the file "once" is not there yet; with "after", so many seconds later; with "file", a
             pattern, when there is such a file
     freeze  the rank is stopped by SIGSTOP
     raise   the rank raises an error of Python, "error"
-    table   the rank is sent SIGUSR2
+    hang    the thread that is there waits for ever
+    spin    the thread that is there loops for ever
+    lock    the thread that is there waits for ever, in C, and keeps the interpreter's lock
+    slow    the thread that is there sleeps "seconds", each time until the step "end"
     fill    the rank fills the disk that the folder "disk" is on
     command the rank runs the command "command"
     record  nothing happens
 
-With "compile", torch.compile makes graphs but no code of them. It happens after the optimizer has changed the weights of the step before, on the rank "rank" or, with "all", on every rank.
+It happens after the optimizer has changed the weights of the step before, at step 0 as soon as the process runs, or,
+with "at", from then on at one of `PLACES`, each time or, with "single", once. It happens on the rank "rank" or, with
+"all", on every rank. With "compile", torch.compile makes graphs but no code of them.
 """
 
 import builtins
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import simplejpeg
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+ENDLESS = 10**9
 
 
 def arrange(mishap: dict[str, Any]) -> None:
     """Prepare it in this process, which is a rank: RANK is set."""
-    step = 0
+    step, first = 0, mishap.get("step", ENDLESS)
     if mishap.get("compile"):  # the graphs are the same whatever makes code of them
         torch.compile = partial(torch.compile, backend="aot_eager")
+    if not mishap.get("all") and int(os.environ.get("RANK", "0")) != mishap.get("rank", 0):
+        return
 
     def ends(*_: Any) -> None:
         nonlocal step
         step += 1
-        if step == mishap.get("step"):
+        if step == first and "at" not in mishap:
             strike(mishap)
 
-    if mishap.get("all") or int(os.environ.get("RANK", "0")) == mishap.get("rank", 0):
-        register_optimizer_step_post_hook(ends)
+    def there() -> None:
+        nonlocal first
+        if first <= step < mishap.get("end", ENDLESS):
+            first = ENDLESS if mishap.get("single") else first
+            strike(mishap)
+
+    register_optimizer_step_post_hook(ends)
+    if "at" in mishap:
+        PLACES[mishap["at"]](there)
+    elif first == 0:
+        strike(mishap)
 
 
 def strike(mishap: dict[str, Any]) -> None:
@@ -60,13 +82,21 @@ def strike(mishap: dict[str, Any]) -> None:
             os.kill(own, signal.SIGKILL)
     elif what == "raise":
         raise getattr(builtins, mishap["error"])("no more")
-    elif what in ("freeze", "table"):
-        os.kill(own, signal.SIGSTOP if what == "freeze" else signal.SIGUSR2)
+    elif what == "hang":
+        hang()
+    elif what == "spin":
+        spin()
+    elif what == "lock":
+        keep_the_lock()
+    elif what == "slow":
+        time.sleep(mishap["seconds"])
+    elif what == "freeze":
+        os.kill(own, signal.SIGSTOP)
     elif what == "fill":
         with contextlib.suppress(OSError), Path(mishap["disk"], "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-    else:
+    elif what != "record":
         subprocess.run(mishap["command"], check=True)
 
 
@@ -76,3 +106,38 @@ def _kill_at(pattern: str, once: str) -> None:
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.0005)
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def keep_the_lock() -> None:
+    while True:
+        ctypes.PyDLL(None).sleep(600)  # unlike CDLL, it keeps the lock
+
+
+def _before(module: Any, name: str, strikes: Callable[[], None], path_has: str | None = None) -> None:
+    """Call `strikes` before each call of a function of a library; `path_has`: of its file, the first argument."""
+    function = getattr(module, name)
+
+    def called(*given: Any, **options: Any) -> Any:
+        if path_has is None or path_has in str(Path(f"/proc/self/fd/{given[0]}").readlink()):
+            strikes()
+        return function(*given, **options)
+
+    setattr(module, name, called)
+
+
+PLACES: dict[str, Callable[[Callable[[], None]], object]] = {
+    "forward": lambda strikes: register_module_forward_pre_hook(lambda *_: strikes()),
+    "update": lambda strikes: register_optimizer_step_pre_hook(lambda *_: strikes()),
+    "read": lambda strikes: _before(os, "pread", strikes, ".tar"),
+    "decode": lambda strikes: _before(simplejpeg, "decode_jpeg_header", strikes),
+    "save": lambda strikes: _before(os, "fsync", strikes, "/checkpoints/"),
+}

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -115,13 +114,12 @@ def _store(rank: int, world_size: int, wait: timedelta) -> Store:
     return PrefixStore(token, store)
 
 
-def start(config: ParallelConfig, folder: Path | None = None) -> RankInfo:
+def start(config: ParallelConfig) -> RankInfo:
     """Take this process's device and join the other ranks.
 
     Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
     rank 0 of 1; ddp and fsdp then create a group of one. An existing group, such as that of Ray, gets the
-    timeouts of this run. After a timeout of NCCL, torch writes the last collectives of
-    each rank to `folder`. UsageError names the flag of settings that do not fit together or need a GPU.
+    timeouts of this run. UsageError names the flag of settings that do not fit together or need a GPU.
     """
     rank, world_size = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
@@ -134,10 +132,6 @@ def start(config: ParallelConfig, folder: Path | None = None) -> RankInfo:
     if config.mode == "none":
         return RankInfo(rank, world_size, local_rank, device, None)
     if not dist.is_initialized():
-        if device.type == "cuda" and folder is not None:
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/collectives-rank-")
         # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)

@@ -49,16 +49,15 @@ def forward_backward(
     precision: Precision,
     rank_info: RankInfo,
     scaler: GradScaler,
-    backward: Callable[[Tensor], object] = torch.autograd.backward,
 ) -> dict[str, Tensor]:
     """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
 
     In the context of `micro_batch`. The loss is divided by `divisor`, see `loss_divisor`; the caller must
-    divide its count by it too. `backward` runs the backward pass of the scaled loss.
+    divide its count by it too.
     """
     with unused_named(module), autocast(precision, rank_info.device):
         sums: dict[str, Tensor] = module(*inputs)
-    backward(scaler.scale(sums["loss"] / divisor))
+    torch.autograd.backward(scaler.scale(sums["loss"] / divisor))
     return {name: value.detach() for name, value in sums.items()}
 
 

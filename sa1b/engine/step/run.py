@@ -1,13 +1,11 @@
 """The parts of a run on one rank: data, model, optimizer, checkpoints, metrics."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
-import torch
 from torch import Tensor, nn
 
 from sa1b.console import command
@@ -31,10 +29,9 @@ from sa1b.engine.watch.control import Control, Health, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.metrics import BestScore
-from sa1b.engine.watch.phase import Phases, RankTime
+from sa1b.engine.watch.phase import ForwardTime, Phases
 from sa1b.engine.watch.signals import deadline_of
-from sa1b.engine.watch.stragglers import Window
-from sa1b.engine.watch.watchdog import Watchdog
+from sa1b.engine.watch.window import Window
 from sa1b.engine.weights import state_digest
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
@@ -42,8 +39,6 @@ from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.mix import Mix
 from sa1b.stream.plan import ResumeError
 from sa1b.version import code_digest
-
-Watching = AbstractContextManager[object]
 
 
 class TrainStep:
@@ -59,13 +54,10 @@ class TrainStep:
         self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
         self.divisor = loss_divisor(batch * max(config.data.masks, 1))
 
-    def forward_backward(
-        self, batch: Batch, backward: Callable[[Tensor], object] = torch.autograd.backward
-    ) -> dict[str, Tensor]:
+    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Add the gradient of a micro-batch; see the function of this name."""
         inputs, precision = self.model.inputs(batch, self.config.seed), self.config.parallel.precision
-        arguments = self.module, inputs, self.divisor, precision, self.rank_info, self.scaler
-        return forward_backward(*arguments, backward)
+        return forward_backward(self.module, inputs, self.divisor, precision, self.rank_info, self.scaler)
 
     def finish(self, count: Tensor) -> Tensor:
         """Turn the sums into the gradient of the global batch; `count`: sum over this rank's
@@ -108,7 +100,7 @@ class Run:
             print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
         self.module, self.model = step.module, step.model
         self.optimizer, self.scaler = step.optimizer, step.scaler
-        self.times = RankTime(phases, self.module, rank_info)
+        self.forward_time = ForwardTime(self.module, rank_info.device)
         self.sampler = Sampler(rank_info.device)
         self.checkpoints = Checkpoints(
             remote or config.folder, config.checkpoint, config.parallel.timeout_first
@@ -147,14 +139,8 @@ class Run:
             print("\n".join(said), flush=True)
         self.metrics.show(self.step, 0 if self.ended else config.optim.steps)
         if rank_info.rank == 0:
-            self.window = Window(
-                machines,
-                config.logging.window,
-                self.metrics,
-                LoaderSettings.of(self.feed.loader),
-                run=config.out,
-                separable=self.times.separable,
-            )
+            loader = LoaderSettings.of(self.feed.loader)
+            self.window = Window(machines, config.logging.window, self.metrics, loader)
 
     def _resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Resume from the newest good checkpoint, if any; return its metrics and what to print."""
@@ -244,7 +230,7 @@ class Run:
     def forward_backward(self, batch: Batch, number: int = 0) -> dict[str, Tensor]:
         """Add the gradient of the micro-batch with this number; return the model's sums, without gradient."""
         seed_generators(self.config.seed, self.step, self.rank_info.rank, number)
-        sums = self.train_step.forward_backward(batch, self.times.backward)
+        sums = self.train_step.forward_backward(batch)
         totals = {name: sums[name] for name in (*self.model.figures, "count")}
         kinds, mix = getattr(self.model, "image_figures", ()), self.feed.stream
         if number <= 1:
@@ -262,14 +248,14 @@ class Run:
     def numbers(self) -> dict[str, float]:
         """Numbers of this rank that the ranks exchange after each step.
 
-        `data_wait`: seconds of this step in which it waited for data; times of the last complete step, see
-        `RankTime.seconds`; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds
-        of the loader's stages so far.
+        `data_wait`: seconds of this step in which it waited for data; `forward`: those of the last forward
+        pass of the step before; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy
+        seconds of the loader's stages so far.
         """
         busy = self.feed.stream.stats.busy_seconds()
         return {
             "data_wait": self.phases.seconds["data"],
-            **self.times.seconds(),
+            "forward": self.forward_time.seconds(),
             "peak_memory": metrics.peak_memory(self.rank_info.device),
             **self.sampler.latest(),
             **dict(zip(BUSY, busy.values(), strict=True)),
@@ -290,9 +276,8 @@ class Run:
         epochs = {f"epochs/{name}": seen for name, (_, seen) in self.feed.seen().items()}
         line = metrics.figures_of(figures, self.phases, lr, ideal) | epochs
         self.metrics.step(self.step, line, always=saves or self.ended)
-        requested = self.control.take_table_request()
         if self.window is not None:
-            self.window.add(self.step, figures.ranks, requested=requested)
+            self.window.add(self.step, figures.ranks, took)
         self._evaluate_if_due(saved=saves or bool(self.health.lost))
 
     def evaluate_if_missing(self) -> None:
@@ -328,8 +313,3 @@ class Run:
 def _replay(out: str, step: int, position: int, batch: int, at: int) -> str:
     """The command that shows the step of `position`, in a run with `step` steps at position `at`."""
     return command("replay", out, "--step", step + (at - position) // batch + 1)
-
-
-def watched(config: Config, rank_info: RankInfo, phases: Phases) -> Watching:
-    """Context that reports a run without progress."""
-    return Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases)

@@ -1,1 +1,1 @@
-"""What a run observes: phases, times, metrics, signals, and ranks that fall behind."""
+"""What a run observes: phases, figures, signals, and ranks that hang."""

@@ -1,7 +1,7 @@
 """Control of a run: exchange of stop requests, failed writes, figures and timings between ranks.
 
     control = Control(rank_info, deadline)
-    control.install()      # SIGTERM, SIGINT and SIGUSR1 ask to stop, SIGUSR2 asks for the table of the ranks
+    control.install()      # SIGTERM, SIGINT and SIGUSR1 ask to stop
     while step < steps and not control.stopping:
         ...
         figures = control.exchange(totals, norm, images, numbers)  # one collective, one copy to the host
@@ -15,11 +15,18 @@ The clocks of machines may differ: all ranks stop when the first one reaches the
 """
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +35,17 @@ from torch import Tensor
 from sa1b.arguments import Range, check_fields
 from sa1b.console import command
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.watch.signals import Requests, Stop
+from sa1b.engine.watch.signals import SIGNALS, Stop, WriteError
 from sa1b.errors import Sa1bError
+from sa1b.limit import Limited, OverdueError
 from sa1b.storage.atomic import append_line
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+_AGAIN = "then start the same command again: it resumes from the newest checkpoint"
+# Agents of torchrun look for new machines every second (torch 2.13, dynamic_rendezvous.py, cache_duration).
+_AGENTS_NOTICE = 5.0
+_STEPS = 16  # number of last steps of which the longest counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +62,31 @@ class StepFigures:
     ranks: dict[str, list[float]]  # further numbers by name, one of each rank
 
 
-class Control(Requests):
-    """Stop requests and failures of all ranks, exchanged together with the figures of each step. `stop` is
-    why the run stops, `failed` whether a write has failed; both are the same on all ranks.
+class Control:
+    """Stop requests and failures of all ranks, exchanged together with the figures of each step.
+
+    The run stops before `deadline`, in seconds of `clock`; None: no deadline. `limit`: seconds that the write
+    of a file may take.
+
+    Attributes:
+        failure, asked: this rank's first failed write, and why this rank was asked to stop.
+        stop, failed: why the run stops, and whether a write has failed; both are the same on all ranks.
     """
 
-    _table = False
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        deadline: float | None = None,
+        clock: Callable[[], float] = time.time,
+        limit: float = 300.0,
+    ) -> None:
+        self.failure: WriteError | None = None
+        self.asked = self.stop = Stop.NONE
+        self.failed = False
+        self._rank_info, self._deadline, self._clock = rank_info, deadline, clock
+        self._limit, self._limited = limit, Limited()
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._checkpoint = 0.0
 
     @property
     def stopping(self) -> bool:
@@ -71,33 +105,31 @@ class Control(Requests):
 
         `totals` are this rank's sums, tensors without dimensions: "loss", "count" and further figures.
         `numbers` are its timings and others, and `of_rank` those that are on the device; NaN: unknown. Names
-        and their order are the same on all ranks, as is the norm of the gradient. `images` are those of this
-        rank.
+        and their order are the same on all ranks, as is the norm of the gradient.
         """
         device, of_rank = self._rank_info.device, of_rank or {}
         names = [name for name in totals if name != "count"]
-        values = [*(totals[name] for name in names), totals["count"], norm]
-        on_device = [
+        sums = [*(totals[name] for name in names), totals["count"], norm]
+        values = [
             value.detach().to(device, torch.float64, non_blocking=True)
-            for value in (*values, *of_rank.values())
+            for value in (*sums, *of_rank.values())
         ]
-        rows = self._gather(torch.stack(on_device), [*numbers.values(), images])
-        columns = list(zip(*rows, strict=True))
-        *sums, count, _ = (sum(column) for column in columns[: len(values)])
-        mine = rows[self._rank_info.rank]
-        totals_of = dict(zip(names, sums, strict=True))
+        rows = self._gather(torch.stack(values), [*numbers.values(), images])
+        mine, columns = rows[self._rank_info.rank], [list(column) for column in zip(*rows, strict=True)]
+        of_all = dict(zip(names, map(sum, columns), strict=False))
+        count = sum(columns[len(names)])
         return StepFigures(
-            means={name: _mean(name, totals_of, count) for name in names},
+            means={name: _mean(name, of_all, count) for name in names},
             count=count,
             images=round(sum(columns[-1])),
             norm=mine[len(names) + 1],
             own_loss=mine[names.index("loss")],
-            ranks=dict(zip([*of_rank, *numbers], map(list, columns[len(values) : -1]), strict=True)),
+            ranks=dict(zip([*of_rank, *numbers], columns[len(sums) : -1], strict=True)),
         )
 
     def poll(self) -> bool:
         """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
-        self._gather(torch.zeros(0, dtype=torch.float64, device=self._rank_info.device), [])
+        self.any_rank(False)
         return self.stopping
 
     def any_rank(self, flag: bool) -> bool:
@@ -105,17 +137,11 @@ class Control(Requests):
         none = torch.zeros(0, dtype=torch.float64, device=self._rank_info.device)
         return any(row[0] for row in self._gather(none, [float(flag)]))
 
-    def take_table_request(self) -> bool:
-        """Whether the table was requested on any rank since the last call; the same on all ranks."""
-        requested, self._table = self._table, False
-        return requested
-
     def _gather(self, values: Tensor, numbers: list[float]) -> list[list[float]]:
         """Gather the values and numbers of each rank, together with requests and failures."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
-        table, self.table_asked = self.table_asked, False
         of_host = torch.tensor(
-            [*numbers, table, self.own_stop(), self.failure is not None],
+            [*numbers, self.own_stop(), self.failure is not None],
             dtype=torch.float64,
             pin_memory=device.type == "cuda",
         )
@@ -127,8 +153,116 @@ class Control(Requests):
         rows: list[list[float]] = gathered.tolist()  # waits for the device
         self.failed = self.failed or any(row[-1] for row in rows)
         self.stop = Stop(max(self.stop, *(round(row[-2]) for row in rows)))
-        self._table = self._table or any(row[-3] for row in rows)
-        return [row[:-3] for row in rows]
+        return [row[:-2] for row in rows]
+
+    def install(self) -> None:
+        """Install handlers of the signals to stop, unless training runs in another thread than the main one:
+        a process such as a worker of Ray belongs to another program, which handles the signals itself.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._on_signal)
+
+    def took(self, step: float, checkpoint: float) -> None:
+        """Record the seconds of a step and of the newest checkpoint, which must fit before the deadline."""
+        self._steps.append(step)
+        self._checkpoint = checkpoint
+
+    def own_stop(self) -> Stop:
+        """Why this rank asks to stop: a signal, or a deadline too near for a step and a checkpoint."""
+        due = self._deadline is not None and self._clock() + self._needed() >= self._deadline
+        return Stop.DEADLINE if due else self.asked
+
+    @property
+    def restarts(self) -> bool:
+        """Whether ranks end with an error after the stop, because one of several machines leaves or joins."""
+        # Every torchrun sends SIGTERM to its ranks if a machine joins, and if it gets SIGTERM itself. If a
+        # rank of another machine ended with 0, its torchrun would take the run for complete: it would end it
+        # on all machines, or wait 300 s for a torchrun that has left (torch 2.13,
+        # torch/distributed/elastic/agent/server/api.py).
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+        return self.stop is Stop.TERMINATED and not self.failed and machines > 1
+
+    def wait_for_agent(self) -> None:
+        """Wait until torchrun asks this rank to end: it does not count a restart that it begins itself."""
+        end = time.monotonic() + _AGENTS_NOTICE
+        while self.asked is Stop.NONE and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def write(self, path: Path, work: Callable[[], object]) -> None:
+        """Write a file; if that fails, log the error and stop all ranks after their step, which try to save a
+        checkpoint. WriteError: see `within`.
+        """
+        try:
+            self.within(path, work)
+        except OSError as error:
+            self.fail(
+                WriteError(
+                    f"{error.filename or path}: cannot be written ({error.strerror or error}); "
+                    f"free space or repair the disk, {_AGAIN}"
+                )
+            )
+
+    def fail(self, error: WriteError) -> None:
+        """Log an error and stop all ranks after their step, unless this rank has failed before."""
+        if self.failure is None:
+            self.failure = error
+            _LOG.error("rank %d: %s", self._rank_info.rank, error)
+
+    def within(self, path: Path, work: Callable[[], T]) -> T:
+        """The result of work on a file; WriteError if it has not ended within the limit: the disk hangs."""
+        try:
+            return self._limited.call(work, self._limit)
+        except OverdueError as error:
+            raise WriteError(
+                f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
+            ) from None
+
+    def close(self) -> None:
+        """End the threads that write."""
+        self._limited.close()
+
+    def check(self) -> None:
+        """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
+        if self.failure is not None:
+            raise self.failure
+        if self.failed:
+            raise WriteError("--out: another rank cannot write its files; see that rank's message")
+
+    def _needed(self) -> float:
+        return max(self._steps, default=0.0) + self._checkpoint
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.asked = max(self.asked, Stop.TERMINATED if number == signal.SIGTERM else Stop.ASKED)
+        name, rank, text = signal.Signals(number).name, self._rank_info.rank, ""
+        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            # A second signal ends the process at once. If the first one went to the whole process group, as
+            # Ctrl-C does, torchrun sends the second one itself, and kills after 30 s.
+            signal.signal(number, signal.SIG_DFL)
+            if rank == 0:
+                text = (
+                    f"\n{name}: stopping after this step, with a checkpoint; {name} again ends the run at "
+                    "once, without one\n"
+                )
+        elif number != signal.SIGUSR1 and self._needed() > limit:
+            text = (
+                f"\nrank {rank}: {name}: torchrun kills ranks {limit:.0f} s after it, and a step and a "
+                f"checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes from an older "
+                "checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
+            )
+        with suppress(
+            OSError
+        ):  # not by print, which the signal may have interrupted; a terminal may be closed
+            os.write(2, text.encode())
+
+
+def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
+    kind, _, source = name.partition("/")
+    if source and kind == "count":
+        return totals[name]
+    divisor = totals[f"count/{source}"] if source else count
+    return totals[name] / divisor if divisor else 0.0
 
 
 class HealthError(Sa1bError):
@@ -144,10 +278,10 @@ class HealthConfig:
     Attributes:
         patience: Number of consecutive steps with a loss or gradient that is not finite after which the run
             still continues. With fp16, overflows, after which the scaler lowers its scale, count as well.
-        stall: Seconds without progress after which a report names the rank that hangs, where it is and what
-            it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. The run is not ended. By
-            default two thirds of --parallel.timeout, or of --parallel.timeout-first in the first
-            step. 0: no report.
+        stall: Seconds without progress after which a table names the rank that the others wait for, where it
+            is and what it reads, and each rank writes its stacks to RUN/stacks-<rank>.txt. By default two
+            thirds of --parallel.timeout, or of --parallel.timeout-first in the first step. One of several
+            ranks that makes no progress for 10 seconds longer than that timeout exits. 0: none of this.
     """
 
     patience: Annotated[int, Range(0)] = 20
@@ -164,9 +298,7 @@ class Health:
         self.path = run / "not-finite.jsonl"
         self.skipped = 0
         self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad
-        self._config = config
-        self._rank_info = rank_info
-        self._control = control
+        self._patience, self._rank, self._control = config.patience, rank_info.rank, control
         self._in_row = 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
@@ -182,14 +314,10 @@ class Health:
         self.skipped += 1
         self._in_row += 1
         if not math.isfinite(own_loss):
-            line = {
-                "step": step,
-                "rank": self._rank_info.rank,
-                "loss": str(own_loss),
-                "image_ids": [image_id for micro in ids for image_id in micro.tolist()],
-            }
+            images = [image_id for micro in ids for image_id in micro.tolist()]
+            line = {"step": step, "rank": self._rank, "loss": str(own_loss), "image_ids": images}
             self._control.write(self.path, lambda: append_line(self.path, json.dumps(line)))
-        if self._in_row > self._config.patience:
+        if self._in_row > self._patience:
             raise self._error(self._in_row, step, f"loss {loss}, gradient norm {norm}")
         return False
 
@@ -199,19 +327,10 @@ class Health:
             raise self._error(self.lost, step, "loss")
 
     def _error(self, steps: int, step: int, what: str) -> HealthError:
-        replay = command("replay", self.path.parent, "--step", step)
         return HealthError(
             f"step {step}: the last {steps} steps had a loss or gradient that is not finite ({what}); lower "
             "--optim.lr, or pass --parallel.precision bf16 in place of fp16, and start the command again: it "
             "resumes from the newest checkpoint, which is older. If it fails again at once, move the folder "
             f"of that checkpoint away. Images whose loss was not finite are listed in {self.path}; "
-            f"`{replay}` lists those of a step with their masks"
+            f"`{command('replay', self.path.parent, '--step', step)}` lists those of a step with their masks"
         )
-
-
-def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
-    kind, _, source = name.partition("/")
-    divisor = totals[f"count/{source}"] if source else count
-    if source and kind == "count":
-        return totals[name]
-    return totals[name] / divisor if divisor else 0.0

@@ -1,11 +1,8 @@
 """GPUs by name, the cluster that a run is planned for, and samples of the device of a rank.
 
     sampler = Sampler(rank_info.device)
-    sampler.latest()             # {"gpu_utilisation": 0.97, "gpu_memory_gb": 61.2, "gpu_power_w": 640.0}
+    sampler.latest()             # {"gpu_utilisation": 0.97, "gpu_memory_gb": 61.2, "gpu_power_w": 640.0, ...}
     sampler.close()
-
-A daemon thread takes a sample every second. The figures of a GPU come from NVML through the module `pynvml`
-(package nvidia-ml-py); without it they are unknown.
 
 Figures of GPUs are those of the vendors' data sheets: operations per second of dense matrix products, without
 sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has
@@ -13,17 +10,13 @@ it, else by PCIe.
 """
 
 import difflib
-import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,19 +41,11 @@ class Gpu:
 
     def peak(self, precision: Precision) -> float:
         """Operations per second with --parallel.precision."""
-        return {"bf16": self.bf16, "fp16": self.bf16, "tf32": self.tf32, "fp32": self.fp32}[precision]
+        return float(getattr(self, "bf16" if precision == "fp16" else precision))
 
 
 def _gpu(name: str, bf16: float, tf32: float, fp32: float, memory: float, link: float, *reported: str) -> Gpu:
-    return Gpu(
-        name=name,
-        bf16=bf16 * 1e12,
-        tf32=tf32 * 1e12,
-        fp32=fp32 * 1e12,
-        memory=memory * 1e9,
-        link=link * 1e9,
-        reported=reported or (name,),
-    )
+    return Gpu(name, bf16 * 1e12, tf32 * 1e12, fp32 * 1e12, memory * 1e9, link * 1e9, reported or (name,))
 
 
 # Name, 10^12 operations per second (bf16, tf32, fp32), GB of memory, GB/s to other GPUs, names of the driver.
@@ -154,37 +139,37 @@ def peak_seconds(
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
-GPU = ("gpu_utilisation", "gpu_memory_gb", "gpu_power_w")
-CPU = ("cpu_utilisation", "memory_gb")
+SAMPLED = (
+    *("gpu_utilisation", "gpu_memory_gb", "gpu_power_w", "gpu_clock_mhz"),
+    *("cpu_utilisation", "memory_gb"),
+)
 _INTERVAL = 1.0  # seconds
 _PATIENCE = 5.0  # seconds; the driver of a broken GPU may never answer
-_LOG = logging.getLogger(__name__)
+# Of torch, through the module `pynvml` (package nvidia-ml-py).
+_GPU: dict[str, Callable[[torch.device], float]] = {
+    "gpu_utilisation": lambda device: torch.cuda.utilization(device) / 100,
+    "gpu_memory_gb": lambda device: torch.cuda.device_memory_used(device) / 1e9,
+    "gpu_power_w": lambda device: torch.cuda.power_draw(device) / 1e3,
+    "gpu_clock_mhz": torch.cuda.clock_rate,
+}
 
 
 class Sampler:
-    """Samples a device in a thread, each `interval` seconds, until `close`.
+    """Samples a device in a thread, each second, until `close`.
 
     `gpu_utilisation`: part of the time in which a kernel ran, 0 to 1. `gpu_memory_gb`: used memory of the GPU
-    by all programs, GB (10^9 bytes). `gpu_power_w`: watts. `cpu_utilisation`: processors that this process
-    used since the sample before; 1.5: one and a half. `memory_gb`: resident memory of this process, GB.
+    by all programs, GB (10^9 bytes). `gpu_power_w`: watts. `gpu_clock_mhz`: of its multiprocessors.
+    `cpu_utilisation`: processors that this process used since the sample before; 1.5: one and a half.
+    `memory_gb`: resident memory of this process, GB.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        nvml: Any = None,
-        interval: float = _INTERVAL,
-        proc: Path = Path("/proc"),
-    ) -> None:
-        on_gpu = device.type == "cuda"
-        self._latest = dict.fromkeys(GPU if on_gpu else CPU, math.nan)
-        self._sample = _of_gpu(device, nvml) if on_gpu else _of_process(proc)
-        self._interval = interval
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._latest = {name: math.nan for name in SAMPLED if name.startswith("gpu") == self._on_gpu}
+        self._before = time.perf_counter(), time.process_time()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sa1b-sampler", daemon=True)
-        if self._sample is not None:
-            self._thread.start()
+        self._thread.start()
 
     def latest(self) -> dict[str, float]:
         """The last sample; unknown values are NaN. The names depend on the kind of device only."""
@@ -193,58 +178,30 @@ class Sampler:
     def close(self) -> None:
         """End the thread; one that waits for the driver ends with the process."""
         self._end.set()
-        if self._thread.is_alive():
-            self._thread.join(_PATIENCE)
+        self._thread.join(_PATIENCE)
 
     def _work(self) -> None:
-        while self._sample is not None:
-            self._latest = {**self._latest, **self._sample()}
-            if self._end.wait(self._interval):
+        while True:
+            self._latest = self._of_gpu() if self._on_gpu else self._of_process()
+            if self._end.wait(_INTERVAL):
                 return
 
-
-def _of_process(proc: Path) -> Callable[[], dict[str, float]]:
-    before = [time.perf_counter(), time.process_time()]
-    page = os.sysconf("SC_PAGESIZE")
-
-    def sample() -> dict[str, float]:
-        now = [time.perf_counter(), time.process_time()]
-        wall, busy = now[0] - before[0], now[1] - before[1]
-        before[:] = now
-        try:
-            pages = int((proc / "self" / "statm").read_text().split()[1])
-        except (OSError, ValueError, IndexError):  # systems without /proc
-            return {"cpu_utilisation": busy / wall}
-        return {"cpu_utilisation": busy / wall, "memory_gb": pages * page / 1e9}
-
-    return sample
-
-
-def _of_gpu(device: torch.device, nvml: Any) -> Callable[[], dict[str, float]] | None:
-    if nvml is None:
-        if find_spec("pynvml") is None:
-            return None
-        nvml = import_module("pynvml")
-    try:
-        nvml.nvmlInit()
-        # The index of NVML differs from torch's if CUDA_VISIBLE_DEVICES selects GPUs.
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except nvml.NVMLError as error:
-        _LOG.warning("utilisation of %s is not recorded: %s", device, error)
-        return None
-    readings: dict[str, Callable[[], float]] = {
-        "gpu_utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "gpu_memory_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
-        "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-    }
-
-    def sample() -> dict[str, float]:
-        values = {}
-        for name, read in readings.items():
+    def _of_gpu(self) -> dict[str, float]:
+        sample = dict.fromkeys(_GPU, math.nan)
+        for name, read in _GPU.items():
             try:
-                values[name] = read()
-            except nvml.NVMLError:  # not supported by this GPU
-                values[name] = math.nan
-        return values
+                sample[name] = read(self._device)
+            except Exception:  # without pynvml or the driver, or not supported by this GPU
+                continue
+        return sample
 
-    return sample
+    def _of_process(self) -> dict[str, float]:
+        before, self._before = self._before, (time.perf_counter(), time.process_time())
+        busy = (self._before[1] - before[1]) / max(self._before[0] - before[0], 1e-9)
+        sample = {"cpu_utilisation": busy, "memory_gb": math.nan}
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            sample["memory_gb"] = pages * os.sysconf("SC_PAGESIZE") / 1e9
+        except (OSError, ValueError, IndexError):  # systems without /proc
+            pass
+        return sample

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,9 @@ from sa1b.engine.model import HALF
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control, StepFigures
-from sa1b.engine.watch.hardware import CPU, GPU
-from sa1b.engine.watch.loggers import SERVERS, Callback, Curves, open_server
-from sa1b.engine.watch.phase import PARTS, WORK, Phases
-from sa1b.engine.watch.signals import WriteError
+from sa1b.engine.watch.hardware import SAMPLED
+from sa1b.engine.watch.loggers import Callback, tensorboard, wandb
+from sa1b.engine.watch.phase import PARTS, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
@@ -39,11 +39,10 @@ class LoggingConfig:
     Attributes:
         every: Steps between lines of RUN/metrics.jsonl; a line has the figures of its step. Steps with a
             checkpoint and the last one always have a line.
-        window: Steps over which the times of the ranks and the limits of their loaders are summarised.
+        window: Steps after which two lines name the ranks that waited longest for data, and computed longest.
         tensorboard: Write curves to RUN/tensorboard; by default if TensorBoard is installed.
         wandb: Project of Weights & Biases that gets the figures of these lines and the settings, through the
             package wandb. A run that is resumed goes on there.
-        mlflow: Experiment of MLflow that gets them, through the package mlflow.
         profile: First and last step, counted from 0, that torch's profiler records after a step of warm-up:
             a Chrome trace, RUN/trace-<rank>.json, for Perfetto, and the ten costliest operations,
             RUN/operations-<rank>.txt.
@@ -53,7 +52,6 @@ class LoggingConfig:
     window: Annotated[int, Range(1)] = 50
     tensorboard: bool | None = None
     wandb: Annotated[str | None, tyro.conf.arg(metavar="PROJECT")] = None
-    mlflow: Annotated[str | None, tyro.conf.arg(metavar="EXPERIMENT")] = None
     profile: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -63,19 +61,16 @@ class LoggingConfig:
             raise UsageError(f"--logging.profile {given}: must be a first and a last step, in this order")
         if self.tensorboard and find_spec("tensorboard") is None:
             raise UsageError("--logging.tensorboard: TensorBoard is missing; pip install 'sa1b[tensorboard]'")
-        for name in SERVERS:
-            if getattr(self, name) is not None and find_spec(name) is None:
-                raise UsageError(f"--logging.{name}: the package {name} is missing; pip install {name}")
+        if self.wandb is not None and find_spec("wandb") is None:
+            raise UsageError("--logging.wandb: the package wandb is missing; pip install wandb")
 
 
 class Metrics:
     """Writes the figures of a run; does nothing on ranks other than 0.
 
-    RUN/metrics.jsonl has lines of several kinds. Each start of the run writes {"run": {...}}, so it is the
-    first line. Each logged step writes {"step": 7, "loss": ...}. Each evaluation writes {"step": 7,
-    "evaluation": {...}, "seconds": ...}. Each window of steps writes {"step": 52, "ranks": {...}} and
-    {"step": 52, "loader": {...}}, see `stragglers`. A failed write is reported to `control`, which stops all
-    ranks.
+    RUN/metrics.jsonl has a line {"run": {...}} of each start, {"step": 7, "loss": ...} of steps, {"step": 7,
+    "evaluation": {...}, "seconds": ...} of evaluations, and {"step": 52, "ranks": {...}} and {"step": 52,
+    "loader": {...}} of windows. A failed write stops all ranks.
 
     Args:
         done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
@@ -83,7 +78,7 @@ class Metrics:
         last: the line of step `done` from its checkpoint; it is written if the file lacks it.
         shown: figures of the progress line besides the loss: label -> figure.
         callbacks: are called before the loggers of `config`.
-        settings: of the run, for loggers of servers.
+        settings: of the run, for the server.
 
     Attributes:
         evaluations: The scores of each evaluation in metrics.jsonl by its step; empty on other ranks.
@@ -91,24 +86,13 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        config: LoggingConfig,
-        run: Path,
-        rank_info: RankInfo,
-        control: Control,
-        done: int,
-        steps: int,
-        *,
-        about: Mapping[str, Any] | None = None,
-        last: Mapping[str, Any] | None = None,
-        shown: Mapping[str, str] | None = None,
-        callbacks: Sequence[Callback] = (),
+        self, config: LoggingConfig, run: Path, rank_info: RankInfo, control: Control, done: int, steps: int,
+        *, about: Mapping[str, Any] | None = None, last: Mapping[str, Any] | None = None,
+        shown: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (),
         settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._config = config
+    ) -> None:  # fmt: skip
+        self._every, self._control, self._shown = config.every, control, dict(shown or {})
         self._first = rank_info.rank == 0
-        self._control = control
-        self._shown = dict(shown or {})
         self._bar: tqdm[Any] | None = None
         self._callbacks = list(callbacks)
         self._keys: dict[str, str] = {}  # of the run, on servers
@@ -119,31 +103,16 @@ class Metrics:
             return
         steps_there = control.within(self.path, lambda: self._drop_after(done))
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
-            self._callbacks.append(Curves(config.every, run / "tensorboard", done + 1, control.write))
-        for name in SERVERS if done < steps else ():
-            if (project := getattr(config, name)) is not None:
-                try:
-                    server = open_server(
-                        name, project, config.every, run, settings=settings or {}, key=self._keys.get(name)
-                    )
-                except Exception as error:  # of the package; the other ranks must not wait for this one
-                    text = (str(error).splitlines() or [""])[0]
-                    control.fail(
-                        WriteError(
-                            f"--logging.{name} {project}: {type(error).__name__}: {text}; set {name} up on "
-                            "the machine of rank 0, or drop the flag, and start the command again"
-                        )
-                    )
-                    break
-                self._callbacks.append(server)
-                self._keys[name] = server.key
+            self._callbacks.append(tensorboard(config.every, run / "tensorboard", done + 1, control.write))
+        if config.wandb is not None and done < steps:
+            key = self._keys.setdefault("wandb", secrets.token_hex(8))
+            self._callbacks.append(wandb(config.wandb, config.every, run, settings or {}, key))
         if done and last is not None and done not in steps_there:
             self._append(last)
             for callback in self._callbacks:
                 callback.step(done, last)
-        self._append(
-            {"run": {"step": done, **(about or {}), **({"servers": self._keys} if self._keys else {})}}
-        )
+        servers = {"servers": self._keys} if self._keys else {}
+        self._append({"run": {"step": done, **(about or {}), **servers}})
 
     def show(self, done: int, steps: int) -> None:
         """Begin the progress line of a run with `done` of `steps` steps, unless it has all of them."""
@@ -157,7 +126,7 @@ class Metrics:
         if not self._first:
             return
         self.result = f"loss {figures['loss']:.4f} in the last step"
-        if always or step % self._config.every == 0:
+        if always or step % self._every == 0:
             self._append({"step": step, **figures})
         for callback in self._callbacks:
             callback.step(step, figures)
@@ -256,14 +225,11 @@ def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
 def score_line(scores: Mapping[str, Any]) -> str:
     """The scores of an evaluation and its `how` in one line; the first of a model's scorer is the count."""
     prompts = {"1_click": "1 click", "3_clicks": "3 clicks", "5_clicks": "5 clicks", "box": "box"}
-    left_out = [
-        label.format(f"{scores[name]:,.0f}")
-        for name, label in (
-            ("empty", "masks without a pixel {}"),
-            ("damaged", "damaged images {} (see damaged.jsonl)"),
-        )
-        if scores.get(name)
-    ]
+    labels = {
+        "empty": "masks without a pixel {:,.0f}",
+        "damaged": "damaged images {:,.0f} (see damaged.jsonl)",
+    }
+    left_out = [label.format(scores[name]) for name, label in labels.items() if scores.get(name)]
     without = f"; left out: {', '.join(left_out)}" if left_out else ""
     if "masks" not in scores:  # a scorer of the model
         count, *means = (item for item in scores.items() if item[0] not in ("empty", "damaged"))
@@ -290,36 +256,22 @@ def score_line(scores: Mapping[str, Any]) -> str:
 
 
 def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: float | None) -> dict[str, Any]:
-    """The recorded figures of a step.
-
-    "seconds" is the time from the start of the step to this call on rank 0's clock, including optimizer,
-    exchange and checkpoint. "seconds_data", "seconds_compute", "seconds_sync", "seconds_update",
-    "seconds_checkpoint" and "seconds_other" are its parts, see `phase.Phases`. "data_wait" is the fraction of
-    the step in which ranks wait for data, a mean over ranks. "slowest_rank" is the rank whose own work took
-    longest in the step before, without waiting for other ranks, and "seconds_slowest" its time. They are
-    missing in the first two steps after a start. "peak_memory_gb" is the largest peak memory of the ranks so
-    far, and "peak_memory_rank" is the rank that has it. "worst_image" has id, position and mean loss of the
-    image with the highest one; it is missing if the model has no sums of images. `utilisation` is the seconds
-    of the step at the devices' peak; divided by the real seconds, it is the MFU. Its samples have minimum,
-    mean and maximum over the ranks; unknown figures are missing.
+    """The recorded figures of a step, whose meaning is on the page of training. `utilisation` is the seconds
+    of the step at the devices' peak. Unknown figures are missing.
     """
     total = phases.total()
-    parts = {name: phases.seconds[name] for name in PARTS}
     waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
-    work = [sum(times) for times in zip(*(figures.ranks[name] for name in WORK), strict=True)]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
     recorded: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
     recorded |= _worst_image(figures.ranks) | {"lr": lr, "grad_norm": figures.norm}
     recorded |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
     recorded |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
-    recorded |= {f"seconds_{name}": value for name, value in parts.items()}
-    recorded |= {"seconds_other": total - sum(parts.values())}
-    if not any(map(math.isnan, work)):
-        recorded |= {"slowest_rank": work.index(max(work)), "seconds_slowest": max(work)}
+    recorded |= {f"seconds_{name}": phases.seconds[name] for name in PARTS}
+    recorded |= {"seconds_other": total - sum(phases.seconds[name] for name in PARTS)}
     recorded |= {"peak_memory_gb": max(memory) / 1e9, "peak_memory_gb_min": min(memory) / 1e9}
     recorded |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
     recorded |= {"peak_memory_rank": memory.index(max(memory))}
-    for name in (*GPU, *CPU):
+    for name in SAMPLED:
         if known := [value for value in figures.ranks.get(name, ()) if not math.isnan(value)]:
             mean = sum(known) / len(known)
             recorded |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
@@ -355,8 +307,7 @@ class BestScore:
     def __init__(self, config: EvaluationConfig) -> None:
         self._config = config
         self.step: int | None = None
-        self.score = -math.inf
-        self.since = 0
+        self.score, self.since = -math.inf, 0
 
     def add(self, step: int, scores: Mapping[str, float]) -> None:
         """Add an evaluation; a score that is not a number is no better. UsageError: it has no such score."""
@@ -390,10 +341,7 @@ class BestScore:
         """What is printed at the end of the run in `out`."""
         if self.step is None:
             return []
-        at = (
-            f"{out}/checkpoints/{folder_name(self.step)}"
-            if self.step
-            else "the weights before the first step"
-        )
+        folder = f"{out}/checkpoints/{folder_name(self.step)}"
+        at = folder if self.step else "the weights before the first step"
         lines = [f"best: {at} with {self._config.best} {self.score:.4g}"]
         return [*lines, f"stopped: {self.why}"] if self.exhausted else lines
