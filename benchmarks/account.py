@@ -39,7 +39,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from sa1b.engine.config import build
 from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.run import TrainStep
+from sa1b.engine.step.gradients import TrainStep
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam import image_encoder
 from sa1b.sam.interactive import Interactive

@@ -30,9 +30,8 @@ from sa1b.console import run_directly
 from sa1b.engine.config import Config, build, parse
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.step.feed import Feed
-from sa1b.engine.step.gradients import clear, micro_batch
+from sa1b.engine.step.gradients import TrainStep, clear, micro_batch
 from sa1b.engine.step.optim import set_lr
-from sa1b.engine.step.run import TrainStep
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.kernel_proof import prove_for_run
 

@@ -13,9 +13,12 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))  # of a clone that is not installed
@@ -28,21 +31,38 @@ from torch import Tensor
 
 from sa1b.console import broken_pipe, command, counted
 from sa1b.engine import config as settings
+from sa1b.engine.checkpoint import resume
 from sa1b.engine.checkpoint.bucket import RemoteRun
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.config import Config
+from sa1b.engine.evaluation import evaluate, held_out_feed
+from sa1b.engine.model import stored
 from sa1b.engine.planner import dry_run
-from sa1b.engine.ranks.agreement import DisagreementError
+from sa1b.engine.ranks.agreement import DisagreementError, check_shared_folder, hosts
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.gradients import Buffers, clear, micro_batch, warm_up
-from sa1b.engine.step.optim import lr_at, set_lr, update_ema
-from sa1b.engine.step.run import Run
-from sa1b.engine.watch.control import HealthError
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.gradients import Buffers, TrainStep, clear, micro_batch, warm_up
+from sa1b.engine.step.optim import averaged, lr_at, lr_line, set_lr, update_ema
+from sa1b.engine.watch import metrics
+from sa1b.engine.watch.control import Control, Health, HealthError, StepFigures
+from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
-from sa1b.engine.watch.phase import OTHER, Phases
+from sa1b.engine.watch.metrics import BestScore, Metrics
+from sa1b.engine.watch.phase import OTHER, ForwardTime, Phases
 from sa1b.engine.watch.profiler import StepProfiler
-from sa1b.engine.watch.signals import exit_at_once, failed, how_it_stopped, refused, stdout_is_closed
+from sa1b.engine.watch.signals import (
+    deadline_of,
+    exit_at_once,
+    failed,
+    how_it_stopped,
+    refused,
+    stdout_is_closed,
+)
 from sa1b.engine.watch.watchdog import Watchdog, record_collectives
+from sa1b.engine.watch.window import Window
+from sa1b.engine.weights import state_digest
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS, SamConfig
 from sa1b.recipes.scorer import score, scored_model
@@ -50,7 +70,9 @@ from sa1b.report import AboveBar
 from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
+from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.plan import process_rank
+from sa1b.version import code_digest
 
 TOUR = (
     100,
@@ -64,18 +86,121 @@ GARBAGE_STEPS = 100  # between collections, of at most 16 ms; Python's own took 
 RAISED_TOGETHER = (HealthError, CheckpointError, DisagreementError)  # all ranks raise it after the same step
 
 
+@dataclass
+class Run:
+    """What a run consists of on this rank. `begin` makes it, in the state of its newest checkpoint."""
+
+    config: Config
+    rank_info: RankInfo
+    phases: Phases
+    control: Control
+    feed: Feed
+    held_out: Feed | None
+    training: TrainStep  # model and optimizer
+    checkpoints: Checkpoints
+    health: Health
+    metrics: Metrics
+    best: BestScore
+    sampler: Sampler
+    forward_time: ForwardTime
+    window: Window | None  # on rank 0
+    step: int  # completed steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run ends after this step; the same on all ranks."""
+        return self.control.stopping or self.step >= self.config.optim.steps or self.best.exhausted
+
+    @property
+    def finished(self) -> bool:
+        """Whether another start would do nothing: all steps are done, and the evaluation after them."""
+        due = self.config.evaluation.view is not None and self.metrics.lacks_evaluation(self.step)
+        return (self.step >= self.config.optim.steps or self.best.exhausted) and not due
+
+
+def begin(
+    config: Config,
+    rank_info: RankInfo,
+    phases: Phases,
+    callbacks: Sequence[Callback] = (),
+    remote: RemoteRun | None = None,
+) -> Run:
+    """All that a run needs; all ranks call it together. `remote`: the run in a bucket if --out is a URL."""
+    control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
+
+    # Data. The order of samples is a formula of the seed, so the state of a feed is a position.
+    feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
+    config = settings.with_steps(config, feed.images)
+    config = settings.agree(config, rank_info, code=code_digest(), data=str(feed.receipt()))
+    held_out = held_out_feed(config, rank_info, feed.stream)
+    feeds = [one for one in (held_out, feed) if one is not None]
+    phases.reading = lambda: next((what for one in feeds if (what := one.reading())), None)
+
+    # Model, with the weights of the seed or of --init. Its optimizer is made last: FSDP replaces parameters.
+    weights = settings.initial_weights(config)
+    model = settings.build(config, weights)
+    digest = state_digest(stored(model)) if weights is not None and rank_info.rank == 0 else None
+    training = TrainStep(model, config, rank_info, feed.source_names)
+
+    # State.
+    if remote is None:
+        check_shared_folder(config.folder, rank_info, config.data.deadline)
+    elif rank_info.rank == 0:
+        print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
+    checkpoints = Checkpoints(remote or config.folder, config.checkpoint, config.parallel.timeout_first)
+    with phases.part("resume"):
+        step, last, said = resume.restore(config, checkpoints, training, feed)
+    position, batch = feed.state_dict()["position"], config.data.global_batch
+    feed.stream.damage_log.replay = lambda at: command(
+        "replay", config.out, "--step", step + (at - position) // batch + 1
+    )
+
+    # Figures.
+    about: dict[str, Any] = metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
+    about |= {} if digest is None else {"weights": digest}
+    about |= {"config": config.document(), "data": feed.receipt()}
+    written = Metrics(
+        config.logging, config.folder, rank_info, control, done=step, steps=config.optim.steps, about=about,
+        last=last, shown=training.model.shown, callbacks=callbacks, settings=config.document(),
+    )  # fmt: skip
+    best = BestScore(config.evaluation)
+    best.share(written.evaluations, rank_info)
+    checkpoints.best = best.step
+    machines = hosts(rank_info)
+    window = None
+    if rank_info.rank == 0:
+        window = Window(machines, config.logging.window, written, LoaderSettings.of(feed.loader))
+    health, sampler = Health(config.health, config.folder, rank_info, control), Sampler(rank_info.device)
+    forward_time = ForwardTime(training.module, rank_info.device)
+    run = Run(
+        config, rank_info, phases, control, feed, held_out, training, checkpoints, health, written, best,
+        sampler, forward_time, window, step,
+    )  # fmt: skip
+    if best.exhausted and step < config.optim.steps:
+        said = [f"{config.out} ended after step {step:,}: {best.why}; raise it to train on"]
+    elif not run.ended:
+        said += [lr_line(config.optim, batch)]
+        said += [resume.start(rank_info, machines, config.parallel, config.step_images(len(machines)))]
+    if rank_info.rank == 0 and said:
+        print("\n".join(said), flush=True)
+    written.show(step, 0 if run.ended else config.optim.steps)
+    return run
+
+
 def train(run: Run) -> None:
-    """The training loop, until the last step or until a rank is asked to stop."""
-    config, rank_info, module, feed = run.config, run.rank_info, run.module, run.feed
-    optimizer, scaler, control, phases = run.optimizer, run.scaler, run.control, run.phases
+    """Steps until the last one or until a rank is asked to stop; evaluations and checkpoints in between."""
+    config, rank_info, feed, training = run.config, run.rank_info, run.feed, run.training
+    module, optimizer, scaler = training.module, training.optimizer, training.scaler
+    control, phases = run.control, run.phases
     profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     phases.enter(OTHER, step=run.step)
-    run.evaluate_if_missing()
+    if control.any_rank(run.metrics.lacks_evaluation(run.step)):  # also one that a stop interrupted
+        evaluate_if_due(run, saved=run.step > 0)
     if not run.ended:
         with phases.part("data"):
             batch = feed.peek()
         with phases.part("warm up"):
-            warm_up(module, partial(run.forward_backward, batch))
+            warm_up(module, partial(training.forward_backward, batch, run.step))
     first, buffers = run.step, Buffers(module, shared=config.parallel.broadcast_buffers)
     while not run.ended:
         profiler.before(run.step)
@@ -85,13 +210,12 @@ def train(run: Run) -> None:
         totals, ids = dict[str, Tensor](), list[Tensor]()
         for number, batch in phases.numbered("data", feed.step()):
             with phases.part("compute", number), micro_batch(module, last=number == feed.micro_batches):
-                sums = run.forward_backward(batch, number)
+                sums = training.forward_backward(batch, run.step, number)
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
             ids.append(batch.ids)
         with phases.part("sync"):
-            norm = run.train_step.finish(totals["count"])
-            images, numbers = sum(map(len, ids)), run.numbers()
-            figures = control.exchange(totals, norm, images, numbers, run.worst())  # waits for the device
+            norm = training.finish(totals["count"])
+            figures = control.exchange(totals, norm, sum(map(len, ids)), numbers(run), training.worst())
         with phases.part("update"):
             loss = figures.means["loss"]
             if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
@@ -111,9 +235,92 @@ def train(run: Run) -> None:
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
-        run.record(figures, lr)
+        end_step(run, figures, lr)
     profiler.close()
     run.health.end(run.step)
+
+
+def numbers(run: Run) -> dict[str, float]:
+    """Numbers of this rank that the ranks exchange after each step.
+
+    `data_wait`: seconds of this step in which it waited for data; `forward`: those of the last forward pass
+    of the step before; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds of
+    the loader's stages so far.
+    """
+    busy = run.feed.stream.stats.busy_seconds()
+    return {
+        "data_wait": run.phases.seconds["data"],
+        "forward": run.forward_time.seconds(),
+        "peak_memory": metrics.peak_memory(run.rank_info.device),
+        **run.sampler.latest(),
+        **dict(zip(BUSY, busy.values(), strict=True)),
+    }
+
+
+def end_step(run: Run, figures: StepFigures, lr: float) -> None:
+    """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
+    config, step, took, lost = run.config, run.step, run.phases.total(), bool(run.health.lost)
+    model, precision = run.training.model, config.parallel.precision
+    ideal = peak_seconds(model, figures.images, figures.count, precision, run.rank_info)
+    saves = (run.ended or step % config.checkpoint.every == 0) and not lost
+    if saves:
+        # The process may be killed after the checkpoint and before the step's line is written.
+        line = metrics.figures_of(figures, run.phases, lr, ideal)
+        save(run, metrics.json_figures({"step": step, **line}))
+    run.control.took(took, run.checkpoints.seconds * (2 if run.checkpoints.in_flight else 1))
+    epochs = {f"epochs/{name}": seen for name, (_, seen) in run.feed.seen().items()}
+    line = metrics.figures_of(figures, run.phases, lr, ideal) | epochs
+    run.metrics.step(step, line, always=saves or run.ended)
+    if run.window is not None:
+        run.window.add(step, figures.ranks, took)
+    evaluate_if_due(run, saved=saves or lost)
+
+
+def evaluate_if_due(run: Run, *, saved: bool) -> None:
+    """Score the held-out images, if that is due; then save a checkpoint if it is the best or the last."""
+    settings, training, step = run.config.evaluation, run.training, run.step
+    first = settings.best is not None and step == 0  # which refuses an unknown score early
+    due = first or step == run.config.optim.steps or (settings.every > 0 and step % settings.every == 0)
+    scorer = run.config.scorer(run.rank_info.device)
+    if not due or run.held_out is None or scorer is None or run.control.stopping:
+        return
+    began = time.perf_counter()
+    with averaged(training.module, training.optimizer), run.phases.part("evaluation"):
+        scores = evaluate(
+            training.module, run.held_out, scorer, run.config, run.rank_info,
+            control=run.control, phases=run.phases,
+        )  # fmt: skip
+    if scores is not None:
+        run.metrics.evaluation(step, scores, time.perf_counter() - began, settings.how(scores))
+        run.best.add(step, scores)
+        run.checkpoints.best = run.best.step
+    if (run.control.stopping or run.best.exhausted or 0 < step == run.best.step) and not saved:
+        save(run, None)
+
+
+def save(run: Run, line: dict[str, Any] | None) -> None:
+    """Save a checkpoint of the current state; `line`: the metrics of the last step that are known."""
+    state = {
+        "step": run.step,
+        "metrics": line,
+        "stream": run.feed.state_dict(),
+        "scaler": run.training.scaler.state_dict(),
+        "config": run.config.document(),
+    }
+    with run.phases.part("checkpoint"):
+        run.checkpoints.save(run.step, run.training.module, run.training.optimizer, state)
+
+
+def close(run: Run) -> None:
+    """Stop threads and close files; wait for the checkpoint that is being written."""
+    run.phases.enter("closing")
+    run.sampler.close()
+    try:
+        run.feed.close()
+        run.metrics.close()
+    finally:
+        run.checkpoints.close()
+        run.control.close()
 
 
 def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
@@ -140,19 +347,19 @@ def _run(config: Config, callbacks: Sequence[Callback], phases: Phases) -> int:
     else:
         prove_for_run(config, rank_info.device, rank_info.local_rank)
         with watchdog:
-            code = train_and_close(begin(config, rank_info, phases, callbacks))
+            code = train_and_close(_begin(config, rank_info, phases, callbacks))
     stop()  # not after an error, because this rank would wait for the others
     return code
 
 
-def begin(config: Config, rank_info: RankInfo, phases: Phases, callbacks: Sequence[Callback] = ()) -> Run:
-    """A run in the state of its newest checkpoint. If it cannot start, the claim of its URL is released."""
+def _begin(config: Config, rank_info: RankInfo, phases: Phases, callbacks: Sequence[Callback]) -> Run:
+    """`begin`; if a run at a URL cannot start, its claim is released."""
     if not config.is_remote:
-        return Run(config, rank_info, phases, callbacks=callbacks)
+        return begin(config, rank_info, phases, callbacks)
     store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first
     remote = RemoteRun(store, config.folder, limit)
     try:
-        return Run(config, rank_info, phases, remote, callbacks)
+        return begin(config, rank_info, phases, callbacks, remote)
     except BaseException:
         remote.release()
         raise
@@ -174,12 +381,12 @@ def train_and_close(run: Run) -> int:
     except BaseException as error:
         # Closing waits for the checkpoint in flight, which all ranks write together.
         if rank_info.world_size == 1 or isinstance(error, RAISED_TOGETHER):
-            run.close()
+            close(run)
         raise
     finally:
         gc.enable()
         gc.unfreeze()
-    run.close()
+    close(run)
     control.check()
     if rank_info.rank == 0 and run.finished:
         if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
@@ -187,16 +394,21 @@ def train_and_close(run: Run) -> int:
         if run.step > begun:
             print("\n".join(how_it_ended(run)), flush=True)
     elif control.stopping and rank_info.rank == 0:
-        print(how_it_stopped(run.step, run.checkpoint, config.deadline, control.stop), flush=True)
+        print(how_it_stopped(run.step, checkpoint_of(run), config.deadline, control.stop), flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)
 
 
+def checkpoint_of(run: Run) -> str:
+    """Path or URL of the checkpoint after this step."""
+    return f"{run.config.out.rstrip('/')}/checkpoints/{folder_name(run.step)}"
+
+
 def how_it_ended(run: Run) -> list[str]:
     """The last lines of a finished run: its checkpoint, its score or loss, and a command that uses it."""
     config, out, name = run.config, run.config.out.rstrip("/"), PurePath(run.config.out).name
-    lines = [f"checkpoint: {run.checkpoint}", f"result: {run.metrics.result}"]
+    lines = [f"checkpoint: {checkpoint_of(run)}", f"result: {run.metrics.result}"]
     lines += run.best.lines(out)
     if seen := run.feed.seen():
         parts = [

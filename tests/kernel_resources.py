@@ -33,7 +33,7 @@ from benchmarks.account import as_on_a_gpu
 from sa1b.engine.config import build
 from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.run import TrainStep
+from sa1b.engine.step.gradients import TrainStep
 from sa1b.masks import raster_triton
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam import image_to_tokens_triton, tokens_to_image_triton

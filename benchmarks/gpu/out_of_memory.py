@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sa1b import train
-from sa1b.engine.step.run import Run
+from sa1b.engine.step.gradients import TrainStep
 
 _STEP = 2
 _BYTES = 1 << 48  # more than any device has
@@ -20,15 +20,15 @@ _BYTES = 1 << 48  # more than any device has
 
 def arrange(moment: Path) -> None:
     """Let the forward pass of a step allocate too much."""
-    forward_backward = Run.forward_backward
+    forward_backward = TrainStep.forward_backward
 
-    def changed(self: Run, batch: Any, *rest: Any) -> dict[str, Tensor]:
-        if self.step == _STEP:
+    def changed(self: TrainStep, batch: Any, step: int = 0, number: int = 1) -> dict[str, Tensor]:
+        if step == _STEP:
             moment.write_text(str(time.time()))
             torch.empty(_BYTES, dtype=torch.uint8, device=self.rank_info.device)
-        return forward_backward(self, batch, *rest)
+        return forward_backward(self, batch, step, number)
 
-    cast(Any, Run).forward_backward = changed
+    cast(Any, TrainStep).forward_backward = changed
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from benchmarks.gpu.training import common
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.step.gradients import clear
-from sa1b.engine.step.run import Run
 from sa1b.engine.watch.phase import Phases
 from sa1b.recipes import presets
 from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.stream.batch import Batch
+from sa1b.train import Run, begin, close
 
 Change = Callable[[], AbstractContextManager[Any]]
 WITHOUT_GRAPHS = ("--model.no-cuda-graphs",)
@@ -60,12 +60,12 @@ def _run(setting: Setting, images: int, more: tuple[str, ...]) -> Iterator[tuple
     config = settings.parse([*map(str, flags)], None, presets.PRESETS, "train")
     rank_info = start(config.parallel)
     prove_for_run(config, rank_info.device, rank_info.local_rank)
-    run = Run(settings.agree(config.resolved(), rank_info), rank_info, Phases())
-    run.module.train()
+    run = begin(config.resolved(), rank_info, Phases())
+    run.training.module.train()
     try:
         yield run, next(run.feed.step())
     finally:
-        run.close()
+        close(run)
         stop()
         del run
         gc.collect()
@@ -97,10 +97,10 @@ def _step(setting: Setting, run: Run, batch: Batch) -> tuple[float, float]:
     """Seconds of the host, and until the device has ended."""
     _wait(setting)
     began = time.perf_counter()
-    sums = run.forward_backward(batch)
-    run.train_step.finish(sums["count"])
-    run.scaler.step(run.optimizer)
-    clear(run.module, run.optimizer)
+    training = run.training
+    training.finish(training.forward_backward(batch)["count"])
+    training.scaler.step(training.optimizer)
+    clear(training.module, training.optimizer)
     host = time.perf_counter() - began
     _wait(setting)
     return host, time.perf_counter() - began

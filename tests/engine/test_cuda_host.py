@@ -19,9 +19,8 @@ from sa1b.engine.planner import blank_batch
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.gradients import clear
+from sa1b.engine.step.gradients import TrainStep, clear
 from sa1b.engine.step.optim import freeze
-from sa1b.engine.step.run import TrainStep
 from sa1b.masks.proved import MASKS, RASTER_IN_USE
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam import image_encoder, interactive

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from sa1b.engine.model import unwrap
 from sa1b.engine.ranks import process_group
-from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.parallel import shared_statistics, wrap
 from sa1b.engine.ranks.process_group import replicas_on, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.step.gradients import shared_statistics
 from sa1b.errors import UsageError
 from tests.engine import checks
 from tests.engine.launch import group, launch

@@ -35,11 +35,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
-from sa1b.engine.checkpoint import bucket
+from sa1b.engine.checkpoint import bucket, resume
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import CommitWriter
 from sa1b.engine.ranks import agreement
 from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.gradients import TrainStep
 from sa1b.engine.watch.control import Control, Health
 from sa1b.engine.watch.metrics import Metrics
 from sa1b.engine.watch.signals import Stop
@@ -59,23 +60,23 @@ class Mishap(dict[str, Any]):
 MOMENTS = ("begun", "judged", "agreed", "saved")
 # Places where a rank can raise an error: the function, and the first step, counted from 0; -1: before it.
 PLACES = {
-    "resume": (train.Run, "_resume", -1),
+    "resume": (resume, "restore", -1),
     "warm up": (train, "warm_up", -1),
-    "first evaluation": (train.Run, "evaluate", -1),
+    "first evaluation": (train, "evaluate", -1),
     "data": (Feed, "_next", 1),
     "compute": (Reconstruction, "forward", 1),
-    "sync": (train, "finish", 1),
+    "sync": (TrainStep, "finish", 1),
     "update": (train, "update_ema", 1),
-    "before an evaluation": (train.Run, "evaluate", 1),
+    "before an evaluation": (train, "evaluate", 1),
     "in an evaluation": (Score, "add", 1),
     "after an evaluation": (Metrics, "evaluation", 1),
-    "save": (train.Run, "save", 1),
+    "save": (train, "save", 1),
     "snapshot": (Checkpoints, "_copied", 1),
     "write": (CommitWriter, "write_data", 1),
     "writing thread": (Checkpoints, "_write", 1),
     "upload": (bucket._BucketWriter, "push", 1),
     "end of a save": (Checkpoints, "_settle", 1),
-    "closing": (train.Run, "close", 1),
+    "closing": (train, "close", 1),
 }
 ERRORS: dict[str, Callable[[str], Exception]] = {
     "OSError": OSError,
@@ -143,12 +144,12 @@ def _set_clock(at: int) -> None:
 def _interrupt_evaluation(mishap: dict[str, Any]) -> None:
     """SIGTERM once so many micro-batches were scored; waits there until this rank has it."""
     asked: list[int] = []
-    add, evaluate, on_signal = Score.add, train.Run.evaluate, Control._on_signal
+    add, evaluate, on_signal = Score.add, train.evaluate_if_due, Control._on_signal
     scored = [0]
 
-    def run_evaluate(self: Any) -> None:
-        scored[0] = 0 if self.step == mishap["step"] else -(10**9)
-        evaluate(self)
+    def run_evaluate(run: Any, **options: bool) -> None:
+        scored[0] = 0 if run.step == mishap["step"] else -(10**9)
+        evaluate(run, **options)
 
     def score_add(self: Score, *arguments: Any) -> None:
         add(self, *arguments)
@@ -164,7 +165,7 @@ def _interrupt_evaluation(mishap: dict[str, Any]) -> None:
         asked.append(number)
         on_signal(self, number, frame)
 
-    Score.add, train.Run.evaluate, Control._on_signal = score_add, run_evaluate, noted
+    Score.add, train.evaluate_if_due, Control._on_signal = score_add, run_evaluate, noted
 
 
 def _signal(mishap: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ def _signal(mishap: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     current = [-1]
-    at_rate, at_step, at_save = train.lr_at, Metrics.step, train.Run.save
+    at_rate, at_step, at_save = train.lr_at, Metrics.step, train.save
     judge = Health.is_good
 
     def lr_at(config: Any, batch: int, step: int) -> float:
@@ -211,7 +212,7 @@ def _signal(mishap: dict[str, Any]) -> None:
         if moment == "saved":  # the asynchronous write has started
             strike(current[0])
 
-    train.lr_at, Metrics.step, train.Run.save = lr_at, metrics_step, save
+    train.lr_at, Metrics.step, train.save = lr_at, metrics_step, save
     Health.is_good = is_good
 
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sa1b import train
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.step.run import Run
 from sa1b.engine.watch.phase import Phases
 from sa1b.recipes.presets import PRESETS
 from tests.train.command import BATCH, FLAGS
@@ -80,19 +79,19 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_of(root: Path, out: Path, *flags: str) -> Run:
+def run_of(root: Path, out: Path, *flags: str) -> train.Run:
     arguments = ["--data.root", str(root), "--out", str(out), *FLAGS, "--optim.steps", str(STEPS), *flags]
     config = settings.parse(arguments, None, PRESETS, None).resolved()
-    return Run(config, RankInfo(0, 1, 0, torch.device("cpu"), None), Phases())
+    return train.begin(config, RankInfo(0, 1, 0, torch.device("cpu"), None), Phases())
 
 
-def reads_of(run: Run) -> Counter[tuple[str, str]]:
+def reads_of(run: train.Run) -> Counter[tuple[str, str]]:
     reads = Reads(run.phases)
     try:
         with Calls(reads), Operations(reads):
             train.train(run)
     finally:
-        run.close()
+        train.close(run)
     assert run.step == STEPS
     return reads.found
 
@@ -105,15 +104,15 @@ def test_the_exchange_of_figures_is_the_only_read_of_a_step(root: Path, tmp_path
 
 def test_a_further_read_is_found(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(root, tmp_path / "run", "--data.micro-batch", str(BATCH))
-    compute = run.forward_backward
+    compute = run.training.forward_backward
 
-    def reading(batch: Any, number: int = 0) -> dict[str, Tensor]:
-        sums = compute(batch, number)
+    def reading(batch: Any, step: int, number: int = 1) -> dict[str, Tensor]:
+        sums = compute(batch, step, number)
         if sums["count"] > 0:
             sums["loss"] = sums["loss"][None][sums["count"][None] > 0].sum()
         return sums
 
-    monkeypatch.setattr(run, "forward_backward", reading)
+    monkeypatch.setattr(run.training, "forward_backward", reading)
     found = reads_of(run)
     assert found["compute", "__bool__"] == STEPS
     assert found["compute", "aten::index"] == STEPS

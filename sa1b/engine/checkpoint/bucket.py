@@ -38,7 +38,7 @@ from sa1b.engine.checkpoint.folder import (
     remove,
     step_of,
 )
-from sa1b.engine.checkpoint.resume import check_files
+from sa1b.engine.checkpoint.run_files import check_files
 from sa1b.engine.checkpoint.tensors import read_table
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError

@@ -1,16 +1,22 @@
-"""What a start refuses or prints: files of others in its folder, settings that differ from the checkpoint."""
+"""The start of a run from its newest checkpoint: what is loaded, refused and printed."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
+from warnings import catch_warnings, simplefilter
 
 import torch
 
 from sa1b.console import counted
+from sa1b.engine.checkpoint.checkpoints import Checkpoints
+from sa1b.engine.checkpoint.tensors import MismatchError
+from sa1b.engine.config import Config
+from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
+from sa1b.engine.step.feed import Feed
+from sa1b.engine.step.gradients import TrainStep
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.storage.store import Store
+from sa1b.stream.plan import ResumeError
 
 Settings = Mapping[str, Any]  # result of `Config.document`
 
@@ -23,35 +29,39 @@ _OF_TRAINING = (
 )
 _OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
 
-# Files that a run replaces -> first bytes of a file that a run wrote. Profiles have no bytes that distinguish
-# them from other profiles of torch.
-_REPLACED = {
-    "config.json": b'{\n "preset": ',
-    "metrics.jsonl": b'{"run": {',
-    "predictions.jsonl": b'{"image_id": ',
-}
-_PROFILE = re.compile(r"operations-\d+\.txt|trace-\d+\.json")
 
-
-def check_files(store: Store, out: str, *only: str) -> None:
-    """UsageError for a folder with a file that the run would replace and that no run wrote.
-
-    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
-    default all of a run.
-    """
-    for name in store.names(""):  # sorted: config.json is the first
-        begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
-        if begins is None:
-            continue
-        beginning = store.read(name)[: len(begins)] if begins else b"not known"
-        if begins.startswith(beginning):  # or it is empty
-            if beginning and name == "config.json":
-                return
-        elif not only or name in only:
-            raise UsageError(
-                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
-                "another folder, or move the file away"
-            )
+def restore(
+    config: Config, checkpoints: Checkpoints, training: TrainStep, feed: Feed
+) -> tuple[int, dict[str, Any] | None, list[str]]:
+    """Load the newest good checkpoint, if any: its step, its metrics, and what to print."""
+    if config.resume == "no" and checkpoints.steps():
+        raise UsageError(
+            f"--resume no: --out {config.out} has checkpoints; pass another --out, or move it away"
+        )
+    current = config.document()
+    try:
+        state = checkpoints.resume(training.module, training.optimizer)
+    except MismatchError as error:
+        check_model(error.state.get("config", {}), current, config.out)
+        raise
+    agree_on_weights(training.module, training.rank_info)
+    if state is None:
+        return 0, None, []
+    saved, step, position = state.get("config", {}), int(state["step"]), state["stream"]["position"]
+    check_trained(saved, current, config.out)
+    try:
+        with catch_warnings(record=True) as noted:
+            simplefilter("always")
+            batch = saved.get("data", current["data"])["global_batch"]
+            feed.load_state_dict({"history": [[0, 0, batch]]} | state["stream"])
+    except ResumeError as error:
+        refuse_sequence(saved, current, config.out, error)
+    if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
+        training.scaler.load_state_dict(state["scaler"])
+    said = lines(saved, current, config.out, step=step, steps=config.optim.steps, position=position)
+    # On all ranks, as warnings, they would be printed many times.
+    said += [f"warning: {warning.message}" for warning in noted]
+    return step, state.get("metrics"), said
 
 
 def refuse_sequence(saved: Settings, current: Settings, out: str, error: Sa1bError) -> NoReturn:

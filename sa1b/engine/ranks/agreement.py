@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sa1b.engine.checkpoint.resume import check_files
+from sa1b.engine.checkpoint.run_files import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError

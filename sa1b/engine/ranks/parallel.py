@@ -12,6 +12,7 @@ The gradient is the same in all modes, for any number of ranks and micro-batches
 """
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from sa1b.engine.precision import compute_dtype
 from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import DataConfig, ParallelConfig, group_size, with_flags
-from sa1b.engine.step.gradients import shared_statistics
+from sa1b.errors import UsageError
 from sa1b.stream.order import micro_batch_count, whole_share
 
 
@@ -159,3 +160,30 @@ def _gather_group(first: Any, last: Any) -> None:
         return state._post_forward(last, inputs, end(*inputs))
 
     first.gathered, last.gathered = gather, release
+
+
+def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
+    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
+
+    Without this, each rank would normalise with the statistics of its own samples and save them, because
+    buffers are not broadcast. With --parallel.broadcast-buffers (`accepted`) there is no conversion.
+    UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
+    """
+    norms = nn.modules.batchnorm._BatchNorm
+    layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
+    if not layers or rank_info.world_size == 1 or accepted:
+        return module
+    named = f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
+    if not sync:
+        raise UsageError(
+            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
+            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
+            "keep the statistics of rank 0, or build the model with another norm"
+        )
+    if rank_info.device.type != "cuda":
+        raise UsageError(
+            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
+            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
+        )
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(module)

@@ -94,6 +94,11 @@ class Feed:
         self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
 
     @property
+    def source_names(self) -> list[str]:
+        """Of the sources of a mixture; else none."""
+        return list(self.stream.streams) if isinstance(self.stream, Mix) else []
+
+    @property
     def images(self) -> int:
         """Images of an epoch. An epoch of a mixture ends when each image of every source was used."""
         return self.stream.plan.order.count

@@ -7,7 +7,7 @@ masks in the global batch. DDP and FSDP average over ranks, so the factor is wor
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sa1b.engine.precision import Precision, autocast
+from sa1b.engine.config import Config
+from sa1b.engine.model import by_source, declared, worst_image
+from sa1b.engine.precision import Precision, autocast, grad_scaler
+from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
+from sa1b.engine.step.optim import freeze, make_optimizer
 from sa1b.errors import UsageError
 from sa1b.hashing import Purpose, random_word
 from sa1b.report import first_names
+from sa1b.stream.batch import Batch
 
 
 @contextmanager
@@ -194,28 +199,44 @@ class Buffers:
             buffer.copy_(values.view_as(buffer))
 
 
-def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
-    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
+class TrainStep:
+    """A new model, which is frozen and distributed here, with its optimizer; all ranks create it together.
 
-    Without this, each rank would normalise with the statistics of its own samples and save them, because
-    buffers are not broadcast. With --parallel.broadcast-buffers (`accepted`) there is no conversion.
-    UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
+    `sources`: names of the sources of a mixture, whose figures are recorded one by one.
     """
-    norms = nn.modules.batchnorm._BatchNorm
-    layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not layers or rank_info.world_size == 1 or accepted:
-        return module
-    named = f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
-    if not sync:
-        raise UsageError(
-            f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
-            "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "
-            "keep the statistics of rank 0, or build the model with another norm"
-        )
-    if rank_info.device.type != "cuda":
-        raise UsageError(
-            f"{named}: torch synchronises BatchNorm on GPUs only; drop --parallel.sync-batchnorm and train "
-            "with --parallel.mode none or --parallel.broadcast-buffers, or build the model with another norm"
-        )
-    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(module)
+
+    def __init__(
+        self, module: nn.Module, config: Config, rank_info: RankInfo, sources: Sequence[str] = ()
+    ) -> None:
+        self.config, self.rank_info, self.sources = config, rank_info, sources
+        freeze(module, config.optim)
+        self.module = wrap(module, config.parallel, rank_info)
+        self.model = declared(self.module)
+        batch = config.data.global_batch
+        self.optimizer = make_optimizer(self.module, config.optim, batch)
+        self.scaler = grad_scaler(config.parallel.precision, rank_info.device)
+        self.divisor = loss_divisor(batch * max(config.data.masks, 1))
+        self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of a step, see `worst_image`
+
+    def forward_backward(self, batch: Batch, step: int = 0, number: int = 1) -> dict[str, Tensor]:
+        """Add the gradient of micro-batch `number`, from 1; return the model's sums without gradient."""
+        config, kinds = self.config, getattr(self.model, "image_figures", ())
+        seed_generators(config.seed, step, self.rank_info.rank, number)
+        inputs, precision = self.model.inputs(batch, config.seed), config.parallel.precision
+        sums = forward_backward(self.module, inputs, self.divisor, precision, self.rank_info, self.scaler)
+        totals = {name: sums[name] for name in (*self.model.figures, "count")}
+        self._images = [] if number == 1 else self._images
+        if kinds and "of_images" in sums:
+            self._images.append((sums["of_images"], batch.ids, batch.positions))
+            if self.sources and batch.source_index is not None:
+                totals |= by_source(sums["of_images"], batch.source_index, self.sources, kinds)
+        return totals
+
+    def finish(self, count: Tensor) -> Tensor:
+        """Turn the sums into the gradient of the global batch; `count`: of this rank's micro-batches."""
+        module, optimizer, clip = self.module, self.optimizer, self.config.optim.grad_clip
+        return finish(module, optimizer, self.scaler, count / self.divisor, self.rank_info, grad_clip=clip)
+
+    def worst(self) -> dict[str, Tensor]:
+        """The image of this rank with the highest loss in the step, see `worst_image`."""
+        return worst_image(self._images, getattr(self.model, "image_figures", ()))
