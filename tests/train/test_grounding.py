@@ -25,6 +25,7 @@ from tests.train.command import (
     GROUNDING_FLAGS,
     STEPS,
     assert_same_state,
+    lines,
     losses,
     start,
     train_to_end,
@@ -58,6 +59,28 @@ def evaluation(root: Path, weights: Path, out: Path, **more: Any) -> dict[str, A
     ended = start(root, out, *flags, model="grounding", **more)
     assert ended.codes == [0] * len(ended.codes), "\n".join(ended.outputs)
     return dict(json.loads(next(line for line in ended.outputs[0].splitlines() if line.startswith("{"))))
+
+
+def test_the_only_region_of_an_image_is_the_first_one_for_its_phrase(root: Path, tmp_path: Path) -> None:
+    flags = (
+        "--optim.steps",
+        "3",
+        "--data.view",
+        "train",
+        "--evaluation.view",
+        "held-out",
+        "--evaluation.masks",
+        "1",
+    )
+    ended = start(root, tmp_path / "run", *flags, model="grounding")
+    assert ended.codes == [0], ended.outputs
+    (scores,) = [line for line in lines(tmp_path / "run") if "evaluation" in line]
+    assert scores["evaluation"]["phrases"] > 3
+    assert {name: scores["evaluation"][name] for name in ("recall_at_1", "chance_at_1", "miou_region")} == {
+        "recall_at_1": 1.0,
+        "chance_at_1": 1.0,
+        "miou_region": 1.0,
+    }
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
