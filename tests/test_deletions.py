@@ -54,7 +54,6 @@ REASONS = {
     "engine/checkpoint/bucket.py set_aside": "the manifest of a damaged checkpoint, which has another name by then",
     "engine/checkpoint/checkpoints.py _rotate": CHECKPOINT,
     "engine/checkpoint/folder.py remove": CHECKPOINT,
-    "engine/model.py check_sums": "removes a hook, not a file",
     "engine/weights.py _fetched_weights": TEMPORARY,
     "engine/ranks/agreement.py check_shared_folder": TEMPORARY,
     "engine/watch/watchdog.py __enter__": "the heartbeat of this rank's earlier start",

@@ -1,7 +1,5 @@
 """Conversion of weights: to one file, or to a folder in the form of another program."""
 
-import contextlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,21 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from sa1b.engine.checkpoint.folder import step_of
 from sa1b.errors import UsageError
 from sa1b.grounding.model import is_grounding
 from sa1b.recipes.weights import find_weights
 from sa1b.sam import other_forms
 from sa1b.sam.model import ModelConfig, Sam
-from sa1b.sam.published import FORMATS, config_of, preset_of, weights_digest, write_weights
+from sa1b.sam.published import FORMATS, config_of, preset_of, write_weights
 from sa1b.storage.atomic import commit, flush, temporary_path
-from sa1b.storage.errors import MissingError
-from sa1b.storage.open import open_store
-from sa1b.storage.protocols import protocol_of
-from sa1b.version import __version__
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
-_README = "README.md"
 _FILE = {"segment-anything": "model.pth", "safetensors": "model.safetensors"}
 _NAMES = {  # how the names of a form's files begin
     "transformers": ("config.json", "preprocessor_config.json", "model.safetensors"),
@@ -46,7 +38,7 @@ class Converted:
     model: str | None  # name of the preset with these sizes
     image_size: int  # of the model, pixels
     parameters: int  # number of them
-    to: str | None  # None: one file, without a model card
+    to: str | None  # None: one file
     compared: str | None  # with ONNX: how onnxruntime compares with torch
 
     def document(self) -> dict[str, Any]:
@@ -60,9 +52,9 @@ class Converted:
             f"{compared}Complete: {self.target} ({self.bytes:,} bytes)\n\n{self.snippet()}"
         )
 
-    def snippet(self, folder: str | None = None) -> str:
-        """Python code that loads the result with each program that can; `folder`: in which it is by then."""
-        path, pth = folder or self.target, self.target.endswith(".pth")
+    def snippet(self) -> str:
+        """Python code that loads the result with each program that can."""
+        path, pth = self.target, self.target.endswith(".pth")
         if self.to == "transformers":
             return (
                 "Load it with transformers:\n\n    from transformers import SamModel\n\n"
@@ -107,7 +99,7 @@ def convert(
     overwrite: bool = False,
     scratch: Path | None = None,
 ) -> Converted:
-    """Write weights to one file, or to a folder with README.md in the form `to`; else see `find_weights`.
+    """Write weights to one file, or to a folder in the form `to`; else see `find_weights`.
 
     UsageError: the target exists, or a file has an unknown ending; or --overwrite would leave files of
     another form beside the new ones; or the form has no model of these sizes,
@@ -140,8 +132,7 @@ def convert(
     folder.mkdir()
     try:
         done = replace(done, compared=_write(folder, to, weights, config))
-        (folder / _README).write_text(card(where, _facts(done, weights), done.snippet(".")), "utf-8")
-        paths = sorted(folder.iterdir(), key=lambda path: path.name == _README)  # the card last
+        paths = sorted(folder.iterdir())
         done = replace(done, bytes=sum(path.stat().st_size for path in paths))
         names = {path.name for path in paths}
         if target.exists():
@@ -168,10 +159,7 @@ def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
         raise UsageError(f"--out {target}: is a file; name a folder for --to {to}")
     if not target.exists() or not any(target.iterdir()):
         return
-    readme = target / _README
-    if not readme.exists() or MARK not in readme.read_text(errors="replace"):
-        raise UsageError(f"--out {target}: has files of others; name a new folder for --to {to}")
-    names = {path.name for path in target.iterdir()} - {_README}
+    names = {path.name for path in target.iterdir()}
     _refuse_others(target, to, {name for name in names if not name.startswith(_NAMES[to])})
     if not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
@@ -197,7 +185,7 @@ def _check_form(to: str, config: ModelConfig, done: Converted) -> None:
 
 
 def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
-    """Write the files of a form except README.md; return how ONNX compares with torch."""
+    """Write the files of a form; return how ONNX compares with torch."""
     if to in _FILE:
         write_weights(folder / _FILE[to], weights)
         return None
@@ -219,100 +207,3 @@ def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelCo
         f"{form}; on {_PROMPTS} random prompts, logits of onnxruntime and torch differ by at most "
         f"{largest:.2g}, masks in {differing:.2g} of their pixels"
     )
-
-
-def _facts(done: Converted, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """The table of a model card."""
-    facts = {
-        "model": done.model or "own sizes",
-        "image size": f"{done.image_size} pixels",
-        "parameters": f"{done.parameters:,}",
-        "sha256 of names and values": weights_digest(weights),
-    }
-    return facts | ({"ONNX": done.compared} if done.compared else {})
-
-
-MARK = "Written by `sa1b convert`."  # which a folder must have for --overwrite
-_SETTINGS = ("preset", "seed", "model", "recipe", "optim", "distill")
-_DATA = (
-    "view", "layers", "global_batch", "masks", "strategy", "flip", "min_pixels", "block_size", "target_size",
-)  # fmt: skip
-_LICENCE = """
-The weights have the licence under which they are published, within those of the training data and of the
-weights that training started from. SA-1B is released under the SA-1B Dataset Research License: for research
-only, without redistribution of its images and without identification of the people in them, see
-<https://ai.meta.com/datasets/segment-anything/>. If SA-1B is among the training data, read that licence
-before you publish or use these weights. No image of the training data is in this folder.
-"""
-
-
-def card(where: str, facts: Mapping[str, str], snippet: str) -> str:
-    """The text of README.md.
-
-    Args:
-        where: checkpoint or file that was converted; the files of its run are read if they are there.
-        facts: name -> value, for the table at the top.
-        snippet: code that loads the weights.
-    """
-    absolute = where if protocol_of(where) else str(Path(where).absolute())
-    run, _, checkpoint = absolute.rpartition("/checkpoints/")
-    step, config = step_of(checkpoint) or 0, json.loads(_text(run, "config.json") or "null")
-    lines = [json.loads(line) for line in _text(run, "metrics.jsonl").split("\n")[:-1]]  # the complete ones
-    parts = [
-        "---\ntags: [image-segmentation, segment-anything]\n---",
-        f"# Segment Anything ({facts['model']})\n\n{MARK} sa1b {__version__}.\n",
-        *_rows(facts),
-        f"\n## Use\n\n{snippet.strip()}\n\n## Training\n",
-    ]
-    if config is None:
-        parts.append(f"Unknown: converted from the file `{where.rpartition('/')[2]}`.")
-    else:
-        shown = {name: config[name] for name in _SETTINGS if name in config}
-        shown["data"] = {name: config["data"][name] for name in _DATA if name in config["data"]}
-        text = json.dumps(shown, indent=1)
-        parts.append(f"{step:,} steps. Settings, as in the run's config.json:\n\n```json\n{text}\n```")
-        starts = [line["run"] for line in lines if "run" in line and line["run"]["step"] < step]
-        if starts:
-            parts += ["\nData, as recorded at the last start before this step:\n", *_data(starts[-1]["data"])]
-    scores = [line for line in lines if "evaluation" in line and line["step"] <= step]
-    parts.append("\n## Scores\n")
-    if scores:
-        view, evaluation = config["evaluation"]["view"] if config else None, scores[-1]["evaluation"]
-        parts.append(f"After step {scores[-1]['step']:,}, on the held-out view `{view}`:\n")
-        numbers = {name: value for name, value in evaluation.items() if isinstance(value, float)}
-        parts += _rows({**evaluation, **{name: f"{value:.4g}" for name, value in numbers.items()}})
-    else:
-        parts.append("No evaluation is recorded.")
-    return "\n".join([*parts, "\n## Licence", _LICENCE])
-
-
-def _rows(values: Mapping[str, str]) -> list[str]:
-    """A table in Markdown."""
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())]
-
-
-def _data(receipt: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, source in receipt["sources"].items():
-        folder = str(source["root"]).rstrip("/").rpartition("/")[2]
-        lines += [
-            f"- `{name if name != source['root'] else folder}`: directory `{folder}`, view `{source['view']}`"
-        ]
-    return lines + [f"- {name}: `{digest}`" for name, digest in _digests(receipt["stream"])]
-
-
-def _digests(state: Any, path: str = "") -> list[tuple[str, str]]:
-    """The digests in the state of a stream or of a mixture, with their places."""
-    if not isinstance(state, dict):
-        return []
-    digests = [
-        (f"{path}{name}", value) for name, value in state.items() if name.endswith("_sha256") and value
-    ]
-    return digests + [pair for name, value in state.items() for pair in _digests(value, f"{path}{name}.")]
-
-
-def _text(run: str, name: str) -> str:
-    """A file of a run; "" without it, or without a run."""
-    with contextlib.suppress(MissingError, FileNotFoundError):
-        return open_store(run).read(name).decode() if run else ""
-    return ""

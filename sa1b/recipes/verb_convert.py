@@ -4,9 +4,8 @@ Example: sa1b convert run --out sam.safetensors
          sa1b convert run --to onnx --out sam-onnx
 
 In a .safetensors or .pth the tensors have the published names, so that the original SAM code can load the
-file and training can start from it with --init. --to writes a folder with a model card, README.md. The
-command prints the lines of Python that load the result. Exit code 0: written; 2: not written; 130:
-interrupted.
+file and training can start from it with --init. --to writes a folder. The command prints the lines of Python
+that load the result. Exit code 0: written; 2: not written; 130: interrupted.
 """
 
 from pathlib import Path
@@ -49,7 +48,7 @@ def main(
         to: Form of the folder. segment-anything: model.pth for the original package. transformers: for
             SamModel.from_pretrained of Hugging Face's transformers. onnx: encoder.onnx and decoder.onnx, as
             ONNX runtimes and annotation tools use them, compared with torch if onnxruntime is installed.
-            safetensors: model.safetensors for this package. By default one file without a model card.
+            safetensors: model.safetensors for this package. By default one file.
         overwrite: Replace the file, or the files of a folder that this command has written, if it exists.
         scratch: With a URL as SOURCE: local folder for the copy of the checkpoint, which is removed
             afterwards; by default sa1b-USERID in the system's folder for temporary files.

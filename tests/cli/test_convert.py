@@ -115,11 +115,11 @@ def test_what_cannot_be_done_is_said_in_a_line_and_leaves_nothing(trained, tmp_p
     assert text.read_text() == "not weights"
 
 
-def test_a_folder_has_a_model_card_and_is_replaced_only_if_the_command_wrote_it(trained, tmp_path):
+def test_a_folder_is_replaced_only_if_it_has_no_file_of_others(trained, tmp_path):
     folder, weights = trained
     done = run(folder, "--to", "safetensors", "--out", tmp_path / "new")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["README.md", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
     assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[20])
     found = {}
@@ -144,7 +144,7 @@ def test_a_folder_has_a_model_card_and_is_replaced_only_if_the_command_wrote_it(
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "README.md").write_text("of a user")
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match="own: has files of others; name a new folder for --to onnx"):
+        with pytest.raises(UsageError, match="own: has README.md, which --to onnx does not write; name a"):
             convert(folder, tmp_path / "own", to="onnx", overwrite=overwrite)
     with pytest.raises(UsageError, match="README.md: is a file; name a folder for --to onnx"):
         convert(folder, tmp_path / "own" / "README.md", to="onnx")
@@ -162,51 +162,6 @@ def test_a_form_without_such_a_model_or_without_its_packages_is_refused(trained,
     with pytest.raises(UsageError, match=re.escape("missing: onnx, onnxscript; pip install 'sa1b[onnx]'")):
         convert(folder, tmp_path / "new", to="onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["pixels.pth"]
-
-
-def test_the_card_has_settings_data_and_scores_of_the_checkpoint(trained, tmp_path):
-    folder, _ = trained
-    copy = tmp_path / "run"
-    shutil.copytree(folder, copy)
-    settings = {
-        "preset": "tiny", "out": "/home/user/run", "optim": {"lr": 0.25}, "evaluation": {"view": "held-out"},
-        "data": {"root": "/home/user/shards", "view": "train", "masks": 7},
-    }  # fmt: skip
-    receipt = {
-        "sources": {"/home/user/shards": {"root": "/home/user/shards", "view": "train"}},
-        "stream": {"ids_sha256": "1234abcd", "position": 0},
-    }
-    (copy / "config.json").write_text(json.dumps(settings))
-    lines = [
-        {"run": {"step": 0, "data": receipt}},
-        {"step": 10, "evaluation": {"miou_1_click": 0.75}},
-        {"step": 20, "evaluation": {"miou_1_click": 0.875}},
-    ]
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 20, "evaluation": {"miou_1_click": 0.5}')  # the process was killed
-    for source, score, other in (
-        (copy, "0.875", "0.75"),
-        (copy / "checkpoints/step-00000010", "0.75", "0.875"),
-    ):
-        convert(source, tmp_path / score, to="safetensors")
-        card = (tmp_path / score / "README.md").read_text()
-        assert f"| miou_1_click | {score} |" in card
-        assert other not in card
-        for part in (
-            "held-out view `held-out`",
-            '"lr": 0.25',
-            '"masks": 7',
-            "`1234abcd`",
-            "SA-1B Dataset Research",
-        ):
-            assert part in card
-        assert "/home/user" not in card
-    convert(tmp_path / "0.75" / "model.safetensors", tmp_path / "of-file", to="safetensors")
-    assert (
-        "Unknown: converted from the file `model.safetensors`"
-        in (tmp_path / "of-file" / "README.md").read_text()
-    )
 
 
 def snippets(printed):

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,6 @@ from tests.engine.checkpoint_ranks import equal
 from tests.engine.launch import launch
 from tests.engine.small_run import SmallRun
 from tests.engine.test_checkpoint import files_of_at_most
-from tests.ingest.bucket_runs import Killer, forked
 
 ONE_ATTEMPT = RetryPolicy(deadline=0.0)
 AT_ONCE = RetryPolicy(initial_backoff=0.0, max_backoff=0.0)
@@ -332,55 +330,18 @@ def test_the_files_of_the_run_continue_on_another_machine(tmp_path: Path) -> Non
     assert (bucket / "stacks-0.txt").read_text() == "of a run that was killed\n"
 
 
-def save_four(folder: Path, at: int | None) -> int:
-    torch.set_num_threads(1)
-    killer = Killer(at)
-    killer.install()
-    write_run(folder, (1, 2, 3, 4))
-    return killer.steps
-
-
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_at_a_request_resumes_from_a_complete_checkpoint(
-    every: int, tmp_path: Path
-) -> None:
-    status, text = forked(lambda: save_four(tmp_path / "whole", None))
-    assert status == 0, text
-    found = []
-    for at in range(1, int(text) + 1, every):
-        folder = tmp_path / str(at)
-        status, text = forked(lambda folder=folder, at=at: save_four(folder, at))
-        assert os.WTERMSIG(status) == signal.SIGKILL, text
-        manifests = {name.split("/")[1] for name in objects(folder) if name.endswith("manifest.sha256")}
-        status, text = forked(lambda folder=folder: [resume(folder)[0], objects(folder)])
-        assert status == 0, text
-        state, left = eval(text.replace("null", "None"))
-        assert state == ({"steps": max(int(name[5:]) for name in manifests)} if manifests else None)
-        assert left == complete(*sorted(int(name[5:]) for name in manifests))
-        found.append(len(manifests))
-    assert {0, 1, 2, 3} >= set(found) >= {0, 2}
-
-
 @pytest.mark.parametrize(
     ("out", "message"),
     [
         ("https://example.com/run", "https can only be read"),
         ("hf://datasets/a/b/run", "hf can only be read"),
-        ("file:///tmp/run", "; pass /tmp/run"),
         ("s3:/bucket/run", "did you mean s3://bucket/run"),
-        ("s3://", "names no bucket"),
         ("s3://bucket/shards/run", "is a dataset directory or inside one"),
     ],
 )
 def test_urls_that_cannot_be_those_of_a_run_are_refused(out: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"--out {out}: .*{message}"):
         config(out=out).check()
-
-
-def test_scratch_is_for_urls() -> None:
-    with pytest.raises(UsageError, match="--scratch x: only for a URL as --out or --init"):
-        config(scratch=Path("x")).check()
-    config(scratch=Path("x"), init="s3://bucket/other").check()
 
 
 def config(**more: Any) -> Config:
@@ -416,35 +377,6 @@ def _one_thread() -> Iterator[None]:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("uploads", [0, 1])
-def test_what_the_last_upload_lost_is_uploaded_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: int
-) -> None:
-    """As the message says: the files are in the folder, and the same command uploads them."""
-    bucket = tmp_path / "bucket" / "run"
-    run = open_run(tmp_path, policy=ONE_ATTEMPT)
-    for number in range(uploads):
-        (run.folder / "lines.jsonl").write_text(f"{number}\n")
-        run.upload()
-    with (run.folder / "lines.jsonl").open("a") as file:
-        file.write("last\n")
-    (run.folder / "seen.jsonl").write_text("seen\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(BucketStore, "commit_file", Mock(side_effect=OSError(5, "no upload")))
-        with pytest.raises(
-            CheckpointError, match=f"they are in {run.folder}: start the same command again here"
-        ):
-            run.close()
-    run.release()
-    again = open_run(tmp_path)
-    expected = "".join(f"{number}\n" for number in range(uploads)) + "last\n"
-    for folder in (bucket, again.folder):
-        assert (folder / "lines.jsonl").read_text() == expected
-        assert (folder / "seen.jsonl").read_text() == "seen\n"
-    again.close()
-    assert (bucket / "lines.jsonl").read_text() == expected
 
 
 @pytest.mark.parametrize("uploads", [0, 1])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,8 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from sa1b.engine.checkpoint import checkpoints as module
-from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import read_state, steps
 from sa1b.engine.checkpoint.tensors import MismatchError
@@ -96,25 +93,6 @@ def test_a_write_that_does_not_end_is_an_error_that_names_the_folder(
     assert not ends.is_set()
     assert kept(tmp_path) == []  # it still writes
     ends.set()
-
-
-def test_every_save_has_a_stager_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of torch 2.11 and 2.12 close themselves after one copy."""
-    real = DefaultStager.stage
-
-    def once(self: DefaultStager, state: Any) -> Any:
-        found = real(self, state)
-        self.stage = Mock(side_effect=KeyError(type))
-        return found
-
-    monkeypatch.setattr(DefaultStager, "stage", once)
-    monkeypatch.setattr(module, "_REUSES_STAGER", False)
-    small = SmallRun()
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    for step in (1, 2, 3):
-        checkpoints.save(step, small.model, small.optimizer, {})
-    checkpoints.close()
-    assert kept(tmp_path) == [2, 3]
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -269,15 +247,6 @@ def test_state_of_parameters_that_are_not_trained_any_more_is_a_mismatch(tmp_pat
     with pytest.raises(MismatchError, match="optimizer state for weight, which is not trained"):
         checkpoints.resume(small.model, torch.optim.AdamW([small.model.bias]))
     checkpoints.close()
-
-
-def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
-    write_run(tmp_path, (3,))
-    weights = tensors.read_weights(place(tmp_path, 3))
-    assert {name: set(tensor.flatten().tolist()) for name, tensor in weights.items()} == {
-        "weight": {3.0},
-        "bias": {3.0},
-    }
 
 
 def test_the_folder_tells_a_person_what_it_is(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_an_image_that_does_not_decode_ends_the_command_with_its_name(
     [
         ({"coco": Path("a.json")}, "pass both, annotations and images"),
         ({"images": Path("a")}, "pass both, annotations and images"),
-        ({"detections": Path("a.json")}, "--evaluation.detections: --evaluation.coco is missing"),
+        ({"detections": Path("a.json")}, "--evaluation.detections a.json: needs --evaluation.coco"),
         ({"coco": Path("a.json"), "images": Path("a"), "view": "b"}, "--evaluation.view: two sets of images"),
     ],
 )

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from sa1b.engine.checkpoint import resume
+from sa1b.engine.checkpoint.run_files import check_files
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.storage.atomic import json_bytes
 from sa1b.storage.store import FolderStore
-from sa1b.stream.plan import ResumeError
 
 CONFIG = PRESETS["tiny"].document()
 
@@ -70,37 +70,19 @@ OTHERS = {
 def test_a_file_that_no_run_wrote_is_not_replaced(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(OTHERS[name])
     with pytest.raises(UsageError, match=f"--out RUN: {name} in it is not of a run of this program"):
-        resume.check_files(FolderStore(tmp_path), "RUN")
+        check_files(FolderStore(tmp_path), "RUN")
     if name != "predictions.jsonl":
-        resume.check_files(FolderStore(tmp_path), "RUN", "predictions.jsonl")
+        check_files(FolderStore(tmp_path), "RUN", "predictions.jsonl")
 
 
 def test_the_files_of_a_run_are_replaced_also_of_one_that_was_killed_early(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"run": {"step": 0}}\n')
     (tmp_path / "predictions.jsonl").write_text('{"image_id": 7, "masks": []}\n')
     (tmp_path / "notes.json").write_text("{}")
-    resume.check_files(FolderStore(tmp_path), "RUN")
+    check_files(FolderStore(tmp_path), "RUN")
     (tmp_path / "metrics.jsonl").write_text("")
-    resume.check_files(FolderStore(tmp_path), "RUN")
+    check_files(FolderStore(tmp_path), "RUN")
     for name, text in OTHERS.items():  # in the folder of a run
         (tmp_path / name).write_text(text)
     (tmp_path / "config.json").write_bytes(json_bytes(CONFIG))
-    resume.check_files(FolderStore(tmp_path), "RUN")
-
-
-def test_of_another_preset_only_the_preset_is_named() -> None:
-    other = {**PRESETS["vit_b"].document()}
-    with pytest.raises(UsageError) as refused:
-        resume.check_model(CONFIG, other, "run")
-    assert str(refused.value) == (
-        "--out run: was trained with --preset tiny, this run has --preset vit_b; pass --preset tiny, or pass "
-        "another --out with --init run"
-    )
-
-
-def test_other_images_are_refused_with_the_flag_and_with_a_new_run() -> None:
-    message = "other images (abc): .*; the flag of the view is --data.view; .* another --out with --init run"
-    with pytest.raises(UsageError, match=message.replace("(abc)", r"\(abc\)")):
-        resume.refuse_sequence(CONFIG, CONFIG, "run", ResumeError("other images (abc): pass it as view"))
-    with pytest.raises(UsageError, match="pass --seed 0"):
-        resume.refuse_sequence(CONFIG, {**CONFIG, "seed": 3}, "run", ResumeError("seed"))
+    check_files(FolderStore(tmp_path), "RUN")

@@ -1,19 +1,13 @@
-"""Ways to damage a checkpoint in its bytes, with right digests too, and to have it run code.
+"""Ways to damage a checkpoint in its bytes, also with right digests; test_hostile.py has the pickles.
 
-spoil(newest, older, canary, Random(seed))      one of them
+spoil(newest, older, Random(seed))      one of them
 """
 
 import hashlib
-import io
 import os
-import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import torch
 
 MANIFEST = "manifest.sha256"
 
@@ -25,30 +19,15 @@ def seal(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text("".join(lines))
 
 
-class Hostile:
-    """An object that creates a file when it is unpickled without checks."""
-
-    def __init__(self, canary: Path, function: str) -> None:
-        self.canary, self.function = canary, function
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self.function == "system":
-            return os.system, (f"touch {self.canary}",)
-        if self.function == "open":
-            return open, (str(self.canary), "w")
-        return exec, (f"open({str(self.canary)!r}, 'w').close()",)
-
-
-FUNCTIONS = ("system", "open", "exec")
 NAMES = (".metadata", "__0_0.distcp", "state.json", MANIFEST)
 
 
-def spoil(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def spoil(newest: Path, older: Path, random: Random) -> str:
     """Damage a checkpoint in one way; returns a description."""
-    return random.choice(WAYS)(newest, older, canary, random)
+    return random.choice(WAYS)(newest, older, random)
 
 
-def _flip(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _flip(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES)
     data = bytearray(path.read_bytes())
     position = random.randrange(len(data))
@@ -57,14 +36,14 @@ def _flip(newest: Path, older: Path, canary: Path, random: Random) -> str:
     return f"flip at {position} of {path.name}"
 
 
-def _cut(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _cut(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES)
     length = random.randrange(path.stat().st_size)
     os.truncate(path, length)
     return f"cut {path.name} to {length}"
 
 
-def _zero(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _zero(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES)
     data = path.read_bytes()
     start = random.randrange(len(data) - 8)
@@ -73,39 +52,39 @@ def _zero(newest: Path, older: Path, canary: Path, random: Random) -> str:
     return f"zeros from {start} of {path.name}"
 
 
-def _grow(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _grow(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES)
     path.write_bytes(path.read_bytes() + random.choice([b"\n", b" ", b"\0", random.randbytes(50)]))
     return f"grow {path.name}"
 
 
-def _swap(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _swap(newest: Path, older: Path, random: Random) -> str:
     names = random.sample(NAMES, random.randint(1, len(NAMES)))
     for name in names:
         shutil.copy(older / name, newest / name)
     return f"the older one's {names}"
 
 
-def _remove(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _remove(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES)
     path.unlink()
     return f"remove {path.name}"
 
 
-def _add(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _add(newest: Path, older: Path, random: Random) -> str:
     name = random.choice(["__1_0.distcp", "notes.txt", ".metadata.tmp", "state.json~", "__0_.metadata"])
     (newest / name).write_bytes(random.choice([b"", (newest / ".metadata").read_bytes()]))
     return f"add {name}"
 
 
-def _link(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _link(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(NAMES[:3])
     path.unlink()
     path.symlink_to(older / path.name)
     return f"link {path.name}"
 
 
-def _edit(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _edit(newest: Path, older: Path, random: Random) -> str:
     path = newest / random.choice(["state.json", MANIFEST])
     step = int(newest.name.removeprefix("step-"))
     ways = [(str(step), str(step + 1)), ("\n", "\n\n"), ("  ", " ")]
@@ -114,7 +93,7 @@ def _edit(newest: Path, older: Path, canary: Path, random: Random) -> str:
     return f"{old!r} to {new!r} in {path.name}"
 
 
-def _edit_and_seal(newest: Path, older: Path, canary: Path, random: Random) -> str:
+def _edit_and_seal(newest: Path, older: Path, random: Random) -> str:
     path = newest / "state.json"
     step = int(newest.name.removeprefix("step-"))
     text = random.choice(
@@ -134,45 +113,6 @@ def _edit_and_seal(newest: Path, older: Path, canary: Path, random: Random) -> s
     return f"state.json is {text[:20]!r}, sealed"
 
 
-def _hostile_table(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """A pickle that runs code, alone or inside a valid table, with matching digests."""
-    path = newest / ".metadata"
-    hostile = Hostile(canary, random.choice(FUNCTIONS))
-    kind = random.choice(["alone", "planner_data", "storage_meta", "storage_data", "tensors", "version"])
-    data: Any = hostile
-    if kind != "alone":
-        data = pickle.loads(path.read_bytes())
-        if kind == "storage_data":
-            data.storage_data[next(iter(data.storage_data))] = hostile
-        elif kind == "tensors":
-            data.state_dict_metadata[next(iter(data.state_dict_metadata))] = hostile
-        else:
-            setattr(data, kind, hostile)
-    path.write_bytes(pickle.dumps(data, protocol=random.choice([2, 3, 4, 5])))
-    seal(newest)
-    return f"hostile table: {kind}, sealed"
-
-
-def _hostile_payload(newest: Path, older: Path, canary: Path, random: Random) -> str:
-    """A pickle that runs code instead of a tensor, with matching digests."""
-    hostile = Hostile(canary, random.choice(FUNCTIONS))
-    payload = io.BytesIO()
-    kind = random.choice(["archive", "legacy", "pickle"])
-    if kind == "pickle":
-        pickle.dump(hostile, payload)
-    else:
-        torch.save(hostile, payload, _use_new_zipfile_serialization=kind == "archive")
-    table, file = newest / ".metadata", newest / "__0_0.distcp"
-    data = pickle.loads(table.read_bytes())
-    key = random.choice(list(data.storage_data))
-    data.storage_data[key].offset = file.stat().st_size
-    data.storage_data[key].length = len(payload.getvalue())
-    file.write_bytes(file.read_bytes() + payload.getvalue())
-    table.write_bytes(pickle.dumps(data))
-    seal(newest)
-    return f"hostile payload: {kind} at {key.fqn}, sealed"
-
-
 WAYS = (
     _flip,
     _flip,
@@ -185,6 +125,4 @@ WAYS = (
     _link,
     _edit,
     _edit_and_seal,
-    _hostile_table,
-    _hostile_payload,
 )

@@ -41,7 +41,8 @@ _PARTIAL = re.compile(r"step-\d{8,}\.partial-[0-9a-f]{8}")
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|manifest\.sha256(\.damaged)?")
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
-_LOCK, _LOCK_PATIENCE = ".lock", 60.0  # seconds to wait for processes of a killed run to end
+_HOLDER = ".process"  # file in RUN with the process that has locked its checkpoints, or had
+_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _LOG = logging.getLogger(__name__)
 
 
@@ -275,13 +276,12 @@ class Folder:
     def begin(self) -> str:
         """Lock the folder and remove what was not committed; return the token of this run."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, began, waits = self.folder.parent / _LOCK, time.monotonic(), False
-        path.touch()
+        path, began, waits = self.folder.parent / _HOLDER, time.monotonic(), False
         while True:
             with contextlib.suppress(LockedError):
-                self._held.enter_context(lock(path))
+                self._held.enter_context(lock(self.folder))
                 break
-            holder = path.read_text() or "unknown"
+            holder = path.read_text() if path.exists() else "which has just begun"
             if time.monotonic() > began + _LOCK_PATIENCE:
                 out = self.folder.parent
                 raise LockedError(f"--out {out}: in use by another run, process {holder}; pass another --out")

@@ -170,6 +170,8 @@ class Watchdog:
     def _print(self, idle: float, now: float, silent: set[int]) -> None:
         first = "; the ranks that have started the fewest collectives come first" if self._ranks > 1 else ""
         lines = [f"sa1b: no progress for {idle:.0f} s{first}"]
+        if missing := [rank for rank in range(self._ranks) if rank not in self._seen]:
+            lines.append(f"rank {ranges(missing)}: no file in {self._path.parent}")
         rows = [(state, now - since) for since, state in self._seen.values()]
         rows.sort(key=lambda row: (row[0]["collectives"], -row[0]["seconds"] - row[1]))
         for state, age in rows[:_SHOWN]:
@@ -181,8 +183,6 @@ class Watchdog:
             lines.append("{line}; {collectives} collectives; {where}".format(line=line, **state))
         if len(rows) > _SHOWN:
             lines.append(f"{len(rows) - _SHOWN} more ranks: {self._path.parent}")
-        if missing := [rank for rank in range(self._ranks) if rank not in self._seen]:
-            lines.append(f"no file in {self._path.parent} of ranks {ranges(missing)}")
         if silent:
             lines.append("no answer: the process is stopped or dead, or C code keeps the interpreter's lock")
         text = "\n  ".join([*lines, f"stacks of the ranks: {self._run}/stacks-<rank>.txt"])

@@ -1,10 +1,8 @@
-"""A damaged checkpoint is noticed whatever is wrong with it, runs no code, and the one before it is used."""
+"""A damaged checkpoint is noticed whatever is wrong with it, and the one before it is used."""
 
 import logging
-import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,20 +11,17 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.errors import Sa1bError
 from tests.train.command import unproved
-from tests.train.damage import FUNCTIONS, WAYS, Hostile, spoil
+from tests.train.damage import WAYS, spoil
 from tests.train.inside import SAM, make_root, train
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset directory, a run with the checkpoints 1 and 2, and one that ended after step 1."""
+    """A folder with a dataset directory, and a run with the checkpoints 1 and 2."""
     folder = tmp_path_factory.mktemp("pristine")
-    make_root(folder)
-    for name, steps in (("run", 2), ("first", 1)):
-        words = ("--data.root", folder / "root", "--optim.steps", steps, "--checkpoint.every", 1)
-        train(*SAM, "--optim.warmup", 0, *words, "--out", folder / name)
+    words = ("--data.root", make_root(folder), "--optim.steps", 2, "--checkpoint.every", 1)
+    train(*SAM, "--optim.warmup", 0, *words, "--out", folder / "run")
     return folder
 
 
@@ -43,30 +38,25 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("mutations", [30, pytest.param(400, marks=pytest.mark.slow)])
-def test_no_mutated_checkpoint_is_accepted_and_none_runs_code(
+def test_no_mutated_checkpoint_is_accepted(
     mutations: int, pristine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    canary, run = tmp_path / "canary", tmp_path / "run"
+    run = tmp_path / "run"
     older, done = weights(newest(pristine / "run", 1)), set()
     assert not equal(older, weights(pristine / "run"))
     for seed in range(mutations):
         shutil.copytree(pristine / "run", run)
-        what = spoil(newest(run), newest(run, 1), canary, Random(seed))
+        what = spoil(newest(run), newest(run, 1), Random(seed))
         caplog.clear()
-        if "payload" in what:  # a tensor is refused when it is read, if it is
-            with suppress(Sa1bError):
-                weights(run)
-        else:
-            assert equal(weights(run), older), f"{seed}: {what}"
-            (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-            assert str(newest(run)) in warning.getMessage()
-        assert not canary.exists(), f"{seed}: {what}"
+        assert equal(weights(run), older), f"{seed}: {what}"
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert str(newest(run)) in warning.getMessage()
         done.add(what.split(":")[0].split(" ")[0])
         shutil.rmtree(run)
-    assert len(done) >= 9
+    assert len(done) >= 7
 
 
-QUICK = ("_link", "_hostile_table", "_hostile_payload")
+QUICK = ("_link", "_edit")
 OF_RESUME = [pytest.param(way, marks=() if way.__name__ in QUICK else pytest.mark.slow) for way in WAYS[1:]]
 
 
@@ -74,22 +64,14 @@ OF_RESUME = [pytest.param(way, marks=() if way.__name__ in QUICK else pytest.mar
 def test_a_run_goes_on_from_the_checkpoint_before_a_mutated_one(
     way: Callable[..., str], pristine: Path, tmp_path: Path
 ) -> None:
-    canary, run = tmp_path / "canary", tmp_path / "run"
+    run = tmp_path / "run"
     shutil.copytree(pristine / "run", run)
-    what = way(newest(run), newest(run, 1), canary, Random(1))
+    what = way(newest(run), newest(run, 1), Random(1))
     words: tuple[Any, ...] = ("--data.root", pristine / "root", "--optim.steps", 2, "--checkpoint.every", 1)
     done = train(*SAM, "--optim.warmup", 0, *words, "--out", run)
     assert "resuming after step 1 " in done.out, what
-    assert not canary.exists(), what
     assert not unproved(newest(run)), what  # the step is reached again
     assert equal(weights(run), weights(pristine / "run"))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_hostile_pickles_of_these_tests_do_run_code_when_trusted(function: str, tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    pickle.loads(pickle.dumps(Hostile(canary, function)))
-    assert canary.exists()
 
 
 def test_where_none_is_good_there_is_no_fresh_start_but_an_error_that_lists_them_all(
