@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import Range, check_values, plain_words, was_url
+from sa1b.arguments import Range, check_values, plain_root, plain_words, was_url
 from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket import committed, local_folder
@@ -226,8 +226,8 @@ def parse(
         config = replace(config, data=replace(config.data, root=""))
     config.check()
     config.parallel.check(ranks)
-    if not config.evaluate_only:
-        config.micro_batches(ranks)
+    images = 1 if config.evaluate_only else config.micro_batches(ranks)[0]
+    parallel.check_memory(config.data, images, config.image_size)
     if not silent:
         sys.stderr.writelines(f"{note}\n" for note in notes)
     return config
@@ -342,6 +342,12 @@ def _check_out(config: Config) -> None:
         raise UsageError(
             f"--out {out}: is a dataset directory or inside one, and a run must not write there; name another"
         )
+    if config.is_remote and not out.partition("://")[2].strip("/"):
+        raise UsageError(f"--out {out}: names no bucket; pass a URL such as s3://BUCKET/FOLDER")
+    if plain_root(out) != out:
+        raise UsageError(f"--out {out}: is not in its shortest form; pass {plain_root(out)}")
+    if config.scratch and not config.is_remote and not protocol_of(config.init or ""):
+        raise UsageError(f"--scratch {config.scratch}: only for a URL as --out or --init; omit it")
     if was_url(out) and not config.is_remote and not config.folder.exists():
         raise UsageError(f"--out {out}: no folder; did you mean {out.replace(':/', '://', 1)}?")
     if kind_of(out).is_read_only:
@@ -371,9 +377,8 @@ def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
     for rank, other in enumerate(of_all):
         for name, value in of_all[0].items():
             if other.get(name) != value:
-                raise DisagreementError(
-                    f"{name} is {other.get(name)!r} on rank {rank} and {value!r} on rank 0"
-                )
+                message = f"{name} is {other.get(name)!r} on rank {rank} and {value!r} on rank 0"
+                raise DisagreementError(message)
     return config
 
 

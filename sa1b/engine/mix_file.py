@@ -86,7 +86,9 @@ def read_mix(
             known = [one for one in history if one[0] <= change.from_step] or [(0, 0, config.global_batch)]
             position = known[-1][1] + (change.from_step - known[-1][0]) * known[-1][2]
         if position is None:
-            raise UsageError(f"{flag}: schedule: a change needs from_step or from_position")
+            raise UsageError(
+                f"{flag}: schedule: a change has no from_step and no from_position; write one of them"
+            )
         schedule[position] = change.weights
     return [_source(flag, name, given, config) for name, given in mixture.sources.items()], schedule
 
@@ -106,7 +108,7 @@ def _source(flag: str, name: str, given: Mapping[str, Any], config: DataConfig) 
     try:
         extra, data = msgspec.convert(given, _Source), msgspec.convert({**own, **given}, DataConfig)
     except (msgspec.ValidationError, ValueError) as error:
-        raise UsageError(f"{flag}: source {name}: {error}") from None
+        raise UsageError(f"{flag}: source {name}: {error}; correct it") from None
     return MixSource(name, data, extra.weight, extra.seed, extra.evaluation_view)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sa1b.arguments import Range, check_cache_flags, check_fields
+from sa1b.console import command
 from sa1b.engine.precision import Precision
 from sa1b.errors import UsageError
 from sa1b.stream.sample import Strategy
@@ -345,16 +346,21 @@ class EvaluationConfig:
             )
         if self.coco is not None and self.view is not None:
             raise UsageError("--evaluation.coco, --evaluation.view: two sets of images; pass one")
-        needed = {
-            "detections": ("coco",),
-            "every": ("view",),
-            "best": ("view",),
-            "patience": ("best", "every"),
-        }
-        for flag, others in needed.items():
-            for other in others:
-                if getattr(self, flag) and not getattr(self, other):
-                    raise UsageError(f"--evaluation.{flag} {getattr(self, flag)}: needs --evaluation.{other}")
+        if self.detections is not None and self.coco is None:
+            raise UsageError(
+                "--evaluation.detections: --evaluation.coco is missing; pass the annotations it belongs to"
+            )
+        for flag in ("every", "best"):
+            if getattr(self, flag) and self.view is None:
+                raise UsageError(
+                    f"--evaluation.{flag} {getattr(self, flag)}: needs --evaluation.view; make one with "
+                    f"`{command('view')} ROOT --held-out PART --split held-out`"
+                )
+        if self.patience and (self.best is None or not self.every):
+            raise UsageError(
+                f"--evaluation.patience {self.patience}: counts evaluations without a better score; pass "
+                "--evaluation.best and --evaluation.every too"
+            )
 
     def how(self, scores: Collection[str]) -> dict[str, str | int | None]:
         """Protocol, place of clicks and most masks of an image (None: all) of a mean IoU; else nothing."""

@@ -15,7 +15,7 @@ evaluates every world_size-th image.
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,24 +30,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from sa1b.arguments import BadValue
 from sa1b.engine.config import Config
 from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.errors import Sa1bError, SourceError, UsageError
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize
-from sa1b.masks.runs import MaskError, Runs
+from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import framed_image
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
 from sa1b.sam.targets import Targets
-from sa1b.sources.coco_file import read_document, read_results
 
 T = TypeVar("T")
 _LIMITED = Limited()
-_SHOWN = 60  # largest number of characters of a value in a message
-_COCO = "pass an annotation file in COCO's format, such as instances_val2017.json"
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # names of the first figures of COCOeval
 
 
@@ -73,89 +71,64 @@ def read_coco(
     """The images of an annotation file, by id. `deadline`: seconds that the read of one file may take, else
     CocoError. UsageError names the flag and the file of another format, or with missing images.
     """
-    document = _parsed("--evaluation.coco", annotations, read_document, deadline)
-    boxes = (
-        [] if detections is None else _parsed("--evaluation.detections", detections, read_results, deadline)
-    )
-    if detections is not None and document.categories is None:
-        raise UsageError(f"--evaluation.coco {annotations}: has no list of categories; {_COCO}")
-    categories = {entry.get("id") for entry in document.categories or () if isinstance(entry, dict)}
     images: dict[int, EvaluatedImage] = {}
 
-    def take_image(entry: Any) -> None:
-        number = _field(entry, "id", int)
-        if number in images:
-            raise _EntryError(f"has id {number}, which an earlier image also has")
-        path = folder / _field(entry, "file_name", str)
-        height, width = _field(entry, "height", int), _field(entry, "width", int)
-        images[number] = EvaluatedImage(number, path, height, width, annotations=[], detections=[])
+    def of(entry: dict[str, Any]) -> EvaluatedImage:
+        if entry["image_id"] not in images:
+            raise BadValue(f"there is no image with image_id {entry['image_id']}")
+        return images[entry["image_id"]]
 
-    def take_annotation(entry: Any) -> None:
-        image = _image_of(entry, images)
-        if detections is not None:  # only the fields that pycocotools reads
-            for name in ("id", "category_id", "iscrowd", "area"):
-                _field(entry, name, float)
-        if not entry.get("iscrowd"):
-            image.annotations.append(entry)
-
-    def take_detection(entry: Any) -> None:
-        image = _image_of(entry, images)
-        _field(entry, "bbox", _corners), _field(entry, "score", float)
-        if (category := _field(entry, "category_id", int)) not in categories:
-            raise _EntryError(f"has category_id {category}, and the annotation file has no such category")
-        image.detections.append(entry)
-
-    _take_each(document.images, f"--evaluation.coco {annotations}: images", take_image)
-    entries = map(document.annotation, range(len(document.annotations)))
-    _take_each(entries, f"--evaluation.coco {annotations}: annotations", take_annotation)
-    _take_each(boxes, f"--evaluation.detections {detections}: results", take_detection)
-    if images and not any(image.annotations for image in images.values()):
-        raise UsageError(f"--evaluation.coco {annotations}: has no annotations other than crowds; {_COCO}")
-    if detections is not None and not boxes:
-        raise UsageError(f"--evaluation.detections {detections}: has no detections; pass a file with one")
+    with _named(f"--evaluation.coco {annotations}"):
+        truth = _read("--evaluation.coco", annotations, _opened, deadline)
+        for number, entry in truth.imgs.items():
+            height, width = int(entry["height"]), int(entry["width"])
+            images[number] = EvaluatedImage(number, folder / entry["file_name"], height, width, [], [])
+        for entry in truth.dataset["annotations"]:
+            if not entry.get("iscrowd"):
+                of(entry).annotations.append(entry)
+            if detections is not None:  # what pycocotools reads at the end
+                _ = [float(entry[name]) for name in ("id", "category_id", "iscrowd", "area")]
+        if not any(image.annotations for image in images.values()):
+            raise BadValue("has no annotations other than crowds")
+        categories = {} if detections is None else {entry["id"] for entry in truth.dataset["categories"]}
+    if detections is not None:
+        with _named(f"--evaluation.detections {detections}"):
+            boxes = _read("--evaluation.detections", detections, lambda path: path.read_bytes(), deadline)
+            for entry in json.loads(boxes):
+                _ = _corners(entry["bbox"]), float(entry["score"])
+                if entry["category_id"] not in categories:
+                    raise BadValue(f"there is no category with category_id {entry['category_id']}")
+                of(entry).detections.append(entry)
+            if not any(image.detections for image in images.values()):
+                raise BadValue("has no detections")
     paths = [image.path for image in images.values()]
     if missing := [path for path in paths if not _read("--evaluation.images", path, Path.is_file, deadline)]:
         raise UsageError(
             f"--evaluation.images {folder}: lacks {len(missing):,} of the {len(images):,} images of "
             f"{annotations}, such as {missing[0].name}; pass the folder that holds all of them"
         )
-    if not images:
-        raise UsageError(f"--evaluation.coco {annotations}: has no image; {_COCO}")
     return [images[number] for number in sorted(images)]
 
 
-class _EntryError(ValueError):
-    """An invalid entry of a file; the message is a predicate without subject: "has no height"."""
+def _opened(annotations: Path) -> Any:
+    from pycocotools.coco import COCO
+
+    with contextlib.redirect_stdout(io.StringIO()):  # hides what pycocotools prints
+        return COCO(str(annotations))
 
 
-def _take_each(entries: Iterable[Any], where: str, take: Callable[[Any], None]) -> None:
-    for number, entry in enumerate(entries):
-        try:
-            take(entry)
-        except _EntryError as error:
-            raise UsageError(f"{where}, entry {number} (from 0): {error}; correct the file") from None
-
-
-def _field(entry: Any, name: str, read: Callable[[Any], T]) -> T:
-    if not isinstance(entry, dict):
-        raise _EntryError("is not a JSON object")
-    if name not in entry:
-        raise _EntryError(f"has no {name}")
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
     try:
-        return read(entry[name])
-    except (_EntryError, MaskError) as error:
-        raise _EntryError(f"has a {name} that cannot be used: {error}") from None
-    except Exception:  # pycocotools raises Exception itself
-        value = json.dumps(entry[name])
-        shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-        raise _EntryError(f"has a {name} that cannot be used: {shown}") from None
-
-
-def _image_of(entry: Any, images: Mapping[int, EvaluatedImage]) -> EvaluatedImage:
-    number = _field(entry, "image_id", int)
-    if number not in images:
-        raise _EntryError(f"has image_id {number}, but the annotation file has no image with this id")
-    return images[number]
+        yield
+    except OSError as error:
+        why = f"cannot be read ({error.strerror}); pass a file that this user can read"
+        raise UsageError(f"{where}: {why}") from None
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(
+            f"{where}: {what}; pass a file in COCO's format, such as instances_val2017.json or its results"
+        ) from None
 
 
 @torch.no_grad()
@@ -254,15 +227,14 @@ def load_image(image: EvaluatedImage, annotations: Path, deadline: float = 300.0
     areas = np.zeros(len(image.annotations), np.int64)
     for i, annotation in enumerate(image.annotations):
         try:
-            masks[i] = _field(
-                annotation, "segmentation", partial(_mask, height=image.height, width=image.width)
-            )
-            boxes[i] = _field(annotation, "bbox", _corners)
-            areas[i] = _field(annotation, "area", int) if "area" in annotation else masks[i].sum()
-        except _EntryError as error:
+            masks[i] = _mask(annotation["segmentation"], image.height, image.width)
+            boxes[i] = _corners(annotation["bbox"])
+            areas[i] = int(annotation["area"]) if "area" in annotation else masks[i].sum()
+        except Exception as error:  # pycocotools raises Exception itself
+            what = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise CocoError(
-                f"--evaluation.coco {annotations}: annotation {annotation.get('id')} of image {image.id} "
-                f"{error}; correct the file"
+                f"--evaluation.coco {annotations}: annotation {annotation.get('id')} of image {image.id}: "
+                f"{what}; correct the file"
             ) from None
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas
@@ -276,23 +248,21 @@ def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
         joined = mask.merge(mask.frPyObjects(segmentation, height, width))
         return np.asarray(mask.decode(joined), np.bool_)
     if list(segmentation["size"]) != [height, width]:
-        size = [height, width]
-        raise _EntryError(f"a mask of {segmentation['size']} in an image of {size} (height, width)")
+        raise BadValue(f"a mask of {segmentation['size']} in an image of {[height, width]} (height, width)")
     counts = segmentation["counts"]
-    if isinstance(counts, list):
-        lengths = np.array(counts, np.uint32)
-        if lengths.sum(dtype=np.int64) != height * width:
-            raise _EntryError("its runs do not add up to the pixels of the image")
-        runs = Runs(lengths, np.array([0, len(lengths)]), height, width)
-    else:
+    if not isinstance(counts, list):
         runs = coco.decode([counts], height, width)
+    elif sum(counts) == height * width:
+        runs = Runs(np.array(counts, np.uint32), np.array([0, len(counts)]), height, width)
+    else:
+        raise BadValue("the runs of a mask do not add up to the pixels of the image")
     return np.asarray(rasterize(runs, dtype=np.bool_)[0], np.bool_)
 
 
 def _corners(box: Any) -> tuple[float, float, float, float]:
     x, y, width, height = map(float, box)
     if not np.isfinite([x, y, width, height]).all() or width < 0 or height < 0:
-        raise _EntryError(f"{box} is not x, y, width, height")
+        raise BadValue(f"{box} is not x, y, width, height")
     return x, y, x + width, y + height
 
 
@@ -343,11 +313,10 @@ def _average_precision(
     everything = [result for some in of_all for result in some]
     if not everything:
         return dict.fromkeys(_AP, 0.0)
-    from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # hides the tables that pycocotools prints
-        truth = COCO(str(annotations))
+    truth = _opened(annotations)
+    with contextlib.redirect_stdout(io.StringIO()):
         judged = COCOeval(truth, truth.loadRes(everything), "segm")
         judged.evaluate()
         judged.accumulate()
@@ -362,13 +331,3 @@ def _read(flag: str, path: Path, read: Callable[[Path], T], deadline: float) -> 
     except OverdueError as error:
         remedy = "repair the disk or the server of its mount, or raise --data.deadline"
         raise CocoError(f"{flag}: {path}: {error}; {remedy}") from None
-
-
-def _parsed(flag: str, path: Path, parse: Callable[[Path], T], deadline: float) -> T:
-    try:
-        return _read(flag, path, parse, deadline)
-    except SourceError as error:
-        raise UsageError(f"{flag}: {error}") from None
-    except OSError as error:
-        why = f"cannot be read ({error.strerror}); pass a file that this user can read"
-        raise UsageError(f"{flag} {path}: {why}") from None

@@ -17,6 +17,7 @@ from sa1b.recipes.scorer import ClickScorer
 from sa1b.recipes.weights import (
     EmbeddingsConfig,
     TeacherConfig,
+    check_memory,
     open_cache,
     open_teacher,
     teacher_digest,
@@ -75,6 +76,7 @@ class SamConfig(Config):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
+        check_memory(self.model)
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
         model = Sam(self.model)
         if cache is None or limit is None or self.evaluate_only:
@@ -121,6 +123,7 @@ class DistillConfig(Config):
 
     def build(self) -> Distillation:
         """Student and teacher."""
+        check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
         cache = None if self.evaluate_only else self.distill.open_cache()
@@ -169,6 +172,7 @@ class GroundingConfig(Config):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
+        check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
         return Grounding(

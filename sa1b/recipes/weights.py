@@ -19,6 +19,7 @@ from torch import Tensor
 from sa1b.arguments import Range, check_arguments, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.engine import weights
+from sa1b.engine.ranks.parallel import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
@@ -281,6 +282,27 @@ def _sizes(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 _LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
+
+
+def check_memory(model: ModelConfig) -> None:
+    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
+    if torch.get_default_device().type == "meta":
+        return
+    sizes = []
+    for depth in (1, 2):
+        smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False)
+        try:
+            with torch.device("meta"):
+                sizes.append(4 * sum(parameter.numel() for parameter in Sam(smaller).parameters()))
+        except RuntimeError:  # torch's bytes of a tensor overflow
+            sizes.append(1 << 63)
+    needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()
+    if needed > available:
+        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
+        raise UsageError(
+            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
+            "available; pass smaller sizes"
+        )
 
 
 def _is_name(source: str) -> bool:

@@ -221,5 +221,5 @@ def test_patience_needs_a_score_and_a_view() -> None:
         EvaluationConfig(best="mean")
     givens: list[dict[str, Any]] = [{"view": "held", "every": 2}, {"view": "held", "best": "mean"}]
     for given in givens:
-        with pytest.raises(UsageError, match="--evaluation.patience 3: needs --evaluation"):
+        with pytest.raises(UsageError, match="--evaluation.patience 3: counts evaluations"):
             EvaluationConfig(patience=3, **given)

@@ -54,7 +54,10 @@ def test_a_source_has_the_settings_of_the_flags_and_its_own(tmp_path: Path) -> N
             "source a: Expected `int`, got `str` - at `$.masks`",
         ),
         ("sources: {a: {root: x, weight: 1, masks: -1}}", "source a: --data.masks -1: must be"),
-        ("sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {a: 1}}]", "from_step or from_position"),
+        (
+            "sources: {a: {root: x, weight: 1}}\nschedule: [{weights: {a: 1}}]",
+            "no from_step and no from_position",
+        ),
         ("sources: {a: {root: x, weight: 1}", "column 1; write sources: "),
     ],
 )

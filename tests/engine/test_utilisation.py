@@ -14,11 +14,12 @@ GPU = torch.device("cuda", 1)
 
 
 def sampled(device: torch.device) -> dict[str, float]:
-    sampler, end = Sampler(device), time.monotonic() + 60
+    before, end = threading.enumerate(), time.monotonic() + 60
+    sampler = Sampler(device)
     while all(map(math.isnan, sampler.latest().values())) and time.monotonic() < end:
         time.sleep(0.01)
     sampler.close()
-    assert not [one for one in threading.enumerate() if one.name == "sa1b-sampler"]
+    assert not [one for one in threading.enumerate() if one.name == "sa1b-sampler" and one not in before]
     return sampler.latest()
 
 

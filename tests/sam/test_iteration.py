@@ -33,12 +33,12 @@ def step(interactive, inputs):
     ]
 
 
-def pair(recipe):
+def pair(recipe, **sizes):
     """Two models with equal weights."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Interactive(Sam(replace(SMALL, drop_path=0.0)), recipe))
+        models.append(Interactive(Sam(replace(SMALL, drop_path=0.0, **sizes)), recipe))
     return models
 
 

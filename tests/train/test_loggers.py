@@ -111,12 +111,19 @@ def test_the_server_gets_figures_and_a_resumed_run_goes_on_there(
     assert [call[1] for call in server.calls if call[0] == "log"] == [6]
 
 
-def test_an_error_of_the_server_ends_the_run(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_the_server_at_the_start_ends_the_run_and_a_later_one_the_logging(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Server("wandb", monkeypatch).fails = ("init",)
+    server = Server("wandb", monkeypatch)
+    server.fails = ("init",)
     done = trained(root, tmp_path / "run", "--logging.wandb", "project", code=1)
     assert "error: RuntimeError: the server is gone" in done.err
+    server.fails = ("log", "end")
+    trained(root, tmp_path / "run", "--logging.wandb", "project")
+    assert [call[0] for call in server.calls] == ["init"]
+    assert (
+        caplog.messages.count("the logging to Weights & Biases ends: RuntimeError: the server is gone") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ class RemoteRun:
     def _files(self) -> Iterator[tuple[Path, str]]:
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
-            hidden = parts[0] == CHECKPOINTS or any(part.startswith(".") for part in parts)
+            hidden = parts[0] in (CHECKPOINTS, "heartbeat") or any(part.startswith(".") for part in parts)
             if not hidden and path.suffix != _UNSENT and path.is_file():
                 yield path, self._object_name("/".join(parts))
 

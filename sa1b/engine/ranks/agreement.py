@@ -125,6 +125,6 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
             known, expected = first.setdefault(shard, (rank, value))
             if value != expected:
                 raise DisagreementError(
-                    f"{name}: is {expected} on rank {known} and {value} on rank {rank}; build the model with "
-                    "the same settings and seed, and load the same checkpoint on every rank"
+                    f"{name}: is {expected} on rank {known} and {value} on rank {rank}; build the model from "
+                    "the same seed and settings, and load the same checkpoint on every rank"
                 )

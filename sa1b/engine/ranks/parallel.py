@@ -11,9 +11,12 @@
 The gradient is the same in all modes, for any number of ranks and micro-batches.
 """
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from torch.distributed.fsdp import (
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.engine.precision import compute_dtype
 from sa1b.engine.ranks.agreement import agree_on_weights
@@ -38,6 +42,7 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import DataConfig, ParallelConfig, group_size, with_flags
 from sa1b.errors import UsageError
 from sa1b.stream.order import micro_batch_count, whole_share
+from sa1b.workers import memory_limit
 
 
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
@@ -122,6 +127,33 @@ def micro_batches(data: DataConfig, world_size: int) -> tuple[int, int]:
         raise with_flags(error) from None
     size = min(data.micro_batch or share, share)
     return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
+
+
+def available_memory() -> float:
+    """Bytes that this process can still use, by the machine and its cgroups; infinite: not known."""
+    free = math.inf
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(free, memory_limit())
+
+
+def check_memory(data: DataConfig, images: int, image_size: int) -> None:
+    """UsageError: pixels and one mask of each image of a micro-batch do not fit this machine."""
+    target, available = data.target_size or image_size // 4, available_memory()
+    masks = target**2 if data.masks else 0
+    needed = images * (3 * image_size**2 + masks)
+    if needed <= available:
+        return
+    flag = "global_batch" if data.micro_batch is None else "micro_batch"
+    if data.target_size is not None and masks > 3 * image_size**2:
+        flag = "target_size"
+    name = f"--data.{flag.replace('_', '-')}"
+    raise UsageError(
+        f"{name} {getattr(data, flag)}: a micro-batch of {counted(images, 'image')} takes {needed:,} bytes "
+        f"({image_size} pixels, masks of {target} pixels), and {available:,.0f} are available; pass a "
+        f"smaller {'--data.micro-batch' if flag == 'global_batch' else name} or image size"
+    )
 
 
 def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:

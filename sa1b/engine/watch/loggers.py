@@ -10,10 +10,13 @@ Rank 0 calls them, in the loop of training: a callback that waits makes all rank
 run.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+
+_LOG = logging.getLogger(__name__)
 
 
 class Callback:
@@ -78,4 +81,19 @@ def wandb(project: str, every: int, run: Path, settings: Mapping[str, Any], key:
     opened = import_module("wandb").init(
         project=project, name=run.name, id=key, resume="allow", dir=str(run), config=dict(settings)
     )
-    return Logger(every, lambda step, values: opened.log(values, step=step), opened.finish)
+    failed = list[Exception]()
+
+    def call(work: Callable[[], object]) -> None:  # an error of the server must not end the run
+        if failed:
+            return
+        try:
+            work()
+        except Exception as error:
+            failed.append(error)
+            text = (str(error).splitlines() or [""])[0]
+            _LOG.warning("the logging to Weights & Biases ends: %s: %s", type(error).__name__, text)
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        call(lambda: opened.log(values, step=step))
+
+    return Logger(every, log, lambda: call(opened.finish))

@@ -149,9 +149,7 @@ class Watchdog:
     def _exchange(self, own: dict[str, Any], limit: float, long: float) -> None:
         """Write the heartbeat, set the timer of the stacks and, while this rank hangs, read the others."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(own))
-        temporary.replace(self._path)
+        self._path.write_text(json.dumps(own))  # who reads half of it waits for the next one
         if self._stacks is None:
             self._stacks = self._stacks_path.open("ab", buffering=0)
         if self._phases.current.began != self._began and not self._end.is_set():

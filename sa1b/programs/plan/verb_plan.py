@@ -134,6 +134,7 @@ def main(
         "failed": failed,
         "not_taken": len(discovered.not_taken),
         "bytes_to_read": total,
+        "annotations_only": annotations_only,
         "shard_bytes": original.shards,
         "image_size": size,
         "shard_bytes_with_image_size": resized.shards,
