@@ -281,13 +281,13 @@ def evaluate_if_due(run: Run, *, saved: bool) -> None:
     settings, training, step = run.config.evaluation, run.training, run.step
     first = settings.best is not None and step == 0  # which refuses an unknown score early
     due = first or step == run.config.optim.steps or (settings.every > 0 and step % settings.every == 0)
-    scorer = run.config.scorer(run.rank_info.device)
-    if not due or run.held_out is None or scorer is None or run.control.stopping:
+    held_out, device = run.held_out, run.rank_info.device
+    if not due or held_out is None or run.control.stopping or (scorer := run.config.scorer(device)) is None:
         return
     began = time.perf_counter()
     with averaged(training.module, training.optimizer), run.phases.part("evaluation"):
         scores = evaluate(
-            training.module, run.held_out, scorer, run.config, run.rank_info,
+            training.module, held_out, scorer, run.config, run.rank_info,
             control=run.control, phases=run.phases,
         )  # fmt: skip
     if scores is not None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 
-from sa1b.arguments import Range, check_values, plain_root, plain_words, was_url
+from sa1b.arguments import Range, plain_root, plain_words, was_url
 from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
 from sa1b.engine.checkpoint.bucket import committed, local_folder
@@ -296,7 +296,7 @@ def _check(config: Config) -> None:
             f"--data.text {config.data.text}: the model of {type(config).__name__} reads no text; drop it, "
             "or pass --preset grounding"
         )
-    check_values({"seed": Annotated[int, Range(0, below=1 << 63)]}, {"seed": config.seed})
+    Range(0, below=1 << 63).check("--seed", config.seed)
     deadline_of(config.deadline)  # is refused now
     waits = {"data.deadline": config.data.deadline, "health.stall": config.health.stall or 0.0}
     for flag in ("timeout", "timeout_first") if config.parallel.mode != "none" else ():

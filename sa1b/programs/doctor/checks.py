@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from sa1b.console import counted
 from sa1b.engine.model import declared
-from sa1b.engine.ranks.parallel import wrap
+from sa1b.engine.ranks.parallel import available_memory, wrap
 from sa1b.engine.ranks.process_group import start
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.hardware import GPUS, peak_flops
@@ -41,7 +41,7 @@ from sa1b.stream.text import Texts
 from sa1b.stream.throughput import storage_reads
 from sa1b.stream.transform import Frame
 from sa1b.version import __version__, code_digest
-from sa1b.workers import available_cpus, cpu_quota, memory_limit
+from sa1b.workers import available_cpus, cpu_quota
 
 Findings = Iterator[Finding]
 DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA; it may be invisible in a container
@@ -157,8 +157,7 @@ def cpus(process: RankProcess) -> Findings:
 
 
 def memory(process: RankProcess) -> Findings:
-    line = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    each = min(1024.0 * int(line[1]) if line else float("inf"), memory_limit()) / process.local_world_size
+    each = available_memory() / process.local_world_size
     remedy = "Give the job more memory (--mem, --memory), or start fewer ranks: one needs 4 GiB"
     figure = f"{memory_text(each)} for each rank of this machine"
     yield Finding(level(each, 1 << 30, 4 << 30), figure, remedy)
