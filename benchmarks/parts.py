@@ -212,10 +212,9 @@ ROWS: list[tuple[str, Callable[[dict[str, Any]], Iterator[Row]], str]] = [
     *(
         (
             f"64 masks to {size}x{size}",
-            _times(f"64 masks to {size} x {size} pixels{where}", f"test_raster_{size}[{form}]", _REFERENCE),
+            _times(f"64 masks to {size} x {size} pixels", f"test_raster_{size}[frame]", _REFERENCE),
             "test_masks",
         )
-        for form, where in (("frame", ""), ("torch frame", ", plain torch on the CPU"))
         for size in (1024, 256)
     ),
     (

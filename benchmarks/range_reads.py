@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import google_crc32c
+from crc32c import crc32c
 
 from benchmarks.object_store import by_s3fs, running
 from sa1b.storage.reader import Range, Reader
@@ -71,4 +71,4 @@ def _milliseconds(options: dict[str, Any], ranges: list[Range]) -> float:
 def _ranges(data: bytes, size: int, count: int) -> list[Range]:
     rng = random.Random(size)
     starts = [rng.randrange(len(data) - size) for _ in range(count)]
-    return [Range("a.tar", at, size, int(google_crc32c.value(data[at : at + size]))) for at in starts]
+    return [Range("a.tar", at, size, crc32c(data[at : at + size])) for at in starts]

@@ -184,9 +184,9 @@ def _padded(sizes: Numbers) -> Numbers:
 
 
 def _facts(jpeg: bytes, masks: bytes) -> tuple[int, int, int, int]:
-    import google_crc32c
+    from crc32c import crc32c
 
-    return len(jpeg), len(masks), google_crc32c.value(jpeg), google_crc32c.value(masks)
+    return len(jpeg), len(masks), crc32c(jpeg), crc32c(masks)
 
 
 def _real_sample(picture: Any, image_id: int) -> tuple[bytes, bytes]:

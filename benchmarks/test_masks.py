@@ -13,7 +13,7 @@ import pytest
 import torch
 from pycocotools import mask as pycocotools
 
-from sa1b.masks import coco, geometry, raster, raster_torch
+from sa1b.masks import coco, geometry, raster
 from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import at_source
 
@@ -97,7 +97,7 @@ def test_strings_encode(benchmark, images):
 
 
 @pytest.mark.benchmark(group="64 masks to 1024x1024")
-@pytest.mark.parametrize("form", ["resized", "frame", "torch", "torch frame"])
+@pytest.mark.parametrize("form", ["resized", "frame"])
 def test_raster_1024(benchmark, images, form):
     raster_of(benchmark, images, form, 1024)
 
@@ -113,7 +113,7 @@ def test_raster_1024_pycocotools(benchmark, images):
 
 
 @pytest.mark.benchmark(group="64 masks to 256x256")
-@pytest.mark.parametrize("form", ["resized", "frame", "torch", "torch frame"])
+@pytest.mark.parametrize("form", ["resized", "frame"])
 def test_raster_256(benchmark, images, form):
     raster_of(benchmark, images, form, 256)
 
@@ -130,20 +130,9 @@ def test_raster_256_pycocotools(benchmark, images):
 
 def raster_of(benchmark, images, form, size):
     """Rasterise chosen masks into a reused buffer."""
-    chosen = np.arange(CHOSEN)
-    if form.startswith("torch"):
-        out = torch.empty((CHOSEN, size, size), dtype=torch.uint8)
-        inputs = []
-        for image in images:
-            picked = image.select(chosen)
-            inputs.append((torch.from_numpy(picked.runs.astype(np.int32)), torch.from_numpy(picked.offsets)))
-        sizes = (HEIGHT, WIDTH, size, size)
-        rasterize = raster_torch.rasterize_frame if form == "torch frame" else raster_torch.rasterize
-        run(benchmark, lambda pair: rasterize(*pair, *sizes, out=out), inputs)
-    else:
-        buffer = np.empty((CHOSEN, size, size), np.uint8)
-        rasterize = raster.rasterize_frame if form == "frame" else raster.rasterize
-        run(benchmark, lambda runs: rasterize(runs, size, size, select=chosen, out=buffer), images)
+    chosen, buffer = np.arange(CHOSEN), np.empty((CHOSEN, size, size), np.uint8)
+    rasterize = raster.rasterize_frame if form == "frame" else raster.rasterize
+    run(benchmark, lambda runs: rasterize(runs, size, size, select=chosen, out=buffer), images)
 
 
 def decode_and_resize(masks, size):

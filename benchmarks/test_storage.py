@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
-import google_crc32c
 import pytest
+from crc32c import crc32c
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from sa1b.storage.reader import Range, Reader
@@ -39,7 +39,7 @@ def ranges_of(folder: Path, count: int, length: int) -> list[Range]:
     draws = random.Random(1)
     data = (folder / "data" / "a.tar").read_bytes()
     starts = [draws.randrange(SIZE - length) for _ in range(count)]
-    return [Range("a.tar", at, length, int(google_crc32c.value(data[at : at + length]))) for at in starts]
+    return [Range("a.tar", at, length, crc32c(data[at : at + length])) for at in starts]
 
 
 def note(benchmark: BenchmarkFixture, ranges: list[Range]) -> None:

@@ -117,6 +117,7 @@ REASONS = {
     "storage/store.py remove_folder": STORE,
     "storage/store.py remove_if": STORE,
     "storage/store.py replace_if": STORE,
+    "stream/worker_memory.py _end_with": "folder that multiprocessing has made in this process",
     "stream/worker_memory.py _remove_segments": "files in /dev/shm with torch's name of this process",
     "stream/columns.py _local": CACHE,
     "stream/columns.py _open_file": CACHE,

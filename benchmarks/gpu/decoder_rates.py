@@ -1,9 +1,8 @@
-"""Rates of decoders of JPEG for the GPU: the library alone, with resizing, and the loader.
+"""Rates of the decoder of JPEG for the GPU: torchcodec alone, with resizing, and the loader.
 
 Also use of the JPEG engine, and data wait of training steps of the encoder alone.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,23 +16,25 @@ import simplejpeg
 import torch
 
 import sa1b
-from benchmarks.gpu.decoders import back_ends, decoded, device_of, images_of, synchronize
+from benchmarks.gpu.decoders import NAME, decoded, device_of, images_of, synchronize, torchcodec
 from benchmarks.gpu.loader import stream_of
 from benchmarks.gpu.material import KINDS
 from benchmarks.gpu.part import Record, Setting
 from benchmarks.gpu.training import encoder_step
 from sa1b.stream.decode import EncodedImage
-from sa1b.stream.decoders import DECODERS, GpuDecoder
+from sa1b.stream.decoders import DECODERS, GpuDecoder, decoded_on
 from sa1b.stream.throughput import measure
 
 
 def work(setting: Setting, record: Record) -> None:
     """Images a second, and what they depend on."""
     batch, seconds, dense = setting.pick((16, 4.0, 256), (2, 0.3, 16))
-    for kind, (name, make) in itertools.product(KINDS, back_ends(record, setting).items()):
-        label = f"{name}, {kind}"
-        with record.attempt(f"{label}: rates"):
-            images, decoder, device = images_of(setting, kind, 2 * batch), make(), device_of(setting)
+    decoder, device = torchcodec(setting), device_of(setting)
+    for kind in KINDS:
+        label = f"{NAME}, {kind}"
+        with record.attempt(f"{label}: rates"), mock.patch.dict(DECODERS, {NAME: lambda: decoder}):
+            decoder.counts.clear()
+            images = images_of(setting, kind, 2 * batch)
             decoded(setting, decoder, images, device)
             with _jpeg_engine(setting) as used:
                 alone = _rate(setting, partial(_library, decoder, images, device), 2 * batch, seconds / 2)
@@ -44,9 +45,8 @@ def work(setting: Setting, record: Record) -> None:
                 setting, partial(decoded, setting, decoder, images, device), 2 * batch, seconds / 2
             )
             record.figure(f"{label}: resized into the batch", resized, "images/s")
-            with mock.patch.dict(DECODERS, {name: make}):
-                stream = stream_of(setting, kind, global_batch=batch, decoder=name)
-                found = measure(stream, seconds=seconds, dense=dense, device=setting.device, quiet=True)
+            stream = stream_of(setting, kind, global_batch=batch, decoder=NAME)
+            found = measure(stream, seconds=seconds, dense=dense, device=setting.device, quiet=True)
             print(found.table())
             loader = found.images_per_second["loader"]
             record.figure(f"{label}: loader with masks at {dense}", loader, "images/s")
@@ -54,16 +54,14 @@ def work(setting: Setting, record: Record) -> None:
                 f"{label}: loader / library alone", loader / alone, at_least=setting.pick(0.9, None)
             )
             record.figure(f"{label}: share of images on the CPU", found.on_cpu or 0.0, at_most=0.0)
-            record.figure(
-                f"{label}: data wait of the encoder", _wait(setting, kind, name, make), at_most=0.01
-            )
+            record.figure(f"{label}: data wait of the encoder", _wait(setting, kind), at_most=0.01)
 
 
 def _library(decoder: GpuDecoder, images: list[EncodedImage], device: torch.device) -> None:
-    """Decode without resizing, as the decoder calls its library."""
+    """Decode without resizing."""
     sizes = [simplejpeg.decode_jpeg_header(image.jpeg)[:2] for image in images]
-    with decoder._borrowed(device) as (lane, library), lane.current():
-        library.decode([image.jpeg for image in images], sizes, lane)
+    with decoder._borrowed(device) as lane, lane.current():
+        decoded_on([image.jpeg for image in images], sizes, lane)
 
 
 def _rate(setting: Setting, call: Callable[[], object], images: int, seconds: float) -> float:
@@ -114,12 +112,11 @@ def _jpeg_engine(setting: Setting) -> Iterator[list[float]]:
         thread.join()
 
 
-def _wait(setting: Setting, kind: str, name: str, make: Callable[[], GpuDecoder]) -> float:
+def _wait(setting: Setting, kind: str) -> float:
     """Share of the time that training steps of the encoder alone wait for data."""
     steps, batch = setting.pick((20, 8), (2, 2))
     step = encoder_step(setting)
-    with mock.patch.dict(DECODERS, {name: make}):
-        stream = stream_of(setting, kind, global_batch=batch, decoder=name)
+    stream = stream_of(setting, kind, global_batch=batch, decoder=NAME)
     batches = iter(sa1b.Loader(stream, device=setting.device, quiet=True))
     waited = began = 0.0
     for number in range(steps + 4):

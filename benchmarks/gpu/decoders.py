@@ -1,10 +1,10 @@
 """Decoders of JPEG for the GPU: are pixels right, is memory in use left alone, images a second.
 
-decoders         each library that is installed: the same pixels alone, in a batch and in threads; broken
-                 files; colours beside libjpeg-turbo
+decoders         torchcodec: the same pixels alone, in a batch and in threads; broken files; colours beside
+                 libjpeg-turbo
 decoder-race     10,000 decodes after work that still reads freed memory (pytorch/vision#9606)
 
-On a CPU, libjpeg-turbo with repeated chroma takes the place of the libraries.
+On a CPU, libjpeg-turbo with repeated chroma takes the place of torchcodec.
 """
 
 import time
@@ -23,42 +23,24 @@ from torch import Tensor
 from benchmarks.gpu.loader import stream_of
 from benchmarks.gpu.material import KINDS
 from benchmarks.gpu.part import Record, Setting, Skipped
-from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
+from benchmarks.gpu.stand_in import HostLane
 from sa1b.stream.decode import CpuDecoder, EncodedImage
 from sa1b.stream.decoders import DECODERS, GpuDecoder
-from sa1b.stream.jpeg_libraries import DISTRIBUTIONS, Torchcodec
 from sa1b.stream.transform import Frame
 
-_STAND_IN = "stand-in"
+NAME = "torchcodec"
 _CYCLES = 2_000_000  # of the GPU's clock: about 1 ms
 _WRONG = 3.0  # mean difference of values at 1024 pixels: half a pixel of a shift gives more
 
 
-def back_ends(record: Record, setting: Setting) -> dict[str, Callable[[], GpuDecoder]]:
-    """A constructor for each library that is installed, or for the stand-in."""
+def torchcodec(setting: Setting) -> GpuDecoder:
+    """The decoder of the package, or one with the stand-in; Skipped: it is not installed."""
     if not setting.on_gpu:
-        return {_STAND_IN: _stand_in}
-    found: dict[str, Callable[[], GpuDecoder]] = {}
-    for name in DISTRIBUTIONS:
-        try:
-            DECODERS[name]()
-        except ValueError as error:
-            record.about(**{name: error})
-        else:
-            found[name] = cast(Callable[[], GpuDecoder], DECODERS[name])
-    if not found:
-        raise Skipped("neither torchcodec nor nvidia-nvimgcodec is installed")
-    return found
-
-
-def _stand_in() -> GpuDecoder:
-    lanes: list[HostLane] = []
-
-    def lane(device: torch.device) -> HostLane:
-        lanes.append(HostLane(device))
-        return lanes[-1]
-
-    return GpuDecoder(_STAND_IN, lambda _: Torchcodec(HostNvjpeg(lanes[-1], fast=True)), lane, device="cpu")
+        return GpuDecoder(partial(HostLane, fast=True), device="cpu")
+    try:
+        return cast(GpuDecoder, DECODERS[NAME]())
+    except ValueError as error:
+        raise Skipped(str(error)) from None
 
 
 def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:
@@ -101,36 +83,31 @@ def decoded(
 
 
 def checks(setting: Setting, record: Record) -> None:
-    """Pixels of each library."""
+    """Pixels of torchcodec."""
     count = setting.pick(16, 3)
     images = [image for kind in KINDS for image in images_of(setting, kind, count)]
-    found = back_ends(record, setting)
-    for name, make in found.items():
-        with record.attempt(f"{name}: pixels"):
-            decoder, device = make(), device_of(setting)
-            expected = decoded(setting, decoder, images, device)
-            alone = torch.cat([decoded(setting, decoder, [image], device) for image in images])
-            # nvJPEG chooses its back end by the size of the batch.
-            differ = (alone.int() - expected.int()).abs()
-            record.figure(
-                f"{name}: images that differ alone and in a batch", int(differ.flatten(1).any(1).sum())
-            )
-            worst = int(differ.max())
-            record.check(f"{name}: nearly the same pixels alone and in a batch", worst <= 4, worst)
-            with ThreadPoolExecutor(4) as pool:
-                work = partial(decoded, setting, decoder, images, device)
-                same = [torch.equal(one.result(), expected) for one in [pool.submit(work) for _ in range(8)]]
-            record.check(f"{name}: the same pixels in threads at once", all(same), f"{sum(same)} of 8")
-            flipped = [replace(one, frame=replace(one.frame, flip=True)) for one in images]
-            mirrored = decoded(setting, decoder, flipped, device)
-            record.check(f"{name}: mirrored images", _are_mirrored(images, expected, mirrored))
-            for way in ("gpu", "cpu", "refused", "skipped"):
-                record.figure(f"{name}: images, {way}", decoder.counts[way])
-            record.check(f"{name}: all images on the GPU", set(decoder.counts) == {"gpu"}, decoder.counts)
-            _colours(setting, record, name, decoder, images, expected)
-    for name, make in found.items():  # last: after an error of the device, nothing runs in this process
-        with record.attempt(f"{name}: broken files"):
-            _broken(setting, record, name, make(), images)
+    decoder = torchcodec(setting)
+    with record.attempt(f"{NAME}: pixels"):
+        device = device_of(setting)
+        expected = decoded(setting, decoder, images, device)
+        alone = torch.cat([decoded(setting, decoder, [image], device) for image in images])
+        differ = (alone.int() - expected.int()).abs()
+        record.figure(f"{NAME}: images that differ alone and in a batch", int(differ.flatten(1).any(1).sum()))
+        worst = int(differ.max())
+        record.check(f"{NAME}: the same pixels alone and in a batch", worst == 0, worst)
+        with ThreadPoolExecutor(4) as pool:
+            work = partial(decoded, setting, decoder, images, device)
+            same = [torch.equal(one.result(), expected) for one in [pool.submit(work) for _ in range(8)]]
+        record.check(f"{NAME}: the same pixels in threads at once", all(same), f"{sum(same)} of 8")
+        flipped = [replace(one, frame=replace(one.frame, flip=True)) for one in images]
+        mirrored = decoded(setting, decoder, flipped, device)
+        record.check(f"{NAME}: mirrored images", _are_mirrored(images, expected, mirrored))
+        for way in ("gpu", "cpu", "refused", "skipped"):
+            record.figure(f"{NAME}: images, {way}", decoder.counts[way])
+        record.check(f"{NAME}: all images on the GPU", set(decoder.counts) == {"gpu"}, decoder.counts)
+        _colours(setting, record, decoder, images, expected)
+    with record.attempt(f"{NAME}: broken files"):  # last: after an error of the device, nothing runs here
+        _broken(setting, record, decoder, images)
 
 
 def _are_mirrored(images: list[EncodedImage], plain: Tensor, mirrored: Tensor) -> bool:
@@ -144,7 +121,6 @@ def _are_mirrored(images: list[EncodedImage], plain: Tensor, mirrored: Tensor) -
 def _colours(
     setting: Setting,
     record: Record,
-    name: str,
     decoder: GpuDecoder,
     images: list[EncodedImage],
     expected: Tensor,
@@ -157,12 +133,12 @@ def _colours(
         whole = EncodedImage(image.jpeg, Frame.whole_image(height, width, max(height, width)))
         own = decoded(setting, decoder, [whole], expected.device)[0, :height, :width].cpu()
         stored += _histogram(own, pixels)
-    _differences(record, f"{name}: stored size", stored)
+    _differences(record, f"{NAME}: stored size", stored)
     turbo = torch.empty(tuple(expected.shape), dtype=torch.uint8)
     CpuDecoder().decode(images, turbo)
-    mean = _differences(record, f"{name}: {expected.shape[1]} pixels", _histogram(expected.cpu(), turbo))
+    mean = _differences(record, f"{NAME}: {expected.shape[1]} pixels", _histogram(expected.cpu(), turbo))
     record.check(
-        f"{name}: images are those of the CPU, apart from resizing", mean < _WRONG, f"mean {mean:.2f}"
+        f"{NAME}: images are those of the CPU, apart from resizing", mean < _WRONG, f"mean {mean:.2f}"
     )
 
 
@@ -183,9 +159,7 @@ def _differences(record: Record, label: str, histogram: Tensor) -> float:
     return mean
 
 
-def _broken(
-    setting: Setting, record: Record, name: str, decoder: GpuDecoder, images: list[EncodedImage]
-) -> None:
+def _broken(setting: Setting, record: Record, decoder: GpuDecoder, images: list[EncodedImage]) -> None:
     """Files with damage at random places, between good ones, whose pixels must not change."""
     good, device = images[:2], device_of(setting)
     expected = decoded(setting, decoder, good, device)
@@ -207,8 +181,8 @@ def _broken(
         synchronize(setting)
         refused += errors[1] is not None
         wrong += errors[0] is not None or errors[2] is not None or not torch.equal(out[::2], expected)
-    record.figure(f"{name}: broken files that are refused", refused / count)
-    record.check(f"{name}: broken files leave other images alone", wrong == 0, f"{wrong} of {count}")
+    record.figure(f"{NAME}: broken files that are refused", refused / count)
+    record.check(f"{NAME}: broken files leave other images alone", wrong == 0, f"{wrong} of {count}")
 
 
 def race(setting: Setting, record: Record) -> None:
@@ -216,22 +190,19 @@ def race(setting: Setting, record: Record) -> None:
     count, seconds, side = setting.pick((10_000, 30.0, 640), (20, 20.0, 64))
     files = [_pattern(side, number) for number in range(4)]
     images = [EncodedImage(file, Frame.whole_image(side, side, side)) for file in files]
-    for name, make in back_ends(record, setting).items():
-        with record.attempt(f"{name}: memory in use"):
-            decoder, device = make(), device_of(setting)
-            expected = decoded(setting, decoder, images, device)
-            call = partial(_decode_into, setting, decoder, images)
-            done, overwritten, wrong = _overwritten(setting, call, expected, count, seconds, side)
-            record.figure(f"{name}: decodes after work that reads freed memory", done, at_least=count)
-            record.check(
-                f"{name}: memory in use is not overwritten", not overwritten, f"{overwritten} of {done}"
-            )
-            record.check(f"{name}: pixels are right meanwhile", not wrong, f"{wrong} of {done}")
-        if name == "torchcodec":
-            with record.attempt("torchcodec alone, without guards"):
-                call = partial(_unguarded, files, setting.device)
-                done, overwritten, _ = _overwritten(setting, call, expected, 200, 10.0, side)
-                record.figure("torchcodec alone, on the default stream: overwrites", overwritten / done)
+    decoder = torchcodec(setting)
+    with record.attempt(f"{NAME}: memory in use"):
+        expected = decoded(setting, decoder, images, device_of(setting))
+        call = partial(_decode_into, setting, decoder, images)
+        done, overwritten, wrong = _overwritten(setting, call, expected, count, seconds, side)
+        record.figure(f"{NAME}: decodes after work that reads freed memory", done, at_least=count)
+        record.check(f"{NAME}: memory in use is not overwritten", not overwritten, f"{overwritten} of {done}")
+        record.check(f"{NAME}: pixels are right meanwhile", not wrong, f"{wrong} of {done}")
+    if setting.on_gpu:
+        with record.attempt(f"{NAME} alone, without guards"):
+            call = partial(_unguarded, files, setting.device)
+            done, overwritten, _ = _overwritten(setting, call, expected, 200, 10.0, side)
+            record.figure(f"{NAME} alone, on the default stream: overwrites", overwritten / done)
 
 
 def _unguarded(files: list[bytes], device: str, out: Tensor) -> None:

@@ -15,7 +15,7 @@ from sa1b.workers import available_cpus
 
 PACKAGES = (
     *("torch", "triton", "numpy", "numba", "opencv-python-headless", "simplejpeg", "torchcodec"),
-    *("nvidia-nvimgcodec-cu12", "nvidia-nvimgcodec-cu13", "nvidia-ml-py"),
+    "nvidia-ml-py",
 )
 
 

@@ -1,7 +1,6 @@
-"""Stand-ins on a CPU for decoding JPEG files on a GPU: a lane of host memory, and libjpeg-turbo for nvJPEG.
+"""A stand-in on a CPU for decoding JPEG files on a GPU: a lane of host memory, where libjpeg-turbo decodes.
 
-The interfaces are those of sa1b.stream.jpeg_libraries and of torchcodec. As the allocator of a GPU does, the
-lane hands out the same memory again for each micro-batch.
+As the allocator of a GPU does, it hands out the same memory again for each micro-batch.
 """
 
 import sys
@@ -14,16 +13,21 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from sa1b.stream.jpeg_libraries import POISON
+from sa1b.stream.decoders import POISON, CudaLane
 
 _UNUSED = 3  # references to an unused block: the list, the loop variable, and the call that counts references
 
 
-class HostLane:
-    """A lane on the CPU. Its blocks of memory are handed out again once unreferenced, the first one first."""
+class HostLane(CudaLane):
+    """A lane on the CPU. Its blocks of memory are handed out again once unreferenced, the first one first.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.handle = device, 0
+    Args:
+        device: the CPU.
+        fast: repeat pixels of chroma instead of interpolating them, which changes colours as a GPU may do.
+    """
+
+    def __init__(self, device: torch.device, *, fast: bool = False) -> None:
+        self.device, self.fast = device, fast
         self._blocks: list[npt.NDArray[np.uint8]] = []
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -41,7 +45,7 @@ class HostLane:
         return self.allocate(shape).fill_(POISON)
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory for the output of a library."""
+        """Memory for decoded images."""
         size = torch.Size(shape).numel()
         for block in self._blocks:
             if sys.getrefcount(block) == _UNUSED and len(block) >= size:
@@ -56,20 +60,7 @@ class HostLane:
             self._host = torch.empty(size, dtype=torch.uint8)
         return self._host
 
-
-class HostNvjpeg:
-    """`torchcodec.decoders.decode_jpeg` with the memory of a lane.
-
-    Args:
-        lane: its memory.
-        fast: repeat pixels of chroma instead of interpolating them, which changes colours as a GPU may do.
-    """
-
-    def __init__(self, lane: HostLane, *, fast: bool = False) -> None:
-        self.lane, self.fast = lane, fast
-
-    def __call__(self, files: Sequence[Tensor], *, mode: str, device: torch.device) -> list[Tensor]:
-        assert mode == "RGB"
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
         return [self.image(file.numpy().tobytes()) for file in files]
 
     def image(self, file: bytes) -> Tensor:
@@ -83,4 +74,4 @@ class HostNvjpeg:
         except ValueError as error:
             raise RuntimeError(f"Failed to decode batch: {error}") from None
         height, width, _ = pixels.shape
-        return self.lane.allocate((3, height, width)).copy_(pixels.permute(2, 0, 1))
+        return self.allocate((3, height, width)).copy_(pixels.permute(2, 0, 1))

@@ -7,7 +7,7 @@ A mask is stored as runs (`Runs`) and is rasterised last, directly at the reques
     geometry      area, boxes, points, crop, flips, resize, padded frame, intersection and IoU, on runs
     grid          rule for the source pixel that a target pixel reads, common to all back ends
     raster        runs to pixels on the CPU, and pixels or a model's logits to runs
-    raster_torch  the same bits in plain torch, on any device
+    raster_torch  the same bits in plain torch, where a GPU's kernels are not proved
     raster_triton the same bits from Triton kernels, on a CUDA device
     *_kernels     loops over runs, compiled by numba: see sa1b.kernel
 

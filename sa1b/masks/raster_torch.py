@@ -1,7 +1,8 @@
-"""Masks as pixels on any device, in plain torch, equal bit for bit to sa1b.masks.raster.
+"""Masks as pixels in plain torch, equal bit for bit to sa1b.masks.raster.
 
-One call fills a batch of images of different sizes, without a loop over masks or runs. 64 masks of 2250x1500
-on one CPU thread take 36 ms at 1024x1024, 1.7 ms at 256x256 (`pytest benchmarks/test_masks.py -k raster`).
+Takes the place of the kernels of sa1b.masks.raster_triton on a GPU where they are not proved. One call fills
+a batch of images of different sizes, without a loop over masks or runs: a mask is foreground at a pixel if an
+odd number of its runs end at the source pixel that this one reads, or before it.
 """
 
 from dataclasses import dataclass
@@ -57,9 +58,11 @@ def rasterize(
         ValueError: shape, type, layout or device of an argument is wrong.
     """
     height, width = check_size(height, width)
-    source = sources(offsets, source_height, source_width)
-    rows = TorchAxis(source[0], height, source[0], torch.full_like(source[0], 2 * height))
-    columns = TorchAxis(source[1], width, source[1], torch.full_like(source[1], 2 * width))
+    source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
+    rows, columns = (
+        TorchAxis(size, target, size, torch.full_like(size, 2 * target))
+        for size, target in zip(source, (height, width), strict=True)
+    )
     return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
@@ -99,15 +102,10 @@ def rasterize_frame(
         ValueError: shape, type, layout or device of an argument is wrong.
     """
     image_size, size = check_size(image_size, size)
-    source = sources(offsets, source_height, source_width)
-    if taken is None:
-        taken = framed_sizes(source.T, image_size)
-    elif taken.shape != (source.shape[1], 2) or taken.is_floating_point():
+    source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
+    if taken is not None and (taken.shape != (source.shape[1], 2) or taken.is_floating_point()):
         raise BadValue(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
-    taken = taken.to("cpu", torch.int64).T
-    rows, columns = (
-        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2)
-    )
+    rows, columns = framed_axes(source, image_size, size, taken)
     return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
 
 
@@ -128,40 +126,19 @@ def empty_frames(
     *,
     taken: Tensor | None = None,
 ) -> Tensor:
-    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait."""
-    # A foreground run is a part of one column, or a part of its first column, all columns between and a part
-    # of its last column. A part sets a pixel if target pixels read both its rows and its columns. The source
-    # sizes are int64 [N] on the device of the runs.
+    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait.
+
+    The source sizes are int64 [N] on the device of the runs.
+    """
     image_size, size = check_size(image_size, size)
-    if len(runs) == 0:
-        return torch.ones(offsets.numel() - 1, dtype=torch.bool, device=runs.device)
-    source = torch.stack((source_height, source_width))
-    taken = framed_sizes(source.T, image_size).T if taken is None else taken.T
-    rows, columns = (
-        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[i]) for i in range(2)
-    )
-    lengths = runs.to(torch.int64)
-    ends = lengths.cumsum(0)
-    number = torch.arange(len(runs), device=runs.device)
-    masks = torch.arange(len(source_height), device=runs.device)
-    mask = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
-    filled = ((number - offsets[mask]) % 2 == 1) & (lengths > 0)
-    # Positions in the mask's image: the runs of a mask add up to the pixels of its image.
-    pixels = source_height * source_width
-    starts = ends - lengths - (pixels.cumsum(0) - pixels)[mask]
-    height = source_height[mask]
-    first, last = starts // height, (starts + lengths - 1) // height
-    top, bottom = starts - first * height, starts + lengths - last * height
-
-    def some(axis: TorchAxis, low: Tensor, high: Tensor) -> Tensor:
-        """Whether any target pixel reads a source pixel low <= s < high."""
-        return axis.firsts(low, mask) < axis.firsts(high, mask)
-
-    single = first == last
-    seen = some(rows, top, torch.where(single, bottom, height)) & some(columns, first, first + 1)
-    seen |= ~single & some(rows, torch.zeros_like(top), bottom) & some(columns, last, last + 1)
-    seen |= (first + 1 < last) & some(rows, torch.zeros_like(top), height) & some(columns, first + 1, last)
-    return torch.zeros_like(masks).index_add_(0, mask, (filled & seen).long()) == 0
+    rows, columns = framed_axes(torch.stack((source_height, source_width)), image_size, size, taken)
+    mask = masks_of(runs, offsets)
+    unflipped = torch.zeros(1, dtype=torch.bool, device=runs.device).expand(len(source_height))
+    stops = first_pixels(runs, mask, rows, columns, rows.seen(), unflipped)
+    starts = stops.roll(1)  # of a foreground run, which follows a run of its mask
+    foreground = (torch.arange(len(runs), device=runs.device) - offsets[mask]) % 2 == 1
+    pixels = torch.where(foreground, stops - starts, 0)
+    return torch.zeros_like(source_height).index_add_(0, mask, pixels) == 0
 
 
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
@@ -218,19 +195,31 @@ class TorchAxis:
     numerator: Tensor
     denominator: Tensor
 
-    def repeats(self) -> int:
-        """The largest number of target pixels that read the same source pixel."""
-        return int((self.denominator / (2 * self.numerator)).ceil().amax())
-
-    def to(self, device: torch.device) -> "TorchAxis":
-        tensors = torch.stack((self.source, self.numerator, self.denominator))
-        source, numerator, denominator = tensors.to(device, non_blocking=True)
-        return TorchAxis(source, self.target, numerator, denominator)
+    def reads(self) -> Tensor:
+        """The source pixel that each target pixel reads, int64 [N, target]; `source` or more: background."""
+        pixels = torch.arange(self.target, device=self.source.device)
+        read: Tensor = source_pixel(pixels, self.numerator[:, None], self.denominator[:, None])
+        return read
 
     def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
         """The first target pixel that reads a source pixel of a mask or one after it."""
         targets: Tensor = first_target(pixels, self.numerator[masks], self.denominator[masks])
         return targets
+
+    def seen(self) -> Tensor:
+        """Number of target pixels that read the image, int64 [N]; those after them are background."""
+        return self.firsts(self.source, torch.arange(len(self.source), device=self.source.device))
+
+
+def framed_axes(
+    source: Tensor, image_size: int, size: int, taken: Tensor | None
+) -> tuple[TorchAxis, TorchAxis]:
+    """Rows and columns of `rasterize_frame` for source sizes int64 [2, N]."""
+    taken = framed_sizes(source.T, image_size) if taken is None else taken.to(source)
+    rows, columns = (
+        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[:, i]) for i in range(2)
+    )
+    return rows, columns
 
 
 def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
@@ -261,9 +250,8 @@ def fill_axes(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Mark each pixel that differs from the one above it by +1 or -1, then sum down the columns."""
-    # Sums are taken over words of eight pixels: every byte of every sum is 0 or 1, so the carries that -1
-    # causes in a word cancel out.
+    # A dense mask is filled in the order of the runs, down its columns, and then transposed. If several
+    # target columns read the same source column, only the first of them is filled, and the others copy it.
     device = runs.device
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
@@ -272,68 +260,50 @@ def fill_axes(
     out = buffer((count, height, width), out, dtype, device)
     if count == 0:
         return out
-    whole = out.element_size() == 1 and width % 8 == 0 and out.data_ptr() % 8 == 0
-    if whole:
-        words = out.view(torch.int64).zero_()
-    else:
-        words = torch.zeros((count, height, -(-width // 8)), dtype=torch.int64, device=device)
-    repeats = columns.repeats()
-    padded = bool((rows.firsts(rows.source, torch.arange(count)) < height).any())
-    rows, columns = rows.to(device), columns.to(device)
+    mask, most = masks_of(runs, offsets), height * width
+    ends = first_pixels(runs, mask, rows, columns, height, mirror).clamp(0, most)
+    number = torch.zeros((count, most + 1), dtype=torch.uint8, device=device)  # of ends; an odd one counts
+    number.view(-1).index_add_(0, mask * (most + 1) + ends, number.new_ones(()).expand(len(runs)))
+    filled = number.cumsum(1, dtype=torch.uint8)[:, :most].view(count, width, height)
 
-    lengths = runs.to(torch.int64)
-    ends = lengths.cumsum(0)
-    masks = torch.arange(count, device=device)
-    mask_of = masks.repeat_interleave(offsets.diff(), output_size=len(runs))
+    read, of_column = columns.reads(), torch.arange(count, device=device)[:, None]
+    inside = (read < columns.source[:, None])[:, :, None] & (rows.reads() < rows.source[:, None])[:, None]
+    read = torch.where(mirror[:, None], columns.source[:, None] - 1 - read, read)
+    column = filled_column(columns, read, of_column, mirror).clamp(0, width - 1)
+    pixels = filled[of_column, column].bitwise_and_(inside)
+    return out.copy_(pixels.transpose(1, 2))
+
+
+def masks_of(runs: Tensor, offsets: Tensor) -> Tensor:
+    """The mask of each run, int64 [R]."""
+    masks = torch.arange(offsets.numel() - 1, device=runs.device)
+    return masks.repeat_interleave(offsets.diff(), output_size=len(runs))
+
+
+def first_pixels(
+    runs: Tensor, mask: Tensor, rows: TorchAxis, columns: TorchAxis, height: int | Tensor, mirror: Tensor
+) -> Tensor:
+    """For each run the first pixel of the dense mask that reads the source pixel at its end or a later one.
+
+    Pixels are counted in the order of the runs, `height` to a column (an int, or int64 [N]), without columns
+    that read the same source column as the one before.
+    """
     sizes = rows.source * columns.source
-    before = sizes.cumsum(0) - sizes  # pixels of all previous masks: `ends` is cumulative over masks
-
-    # Inside a column: at the row where a run begins, in every target column that reads this column.
-    begins = ends - lengths - before[mask_of]
-    source_column = begins // rows.source[mask_of]
-    source_row = begins - source_column * rows.source[mask_of]
-    inside = (source_row > 0) & (source_column < columns.source[mask_of])
-    source_column = torch.where(mirror[mask_of], columns.source[mask_of] - 1 - source_column, source_column)
-    first = columns.firsts(source_column, mask_of)
-    stop = columns.firsts(source_column + 1, mask_of)
-    row = rows.firsts(source_row, mask_of)
-    column = first[:, None] + torch.arange(repeats, device=device)
-    inside = (inside & (row < height))[:, None] & (column < stop[:, None])
-    odd = (torch.arange(len(runs), device=device) - offsets[mask_of]) % 2  # 1: foreground begins
-    change(words, mask_of[:, None], row[:, None], column, torch.where(inside, 2 * odd[:, None] - 1, 0))
-
-    # At the top of a column: whether its first pixel is foreground. At the end of the image: whether the last
-    # is.
-    column = torch.arange(width, device=device)
-    read = source_pixel(column, columns.numerator[:, None], columns.denominator[:, None])
-    seen = read < columns.source[:, None]
-    read = torch.where(mirror[:, None] & seen, columns.source[:, None] - 1 - read, read)
-    top = before[:, None] + read * rows.source[:, None]
-    change(
-        words, masks[:, None], torch.zeros_like(top), column, (seen & foreground(ends, offsets, top)).long()
-    )
-    if padded:
-        bottom = rows.firsts(rows.source, masks)[:, None]
-        last = foreground(ends, offsets, top + rows.source[:, None] - 1)
-        change(words, masks[:, None], bottom, column, -(seen & last & (bottom < height)).long())
-
-    torch.cumsum(words, 1, out=words)
-    if not whole:
-        out.copy_(words.view(torch.uint8)[:, :, :width])
-    return out
+    before = sizes.cumsum(0) - sizes  # pixels of all previous masks: sums of runs are cumulative over masks
+    ends = runs.to(torch.int64).cumsum(0) - before[mask]
+    source_column = ends // rows.source[mask]
+    row = rows.firsts(ends - source_column * rows.source[mask], mask)
+    column = filled_column(columns, source_column, mask, mirror)
+    following = filled_column(columns, source_column + 1, mask, mirror)
+    within = (column < following) & (row < rows.seen()[mask])
+    stride = height[mask] if isinstance(height, Tensor) else height
+    return torch.where(within, column * stride + row, following * stride)
 
 
-def change(words: Tensor, mask: Tensor, row: Tensor, column: Tensor, by: Tensor) -> None:
-    """Add `by` (-1, 0 or 1) to the pixels [mask, row, column]; pixels outside are not changed."""
-    _, height, width = words.shape
-    word = torch.where(by != 0, (mask * height + row) * width + column // 8, 0)
-    words.view(-1).index_add_(0, word.view(-1), (by << (column % 8 * 8)).expand_as(word).reshape(-1))
-
-
-def foreground(ends: Tensor, offsets: Tensor, positions: Tensor) -> Tensor:
-    """Whether the pixels of each mask at these positions [N, P], counted over all masks, are foreground."""
-    run = torch.searchsorted(ends, positions, right=True)
-    return (run - offsets[:-1, None]) % 2 == 1
+def filled_column(columns: TorchAxis, source_column: Tensor, mask: Tensor, mirror: Tensor) -> Tensor:
+    """The column, counted in the order of the runs, that is filled for a source column or a later one."""
+    mirrored = columns.seen()[mask] - columns.firsts(columns.source[mask] - source_column, mask)
+    return torch.where(mirror[mask], mirrored, columns.firsts(source_column, mask))
 
 
 def flips(flip: Flip, count: int, device: torch.device) -> Tensor:

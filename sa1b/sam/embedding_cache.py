@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import google_crc32c
 import torch
+from crc32c import crc32c
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -135,4 +135,4 @@ def _read(path: Path) -> Tensor | None:
 
 
 def _crc(values: Tensor) -> int:
-    return int(google_crc32c.value(values.numpy().tobytes()))
+    return crc32c(values.numpy().tobytes())

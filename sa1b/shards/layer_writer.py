@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from crc32c import crc32c
 
 from sa1b.console import command
 from sa1b.errors import BadSample, LockedError, ManifestError, UsageError
@@ -77,7 +77,7 @@ class LayerWriter:
         """Add the changes of one image; `base_crc32c` is that of its record in the shard."""
         data, replaced = change.encode(), int(change.replaces.sum())
         counts = (len(change.masks) - replaced, replaced, len(change.hidden))
-        head = (change.masks.image_id, self.at, len(data), google_crc32c.value(data), base_crc32c)
+        head = (change.masks.image_id, self.at, len(data), crc32c(data), base_crc32c)
         with naming_path(self.folder):
             self.file.write(data)
         self.at += len(data)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -156,39 +157,26 @@ def _decode(data: bytes | memoryview, further: tuple[str, ...]) -> tuple[Annotat
         (length,) = struct.unpack_from("<Q", content)
         if length > min(len(content) - 8, MAX_HEADER_BYTES):
             raise RecordError(f"header of {length:,} bytes in a record of {len(content):,}")
-        header = json.loads(content[8 : 8 + length])
+        header = msgspec.json.decode(memoryview(content)[8 : 8 + length])
         metadata = header["__metadata__"]
         if metadata["format"] != FORMAT:
             raise RecordError(f"format {metadata['format']!r}; this version reads {FORMAT!r}")
-        body = memoryview(content)[8 + length :]
-        arrays = {name: _array(body, header[name]) for name in _FIELDS}
-        text = bytes(_array(body, header["json"])) if "json" in header else None
+        start = 8 + length
+        columns: dict[str, Any] = {name: _array(content, start, header[name]) for name in _FIELDS}
+        text = bytes(_array(content, start, header["json"])) if "json" in header else None
         if text is not None and len(text) > MAX_JSON_BYTES:
             raise RecordError(f"annotation file of {len(text):,} bytes, cap {MAX_JSON_BYTES:,}")
-        others = [_array(body, header[name]) for name in further]
-        numbers = ("bbox", "predicted_iou", "stability_score", "point_coords", "crop_box")
+        others = [_array(content, start, header[name]) for name in further]
+        for name in ("mask_id", "area"):
+            columns[name] = columns[name].astype(np.int64, copy=False)
         with np.errstate(invalid="ignore"):  # a damaged number may be a signalling NaN
-            arrays |= {name: arrays[name].astype(np.float64) for name in numbers}
-        annotations = Annotations(
-            image_id=int(metadata["image_id"]),
-            width=int(metadata["width"]),
-            height=int(metadata["height"]),
-            mask_id=arrays["mask_id"].astype(np.int64, copy=False),
-            area=arrays["area"].astype(np.int64, copy=False),
-            bbox=arrays["bbox"],
-            predicted_iou=arrays["predicted_iou"],
-            stability_score=arrays["stability_score"],
-            point_coords=arrays["point_coords"],
-            crop_box=arrays["crop_box"],
-            number_types=arrays["number_types"],
-            rle=arrays["rle"],
-            rle_bytes=arrays["rle_bytes"],
-            runs_count=arrays["runs_count"],
-            text=text,
-        )
+            for name in ("bbox", "predicted_iou", "stability_score", "point_coords", "crop_box"):
+                columns[name] = columns[name].astype(np.float64)
+        columns |= {name: int(metadata[name]) for name in ("image_id", "width", "height")}
+        annotations = Annotations(**columns, text=text)
     except RecordError:
         raise
-    except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, struct.error, RecursionError, msgspec.MsgspecError) as error:
         raise RecordError(f"damaged mask record: {error!r}") from None
     _check_shapes(annotations)
     return annotations, others
@@ -238,13 +226,13 @@ def _narrow(array: npt.NDArray[Any], types: tuple[str, ...]) -> tuple[str, npt.N
     return types[-1], array.astype(_DTYPES[types[-1]], copy=False)
 
 
-def _array(body: memoryview, entry: dict[str, Any]) -> npt.NDArray[Any]:
-    dtype = _DTYPES[entry["dtype"]]
+def _array(content: bytes, origin: int, entry: dict[str, Any]) -> npt.NDArray[Any]:
+    """A tensor of a record, as a view into it; its offsets are counted from `origin`."""
     start, stop = entry["data_offsets"]
-    if not 0 <= start <= stop <= len(body):
-        raise RecordError("a tensor lies outside the record")
-    array: npt.NDArray[Any] = np.frombuffer(body[start:stop], dtype)
-    return array.reshape(entry["shape"])
+    array = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], content, origin + start)
+    if start < 0 or array.nbytes != stop - start:
+        raise RecordError(f"a tensor of {array.nbytes:,} bytes is listed at {start:,} to {stop:,}")
+    return array
 
 
 def _check_shapes(annotations: Annotations) -> None:

@@ -19,8 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import google_crc32c
 import pyarrow.parquet as pq
+from crc32c import crc32c
 
 from sa1b.errors import BadSample, ShardError
 from sa1b.masks.runs import MaskError, Runs
@@ -95,8 +95,8 @@ class ShardWriter:
             jpg_bytes=len(pair.jpeg),
             masks_offset=masks_offset,
             masks_bytes=len(masks),
-            jpg_crc32c=google_crc32c.value(pair.jpeg),
-            masks_crc32c=google_crc32c.value(masks),
+            jpg_crc32c=crc32c(pair.jpeg),
+            masks_crc32c=crc32c(masks),
         )
         self._index.add(row)
         self.images += 1
@@ -268,7 +268,7 @@ class _Reads:
         padding = self._read(-parsed.size % BLOCK)
         if len(padding) != -parsed.size % BLOCK or padding.strip(b"\0"):
             raise damaged(self.shard, offset, f"the bytes after {parsed.name} are not zero")
-        member = StoredMember(offset + BLOCK, data, int(google_crc32c.value(data)))
+        member = StoredMember(offset + BLOCK, data, crc32c(data))
         return offset, *named, member
 
     def _end(self, offset: int) -> None:

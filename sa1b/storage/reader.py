@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import google_crc32c
+from crc32c import crc32c
 
 from sa1b.arguments import BadType, BadValue, plain_root
 from sa1b.limit import ForkLock
@@ -145,10 +145,10 @@ class Reader:
         The bytes of an earlier read count as the first one. DamageError: no two of many reads agree; else as
         read_range.
         """
-        seen = set() if first is None else {int(google_crc32c.value(first))}
+        seen = set() if first is None else {crc32c(first)}
         for _ in range(_AGREEMENTS):
             data = self._origin().read(name, start, length, None, fresh=True)
-            crc = int(google_crc32c.value(data))
+            crc = crc32c(data)
             if crc in seen:
                 return data
             seen.add(crc)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-import google_crc32c
+from crc32c import crc32c
 
 from sa1b.errors import printable
 from sa1b.storage.errors import (
@@ -68,12 +68,10 @@ def parts_of(crc: Crc, length: int) -> tuple[Part, ...]:
 
 def wrong_parts(data: bytes, parts: tuple[Part, ...]) -> Iterator[tuple[Part, int]]:
     """Parts whose crc32c is wrong, each with the value found."""
+    view = memoryview(data)
     for part in parts:
-        # The checksum function accepts bytes only: a part is copied, the complete range is not.
-        whole = part.length == len(data)
-        actual = google_crc32c.value(data if whole else data[part.start : part.start + part.length])
-        if actual != part.crc:
-            yield part, int(actual)
+        if (actual := crc32c(view[part.start : part.start + part.length])) != part.crc:
+            yield part, actual
 
 
 class CounterSet:
@@ -86,7 +84,8 @@ class CounterSet:
 
     def add(self, **counts: int) -> None:
         with self._lock:
-            self._counts.update(counts)
+            for name, count in counts.items():  # Counter.update takes three times as long
+                self._counts[name] += count
 
     def add_wait(self, seconds: float) -> None:
         """Add to the seconds spent between attempts."""

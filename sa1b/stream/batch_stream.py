@@ -141,10 +141,6 @@ class BatchStream(IterableDataset[Batch]):
                         yield self.taken(in_flight.popleft().finish())
                 while in_flight:  # the end of an epoch
                     yield self.taken(in_flight.popleft().finish())
-            except Exception:
-                if get_worker_info() is not None:
-                    self.iterations.fail()
-                raise
             finally:
                 for pending in in_flight:
                     pending.cancel()

@@ -5,11 +5,11 @@ end is a class and an entry in `sa1b.stream.decoders.DECODERS`:
 
     cpu           simplejpeg (libjpeg-turbo) and OpenCV, one image per thread
     torchcodec    nvJPEG, a micro-batch at a time, on the GPU; see sa1b.stream.decoders
-    nvimgcodec    the same, by another library
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Protocol
 
 import cv2
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import simplejpeg
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 
 from sa1b.errors import BadSample
 from sa1b.shards import MAX_STORED_PIXELS, jpeg
@@ -160,3 +161,49 @@ def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> Edg
     top, bottom = (edge * down / (8 * frame.height) for edge in (y, y + height))
     left, right = (edge * across / (8 * frame.width) for edge in (x, x + width))
     return top, bottom, left, right
+
+
+def paint(pixels: Tensor, stored: tuple[int, int], frame: Frame, target: Tensor) -> None:
+    """Write the frame's window of a decoded image into a padded square, resized with antialiasing. `pixels`,
+    uint8 [height, width, 3], is the whole stored image; `target`, uint8 [S, S, 3], is on the same device, and
+    its pixels outside of the frame become 0.
+    """
+    rows, columns = frame.taken
+    edges = window_edges(frame, stored)
+    top, bottom, left, right = (int(edge) for edge in edges)
+    whole = (top, bottom, left, right) == edges
+    if whole and (bottom - top, right - left) == (rows, columns):
+        part = pixels[top:bottom, left:right]
+    else:
+        if whole:
+            source = pixels[top:bottom, left:right].permute(2, 0, 1)[None].float()
+            resized = interpolate(
+                source, (rows, columns), mode="bilinear", align_corners=False, antialias=True
+            )
+        else:
+            resized = _shifted(pixels.permute(2, 0, 1)[None].float(), edges, rows, columns)
+        part = resized[0].permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
+    target[:rows, :columns] = part.flip(1) if frame.flip else part
+    if frame.pixels is not None:  # a function of numpy: the image goes to the host and back
+        host = target[:rows, :columns].cpu().numpy().copy()
+        target[:rows, :columns] = torch.from_numpy(np.ascontiguousarray(frame.pixels(host)))
+    target[rows:] = 0
+    target[:rows, columns:] = 0
+
+
+def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
+    """A window with edges between pixels, resized bilinearly, float [1, 3, rows, columns]."""
+    top, bottom, left, right = edges
+    height, width = source.shape[2:]
+    # Where it is reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
+    n, m = ceil((bottom - top) / rows), ceil((right - left) / columns)
+
+    def centres(start: float, stop: float, count: int, size: int) -> Tensor:
+        """Centres of the result's pixels in the coordinates of grid_sample: -1 to 1 from edge to edge."""
+        steps = torch.arange(count, dtype=torch.float32, device=source.device) + 0.5
+        return (start + steps * ((stop - start) / count)) * (2 / size) - 1
+
+    y, x = centres(top, bottom, n * rows, height), centres(left, right, m * columns, width)
+    grid = torch.stack((x.expand(len(y), len(x)), y[:, None].expand(len(y), len(x))), -1)
+    values = grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)
+    return avg_pool2d(values, (n, m))

@@ -1,18 +1,21 @@
-"""The decoders by name: that of the CPU, and one for a GPU that decodes a micro-batch in the batch's memory.
+"""The decoders by name: that of the CPU, and torchcodec, which decodes a micro-batch in the memory of a GPU.
 
-    decoder = GpuDecoder("torchcodec", LIBRARIES["torchcodec"]())
+    decoder = decoder("torchcodec")
     errors = decoder.decode(images, out)    # out: uint8 [n, S, S, 3] on the GPU
 
-Faults of decoders that give no error, and how each is found:
+torchcodec is `torchcodec.decoders.decode_jpeg`, from version 0.16 on. It decodes baseline files on the JPEG
+engine of the GPU, if it has one, and other files with kernels. Its faults, and how each is found:
 
-    output over memory in use      memory and stream are those of a lane, see sa1b.stream.jpeg_libraries
+    output over memory in use      memory and stream are those of a lane, see `CudaLane`
     success for a skipped image    memory is filled beforehand; corners and centre are checked afterwards
     no image, or another size      compared with the header of the file
+    an error for all files         each file is decoded alone
+    images turned as EXIF says     it gets the files without their EXIF segments
 
 An image with such a fault is decoded on the CPU. If that fails too, its BadSample is returned, as by every
-decoder. Some files are decoded on the CPU from the start: those that libraries do not decode as libjpeg-turbo
-does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that are reduced by
-more than 16, because the kernel for resizing lacks memory for its filter.
+decoder. Some files are decoded on the CPU from the start: those that torchcodec does not decode as
+libjpeg-turbo does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that
+are reduced by more than 16, because the kernel for resizing lacks memory for its filter.
 """
 
 import threading
@@ -20,22 +23,23 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from math import ceil
+from functools import cache
+from importlib import import_module
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 import simplejpeg
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, grid_sample, interpolate
 
 from sa1b.arguments import BadValue
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards import MAX_STORED_PIXELS
-from sa1b.shards.jpeg import Edges
-from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decode, window_edges
-from sa1b.stream.jpeg_libraries import LIBRARIES, POISON, CudaLane, JpegLibrary, Lane, Size, installed
-from sa1b.stream.transform import Frame
+from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decode, paint
+
+Size = tuple[int, int]  # height and width, pixels
+File = bytes | memoryview
 
 LANES = 2  # micro-batches at a time: one is resized while the next one is decoded
 _CORNER = 8  # pixels; height and width of each part that is checked
@@ -43,18 +47,85 @@ _LEAST = 16  # pixels; smallest height and width that is decoded on the GPU
 _REDUCTION = 16  # stored pixels per pixel of the square, at most
 _END = b"\xff\xd9"
 _COLOURS = ("YCbCr", "Gray")
+_GAP = 512  # bytes; the allocator rounds sizes up to it, so blocks that touch may be that far apart
+_EXIF = b"Exif\0\0"
+_APP1, _SOS, _EOI = 0xE1, 0xDA, 0xD9
+POISON = 0xA5  # a byte; output memory is filled with it before decoding, to find images that were not written
+_CUDA: Any = torch.cuda  # some of its functions are untyped
+_GROWTH = 1.5
 
 
 class DecoderError(Sa1bError):
-    """A library does not decode JPEG files on this GPU; the message has the reason."""
+    """torchcodec does not decode JPEG files on this GPU; the message has the reason."""
+
+
+class CudaLane:
+    """A CUDA stream with memory of its own, on which torchcodec decodes. One thread at a time uses it, inside
+    `current`. PyTorch has 32 streams of high priority, and gives them to callers in turn. So only a few lanes
+    may be made in a process; see `decoder`.
+    """
+
+    # The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
+    # earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses
+    # memory as soon as it is freed on the host, because later work of the same stream runs later. So the JPEG
+    # engine would overwrite memory that queued kernels still read, without an error. A lane, a CUDA stream
+    # whose memory no other stream uses, prevents this:
+    #
+    #     its memory was allocated on its stream, and the allocator reuses memory on the same stream only
+    #     the host waits for all work of the lane before the engine writes
+    #
+    # A pool (torch.cuda.MemPool) would not add to this. While a thread allocates from one, the allocator
+    # treats all threads as if a CUDA graph were captured: it forgets what `Tensor.record_stream` says, and
+    # would hand out the memory of batches that the caller's stream still reads.
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._decode_jpeg = decode_jpeg()
+        self._stream = _CUDA.Stream(device, priority=-1)
+        self._caller: Any = None
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A context in which the thread submits to this lane and allocates its memory. On exit, the stream
+        that was current before waits for the lane.
+        """
+        self._caller = caller = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                caller.wait_stream(self._stream)
+
+    def follow(self) -> None:
+        """Let work that is submitted from now on wait for the stream that was current before `current`."""
+        self._stream.wait_stream(self._caller)
+
+    def synchronize(self) -> None:
+        """Wait on the host until all work of this lane has ended."""
+        self._stream.synchronize()
+
+    def filled(self, shape: tuple[int, ...]) -> Tensor:
+        """New memory, uint8, that a kernel on the stream of this lane fills with POISON."""
+        return torch.full(shape, POISON, dtype=torch.uint8, device=self.device)
+
+    def host(self, size: int) -> Tensor:
+        """Host memory of at least `size` bytes, uint8, always the same: use it after `synchronize`."""
+        if size > len(self._host):
+            self._host = torch.empty(int(size * _GROWTH), dtype=torch.uint8, pin_memory=True)
+        return self._host
+
+    def decode(self, files: list[Tensor]) -> list[Tensor]:
+        """Decode files in host memory to uint8 [3, height, width]; RuntimeError: one of them fails."""
+        return list(self._decode_jpeg(files, mode="RGB", device=self.device))
 
 
 class GpuDecoder:
-    """Decodes on a GPU with one of sa1b.stream.jpeg_libraries; see the module and `Decoder`.
+    """Decodes on a GPU with torchcodec; see the module and `Decoder`.
 
     `counts` are the images of all streams of the process by how they were decoded: "gpu"; "cpu": files that
-    are not for a GPU; "refused": on the CPU because the library returned none; "skipped": on the CPU because
-    the library reported success without writing the image.
+    are not for a GPU; "refused": on the CPU because torchcodec returned none; "skipped": on the CPU because
+    it reported success without writing the image.
     """
 
     # Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The
@@ -62,18 +133,11 @@ class GpuDecoder:
     # much.
     batched = True
 
-    def __init__(
-        self,
-        name: str,
-        library: Callable[[torch.device], JpegLibrary],
-        lane: Callable[[torch.device], Lane] = CudaLane,
-        device: str = "cuda",
-    ) -> None:
-        self.name = name
+    def __init__(self, lane: Callable[[torch.device], CudaLane] = CudaLane, device: str = "cuda") -> None:
         self.device = torch.device(device)
         self.counts: Counter[str] = Counter()
-        self._new_library, self._new_lane = library, lane
-        self._idle: defaultdict[torch.device, list[tuple[Lane, JpegLibrary]]] = defaultdict(list)
+        self._make_lane = lane
+        self._idle: defaultdict[torch.device, list[CudaLane]] = defaultdict(list)
         self._permits = threading.Semaphore(LANES)
         self._lock = threading.Lock()
 
@@ -94,9 +158,8 @@ class GpuDecoder:
         """Decode images of given stored sizes into `out`; return those that were decoded."""
         if not sizes:
             return set()
-        with self._borrowed(out.device) as (lane, library), lane.current():
-            files = [images[i].jpeg for i, _ in sizes]
-            decoded = library.decode(files, [size for _, size in sizes], lane)
+        with self._borrowed(out.device) as lane, lane.current():
+            decoded = decoded_on([images[i].jpeg for i, _ in sizes], [size for _, size in sizes], lane)
             right = [
                 None if pixels is None or tuple(pixels.shape) != (*size, 3) else pixels
                 for pixels, (_, size) in zip(decoded, sizes, strict=True)
@@ -111,40 +174,33 @@ class GpuDecoder:
         return {i for (i, _), is_good in zip(sizes, good, strict=True) if is_good}
 
     @contextmanager
-    def _borrowed(self, device: torch.device) -> Iterator[tuple[Lane, JpegLibrary]]:
-        """A lane with its library, for this thread alone."""
+    def _borrowed(self, device: torch.device) -> Iterator[CudaLane]:
+        """A lane for this thread alone."""
         with self._permits:
             with self._lock:
                 idle = self._idle[device]
-                pair = idle.pop() if idle else self._new(device)
+                lane = idle.pop() if idle else self._new_lane(device)
             try:
-                yield pair
+                yield lane
             finally:
                 with self._lock:
-                    idle.append(pair)
+                    idle.append(lane)
 
-    def _new(self, device: torch.device) -> tuple[Lane, JpegLibrary]:
-        """A new lane whose library has decoded a test image: a broken one would leave all to the CPU."""
-        lane, size = self._new_lane(device), (48, 64)
+    def _new_lane(self, device: torch.device) -> CudaLane:
+        """A lane that has decoded a test image: a broken torchcodec would leave all images to the CPU."""
+        lane, size = self._make_lane(device), (48, 64)
         test = np.full((*size, 3), 40, np.uint8)
         file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
         try:
-            library = self._new_library(device)
             with lane.current():
-                (image,) = library.decode([file], [size], lane)
+                (image,) = decoded_on([file], [size], lane)
                 works = image is not None and bool((image.float() - 40).abs().max() < 8)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DecoderError(self._does_not_work(device, reason)) from error
+            raise DecoderError(_does_not_work(device, reason)) from error
         if not works:
-            raise DecoderError(self._does_not_work(device, "no image" if image is None else "wrong pixels"))
-        return lane, library
-
-    def _does_not_work(self, device: torch.device, reason: str) -> str:
-        return (
-            f"decoder={self.name!r}: does not decode a test image on {device} ({reason}); update {self.name} "
-            "and the driver, or decode on the CPU: decode='cpu'"
-        )
+            raise DecoderError(_does_not_work(device, "no image" if image is None else "wrong pixels"))
+        return lane
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
@@ -152,10 +208,98 @@ class GpuDecoder:
             self.counts.update({name: number for name, number in numbers.items() if number})
         if warns:
             warnings.warn(
-                f"{self.name} reported success for an image that it had not decoded. Such images are decoded "
+                "torchcodec reported success for an image that it had not decoded. Such images are decoded "
                 "on the CPU; stream.decoder.counts['skipped'] counts them",
                 stacklevel=2,
             )
+
+
+def _does_not_work(device: torch.device, reason: str) -> str:
+    return (
+        f"decoder='torchcodec': does not decode a test image on {device} ({reason}); update torchcodec and "
+        "the driver, or decode on the CPU: decode='cpu'"
+    )
+
+
+def decoded_on(files: Sequence[File], sizes: Sequence[Size], lane: CudaLane) -> list[Tensor | None]:
+    """Decode n files inside `lane.current()`. Files that cannot be decoded raise nothing.
+
+    Returns:
+        For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
+        with POISON before the JPEG engine could write into it; None if the file was not decoded.
+    """
+    decoded: list[Tensor | None] = [None] * len(files)
+    left = list(range(len(files)))
+    for _ in range(2):  # the second time, the memory of the first one is free as well
+        spans = _filled_spans([(3, *sizes[i]) for i in left], lane)
+        lane.synchronize()  # now neither a kernel that fills memory nor one that reads it is left
+        outside = []
+        for i, image in zip(left, _all(_copied([files[i] for i in left], lane), lane), strict=True):
+            if image is not None and _inside(image, spans):
+                decoded[i] = image.permute(1, 2, 0)
+            elif image is not None:
+                outside.append(i)
+        left = outside
+        if not left:
+            break
+    return decoded
+
+
+def _all(files: list[Tensor], lane: CudaLane) -> list[Tensor | None]:
+    """Decode in one call; if it fails, each file alone."""
+    try:
+        return list(lane.decode(files))
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError:
+        if len(files) == 1:
+            return [None]
+    return [image for file in files for image in _all([file], lane)]
+
+
+def _filled_spans(shapes: list[tuple[int, ...]], lane: CudaLane) -> list[Size]:
+    """Fill and free memory, so that torchcodec allocates its output there; its addresses, ascending."""
+    blocks = [lane.filled(shape) for shape in shapes]
+    spans: list[Size] = []
+    for start, stop in sorted((block.data_ptr(), block.data_ptr() + block.nbytes) for block in blocks):
+        if spans and start <= spans[-1][1] + _GAP:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _inside(image: Tensor, spans: list[Size]) -> bool:
+    start = image.data_ptr()
+    return any(first <= start and start + image.nbytes <= last for first, last in spans)
+
+
+def _copied(files: Sequence[File], lane: CudaLane) -> list[Tensor]:
+    """The files in memory that can be written, without EXIF segments, by which torchcodec turns images."""
+    parts = [list(without_exif(file)) for file in files]
+    ends = list(accumulate((sum(map(len, part)) for part in parts), initial=0))
+    memory = lane.host(ends[-1])
+    array = memory.numpy()
+    position = 0
+    for piece in chain.from_iterable(parts):
+        array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+        position += len(piece)
+    return [memory[start:stop] for start, stop in pairwise(ends)]
+
+
+def without_exif(file: File) -> Iterator[memoryview]:
+    """The parts of a JPEG file around its EXIF segments; markers are those of ITU-T T.81, annex B."""
+    data, kept, position = memoryview(file), 0, 2
+    while position + 4 <= len(data) and data[position] == 0xFF and data[position + 1] not in (_SOS, _EOI):
+        if data[position + 1] == 0xFF:  # a fill byte
+            position += 1
+            continue
+        end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
+        if data[position + 1] == _APP1 and data[position + 4 : position + 10] == _EXIF:
+            yield data[kept:position]
+            kept = end
+        position = end
+    yield data[kept:]
 
 
 def _size_for_gpu(image: EncodedImage) -> Size | None:
@@ -204,62 +348,26 @@ def written(images: Sequence[Tensor | None]) -> list[bool]:
     return [image is not None and not next(remaining) for image in images]
 
 
-def paint(pixels: Tensor, stored: Size, frame: Frame, target: Tensor) -> None:
-    """Write the frame's window of a decoded image into a padded square, resized with antialiasing. `pixels`,
-    uint8 [height, width, 3], is the whole stored image; `target`, uint8 [S, S, 3], is on the same device, and
-    its pixels outside of the frame become 0.
-    """
-    rows, columns = frame.taken
-    edges = window_edges(frame, stored)
-    top, bottom, left, right = (int(edge) for edge in edges)
-    whole = (top, bottom, left, right) == edges
-    if whole and (bottom - top, right - left) == (rows, columns):
-        part = pixels[top:bottom, left:right]
-    else:
-        if whole:
-            source = pixels[top:bottom, left:right].permute(2, 0, 1)[None].float()
-            resized = interpolate(
-                source, (rows, columns), mode="bilinear", align_corners=False, antialias=True
-            )
-        else:
-            resized = _shifted(pixels.permute(2, 0, 1)[None].float(), edges, rows, columns)
-        part = resized[0].permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
-    target[:rows, :columns] = part.flip(1) if frame.flip else part
-    if frame.pixels is not None:  # a function of numpy: the image goes to the host and back
-        host = target[:rows, :columns].cpu().numpy().copy()
-        target[:rows, :columns] = torch.from_numpy(np.ascontiguousarray(frame.pixels(host)))
-    target[rows:] = 0
-    target[:rows, columns:] = 0
-
-
-def _shifted(source: Tensor, edges: Edges, rows: int, columns: int) -> Tensor:
-    """A window with edges between pixels, resized bilinearly, float [1, 3, rows, columns]."""
-    top, bottom, left, right = edges
-    height, width = source.shape[2:]
-    # Where it is reduced, each pixel is the mean of n x m values, so that no pixel is skipped.
-    n, m = ceil((bottom - top) / rows), ceil((right - left) / columns)
-
-    def centres(start: float, stop: float, count: int, size: int) -> Tensor:
-        """Centres of the result's pixels in the coordinates of grid_sample: -1 to 1 from edge to edge."""
-        steps = torch.arange(count, dtype=torch.float32, device=source.device) + 0.5
-        return (start + steps * ((stop - start) / count)) * (2 / size) - 1
-
-    y, x = centres(top, bottom, n * rows, height), centres(left, right, m * columns, width)
-    grid = torch.stack((x.expand(len(y), len(x)), y[:, None].expand(len(y), len(x))), -1)
-    values = grid_sample(source, grid[None], mode="bilinear", padding_mode="border", align_corners=False)
-    return avg_pool2d(values, (n, m))
+def decode_jpeg() -> Callable[..., list[Tensor]]:
+    """`torchcodec.decoders.decode_jpeg`; ValueError: torchcodec is missing, too old, or lacks a library."""
+    try:
+        decode: Callable[..., list[Tensor]] = import_module("torchcodec.decoders").decode_jpeg
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadValue(
+            f"decode='gpu': needs torchcodec 0.16 or later ({reason}); pip install 'sa1b[gpu]', or pass "
+            "decode='cpu'"
+        ) from None
+    return decode
 
 
 @cache  # one for all streams of a process: its CUDA streams must be few
-def _gpu_decoder(name: str) -> Decoder:
-    return GpuDecoder(name, LIBRARIES[name]())
+def _gpu_decoder() -> Decoder:
+    decode_jpeg()  # refused here, not in a thread of a loader
+    return GpuDecoder()
 
 
-DECODERS: dict[str, Callable[[], Decoder]] = {
-    "cpu": CpuDecoder,
-    "torchcodec": partial(_gpu_decoder, "torchcodec"),
-    "nvimgcodec": partial(_gpu_decoder, "nvimgcodec"),
-}
+DECODERS: dict[str, Callable[[], Decoder]] = {"cpu": CpuDecoder, "torchcodec": _gpu_decoder}
 DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
@@ -273,12 +381,11 @@ def decoder(name: str) -> Decoder:
 def decoder_for(decode: str, current: Decoder, name: str) -> str:
     """The name of the decoder of a loader whose stream has `name`; ValueError if `decode` is unknown.
 
-    "gpu" is the stream's decoder if it decodes on a GPU, else the first library of sa1b.stream.jpeg_libraries
-    that is installed, else a ValueError. "auto" is the stream's decoder: on a GPU no rate has been measured
-    yet, so it never replaces a decoder.
+    "gpu" is the stream's decoder if it decodes on a GPU, else torchcodec. "auto" is the stream's decoder: on
+    a GPU no rate has been measured yet, so it never replaces a decoder.
     """
     if decode not in DECODES:
         raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
     if decode == "gpu" and current.device.type == "cpu":
-        return installed()
+        return "torchcodec"
     return "cpu" if decode == "cpu" else name

@@ -16,9 +16,7 @@ workers:
 import atexit
 import fcntl
 import json
-import multiprocessing.util
 import os
-import signal
 import sys
 import tempfile
 import weakref
@@ -35,12 +33,11 @@ from sa1b.errors import UsageError
 from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch
 from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
-from sa1b.stream.worker_memory import send_errors, share_images
+from sa1b.stream.worker_memory import prepare_worker
 
-_MADE: "weakref.WeakSet[Iterations]" = weakref.WeakSet()  # started by this process
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
 T = TypeVar("T")
-_BYTES = 1 << 16  # of the state
+_BYTES = 4096  # of the state, which a write of one page replaces as a whole
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
     "an endless stream (epochs=None) cannot be iterated again after a DataLoader with workers has read it: "
@@ -60,12 +57,19 @@ _SAME = ("rank", "world_size", "global_batch", "micro_batch", "count", "worker",
 class Iterations:
     """The position at which the next iteration begins, shared with worker processes."""
 
+    # The shared state:
+    #   position  at which the next iteration begins
+    #   used      position after the last used batch; None if worker processes have read since it was set
+    #   begun     by the workers, the last ones: [seed, position, workers]. The seed identifies the iterator,
+    #             bit i of `workers` says that worker i has begun. Position None: all workers refuse it
+
     def __init__(self, position: int = 0) -> None:
-        self._file, self._lock = _anonymous_file(), ForkLock()
-        weakref.finalize(self, _collected, self._file, os.getpid()).atexit = False  # _close_all writes to it
-        # "used": position after the last used batch, None if worker processes read
-        self._write({"position": position, "used": position, "joined": [], "failed": None, "closed": False})
-        _MADE.add(self)
+        self._open(_anonymous_file())
+        self._write({"position": position, "used": position, "begun": []})
+
+    def _open(self, file: BinaryIO) -> None:
+        self._file, self._lock = file, ForkLock()
+        weakref.finalize(self, file.close).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:  # copied, not pickled for a worker process
@@ -75,8 +79,8 @@ class Iterations:
     @property
     def position(self) -> int:
         """Position of the next iteration."""
-        with self._locked():
-            return int(self._read()["position"])
+        with self._state() as state:
+            return int(state["position"])
 
     @position.setter
     def position(self, position: int) -> None:
@@ -84,8 +88,7 @@ class Iterations:
 
     def resume(self, position: int | None, used: int | None) -> None:
         """Set the position of the next iteration (None: keep it), and that after the last used batch."""
-        with self._locked():
-            state = self._read()
+        with self._state() as state:
             self._write(state | {"used": used} | ({} if position is None else {"position": position}))
 
     @property
@@ -93,9 +96,9 @@ class Iterations:
         """Position after the last used batch; UsageError if worker processes have read since it was set. In
         such a process, that of the next iteration: a StatefulDataLoader saves its iteration too.
         """
-        with self._locked():
-            state = self._read()
-        if (used := state["used" if get_worker_info() is None else "position"]) is None:
+        with self._state() as state:
+            used = state["used" if get_worker_info() is None else "position"]
+        if used is None:
             raise UsageError(_UNKNOWN)
         return int(used)
 
@@ -106,91 +109,53 @@ class Iterations:
         position does not change, and the caller sets it when it takes batches. UsageError if worker processes
         have read an endless iteration: the used batches are unknown.
         """
-        # An iterator is identified by `get_worker_info().seed - id`, the random number that the DataLoader
-        # takes from torch's generator for its workers. Persistent workers keep this number, and each of them
-        # begins the iterations in the same order. If the generator is reset before each iteration, new
-        # workers have the same number. A worker id that has joined an iteration already then begins the next
-        # one.
         worker = get_worker_info()
-        with self._locked():
-            state = self._read()
-            iteration = None if worker is None else self._joined(state, worker.seed - worker.id, worker.id)
-            if iteration is None:
-                # Position None: all workers refuse this iteration.
-                unknown = following is None and state["used"] is None
-                iteration = {"position": None if unknown else state["position"]}
-                state["failed"] = None
-                state["used"] = iteration["position"] if worker is None else None
-                if worker is not None:
-                    iteration |= {"seed": worker.seed - worker.id, "workers": [worker.id]}
-                    state["joined"] = [*state["joined"], iteration][-_REMEMBERED:]
-                if following is not None:
-                    state["position"] = following(state["position"])
+        with self._state() as state:
+            position = state["position"]
+            if following is None and state["used"] is None:
+                position = None
+            if worker is None:
+                state["used"] = position
+            elif (joined := _joined(state["begun"], worker)) is not None:
+                position, following = joined[1], None
+            else:
+                state["used"] = None
+                begun = [worker.seed - worker.id, position, 1 << worker.id]
+                state["begun"] = [*state["begun"], begun][-_REMEMBERED:]
+            if following is not None:
+                state["position"] = following(state["position"])
             self._write(state)
-        if iteration["position"] is None:
+        if position is None:
             raise UsageError(_ENDLESS)
-        return int(iteration["position"])
-
-    def ignore_signals(self) -> None:
-        """Ignore SIGTERM and SIGUSR1 in a worker until its main process or iteration ends."""
-        # Schedulers and torchrun send these signals to the whole process group, and the main process needs
-        # its workers until it has saved a checkpoint. When the main process exits, SIGTERM ends a worker
-        # again, as multiprocessing expects; and after an error in a worker, or when the main process has
-        # collected the stream, as a DataLoader that is deleted expects.
-        seed = self._seed()
-
-        def terminate(number: int, frame: object) -> None:
-            # Read without the lock: this process may already hold it.
-            state = os.pread(self._file.fileno(), _BYTES, 0)
-            if b'"closed": true' in state or b'"failed": %d,' % seed in state:
-                os._exit(0)
-
-        signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-    def fail(self) -> None:
-        """In a worker process: record that its iteration ends with an error; SIGTERM ends all its workers."""
-        with self._locked():
-            self._write({**self._read(), "failed": self._seed()})
-
-    def close(self) -> None:
-        """Record that the main process exits: from now on, SIGTERM ends worker processes."""
-        with self._locked():
-            self._write({**self._read(), "closed": True})
-
-    @staticmethod
-    def _seed() -> int:
-        """The number that identifies the iterator of this worker process."""
-        worker = get_worker_info()
-        assert worker is not None
-        return int(worker.seed - worker.id)
-
-    def _joined(self, state: dict[str, Any], seed: int, worker: int) -> dict[str, Any] | None:
-        """Add this worker to the iteration that another worker of its iterator has begun, if there is one."""
-        for iteration in reversed(state["joined"]):
-            if iteration["seed"] == seed and worker not in iteration["workers"]:
-                iteration["workers"].append(worker)
-                return dict(iteration)
-        return None
+        return int(position)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _state(self) -> Iterator[dict[str, Any]]:
+        """The shared state, which no other thread or process changes meanwhile."""
         # The lock of the file belongs to the process, and does not exclude its other threads: the kernel
         # releases it if the process is killed.
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
-                yield
+                yield json.loads(os.pread(self._file.fileno(), _BYTES, 0))
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def _read(self) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(os.pread(self._file.fileno(), _BYTES, 0))
-        return state
-
     def _write(self, state: dict[str, Any]) -> None:
-        # At one offset and of one size: a signal handler reads without the lock.
         os.pwrite(self._file.fileno(), json.dumps(state).encode().ljust(_BYTES), 0)
+
+
+def _joined(begun: list[list[int]], worker: Any) -> list[int] | None:
+    """The iteration that another worker of this worker's iterator has begun; this worker is added to it."""
+    # An iterator is identified by `seed - id`, the random number that the DataLoader takes from torch's
+    # generator for its workers. Persistent workers keep this number, and each of them begins the iterations
+    # in the same order. If the generator is reset before each iteration, new workers have the same number. A
+    # worker id that has joined an iteration already then begins the next one.
+    for iteration in reversed(begun):
+        if iteration[0] == worker.seed - worker.id and not iteration[2] >> worker.id & 1:
+            iteration[2] |= 1 << worker.id
+            return iteration
+    return None
 
 
 class StreamIterator(Iterator[Batch]):
@@ -222,9 +187,7 @@ class StreamIterator(Iterator[Batch]):
         self._batches: Generator[Batch] | None = None
         self._ended = False
         if info:
-            send_errors()
-            share_images()
-            iterations.ignore_signals()
+            prepare_worker()
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -307,19 +270,8 @@ class StreamIterator(Iterator[Batch]):
 
 def _inherited(descriptor: Any) -> Iterations:
     iterations = Iterations.__new__(Iterations)
-    iterations._file = os.fdopen(descriptor.detach(), "r+b", buffering=0)
-    iterations._lock = ForkLock()
-    weakref.finalize(iterations, iterations._file.close).atexit = False
+    iterations._open(os.fdopen(descriptor.detach(), "r+b", buffering=0))
     return iterations
-
-
-def _collected(file: BinaryIO, process: int) -> None:
-    """End the iterations when a DataLoader is collected: its message to the workers may be lost."""
-    if os.getpid() == process:
-        last = Iterations.__new__(Iterations)
-        last._file, last._lock = file, ForkLock()
-        last.close()
-    file.close()
 
 
 def _anonymous_file() -> BinaryIO:
@@ -334,15 +286,8 @@ def closed_at_exit(batches: Generator[T]) -> Generator[T]:
     return batches
 
 
+@atexit.register
 def _close_all() -> None:
     for batches in list(_RUNNING):
         with suppress(ValueError):  # another thread is inside of it
             batches.close()
-    for iterations in list(_MADE):
-        iterations.close()
-
-
-# atexit calls functions in reverse order: this one runs before that of multiprocessing, which terminates and
-# joins its processes.
-assert multiprocessing.util
-atexit.register(_close_all)

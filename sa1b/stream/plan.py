@@ -170,6 +170,14 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
         raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
         raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
+    decoder = str(state["options"].get("decoder"))
+    if decoder.startswith("nvimgcodec"):
+        raise ResumeError(
+            f"saved state with the decoder {decoder}, which this version does not have: the pixels differ; "
+            "begin again from its weights with decode='gpu', which is torchcodec, or set the state's "
+            "options['decoder'] to 'torchcodec-2' to go on with the same images and other pixels",
+            "decoder",
+        )
     # With blocks, an endless order cuts the blocks of later epochs at other rows.
     for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
         if state[name] != current[name]:

@@ -1,25 +1,32 @@
-"""How the batches of a DataLoader's worker process reach the training process.
+"""A DataLoader's worker process: how its batches reach the training process, and when it ends.
 
 torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
 memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
 prints a traceback in the worker and drops the batch, and the training process waits for it forever. It
 fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n` is low or if /dev/shm is
-full. With `send_errors` the error replaces the batch and is raised in the training process.
+full. In a prepared worker the error replaces the batch and is raised in the training process.
 
 New shared memory takes longer than the copy into it, because the system clears every page at its first use: 3
 ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses. A buffer is free
 again when no tensor of the worker and no tensor that was sent from it refers to it.
+
+A worker that sends a batch to a training process that was killed would wait forever, because other workers
+hold the end of its pipe too. A thread therefore waits for the end of the training process.
 """
 
 import os
+import select
+import shutil
+import signal
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
+from multiprocessing import current_process, parent_process
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,8 +80,11 @@ class _WorkerMemory:
             buffer for buffer in self._buffers if len(buffer.array) == _HEAD + size or not buffer.is_free()
         ]
         if len(self._buffers) < _BUFFERS:
-            with suppress(RuntimeError, OSError), _making_segments():  # sending the batch then says why
+            try:
                 self._buffers.append(_Buffer(size))
+            except (RuntimeError, OSError):  # sending the batch then says why
+                _remove_segments()
+            else:
                 return self._buffers[-1].take()
         return None
 
@@ -85,11 +95,6 @@ class _WorkerMemory:
             if _HEAD <= address - buffer.memory.data_ptr() < len(buffer.array):
                 return buffer
         return None
-
-
-def share_images() -> None:
-    """In a worker process: decode into memory that is shared from now on."""
-    _workers.setdefault(os.getpid(), _WorkerMemory())
 
 
 def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -128,32 +133,50 @@ class TransportError(Sa1bError):
     """A worker process cannot send its batches; the message says why and what to change."""
 
 
-def send_errors() -> None:
-    """In a worker process: if a batch cannot be sent, send the error instead."""
+def prepare_worker() -> None:
+    """Prepare this worker process, once: it decodes into shared memory; if a batch cannot be sent, it sends
+    the error instead; it ends with the training process.
+    """
+    if os.getpid() in _workers:
+        return
+    _workers[os.getpid()] = _WorkerMemory()
     ForkingPickler.register(Batch, _reduce)
-    Finalize(None, _finish, exitpriority=-10)  # after the wait for the thread that sends, -5
+    # Schedulers send it to all processes of a job, for the training process to save a checkpoint.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if (training := parent_process()) is not None:
+        arguments = (training.pid, _temporary_folder())
+        threading.Thread(target=_end_with, args=arguments, name="sa1b-end", daemon=True).start()
 
 
-_sending = threading.RLock()  # held while a thread makes segments
-
-
-@contextmanager
-def _making_segments() -> Iterator[None]:
-    with _sending:
+def _end_with(training: int, inherited: str | None) -> None:
+    """End this process when the training process has ended, whatever its other threads wait for. Its folder
+    for the sockets of tensors is removed, unless it is `inherited`, and so of another process.
+    """
+    with suppress(ProcessLookupError):
         try:
-            yield
-        except Exception:
-            _remove_segments()  # at once: the training process may end this one by a signal
-            raise
+            ending = select.poll()
+            ending.register(os.pidfd_open(training), select.POLLIN)
+            ending.poll()
+        except (AttributeError, OSError):  # macOS and some containers have none
+            while True:
+                os.kill(training, 0)
+                time.sleep(1)
+    if (folder := _temporary_folder()) is not None and folder != inherited:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
-def _finish() -> None:
-    _sending.acquire()  # not released: from now on no segment is made
-    _remove_segments()
+def _temporary_folder() -> str | None:
+    """The folder that multiprocessing.util.get_temp_dir has made; None: it has made none."""
+    process: Any = current_process()
+    folder: str | None = process._config.get("tempdir")
+    return folder
 
 
 def _remove_segments() -> None:
-    """Remove what torch leaves where it cannot set the size of a segment."""
+    """Remove what torch leaves where it cannot set the size of a segment, at once: a signal may end this
+    process. Another thread has none without a size, because torch holds the interpreter's lock meanwhile.
+    """
     strategy: Callable[[], str] = get_sharing_strategy
     if strategy() == "file_descriptor":  # a segment that could be made has no name any more
         for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
@@ -165,9 +188,9 @@ def _reduce(batch: Batch) -> tuple[Any, ...]:
         # A pickle within the pickle: the tensors are shared here, where an error can still be replaced.
         columns = {member.name: getattr(batch, member.name) for member in fields(batch)}
         pickler = _Pickler if batch.buffer is None else ForkingPickler  # tensors of a packed batch are one
-        with _making_segments():
-            return _batch, (bytes(pickler.dumps(columns)),)
+        return _batch, (bytes(pickler.dumps(columns)),)
     except Exception as error:
+        _remove_segments()
         message = (
             f"worker process {os.getpid()} cannot send a batch: {type(error).__name__}: {error}. Tensors go "
             f"through /dev/shm and a socket below {tempfile.gettempdir()}: set TMPDIR to a shorter path, "

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import google_crc32c
+from crc32c import crc32c
 
 from sa1b.names import member_name, parse_member_name
 from sa1b.shards.commit import shard_files
@@ -242,7 +242,7 @@ class _ShardCheck:
     def _content(self, image_id: int, ending: str, member: Member) -> bool:
         """Compare a jpg or masks member with index and table; return whether its content is undamaged."""
         data, offset = member.data, member.offset + BLOCK
-        actual = MemberLocation(offset, len(data), google_crc32c.value(data))
+        actual = MemberLocation(offset, len(data), crc32c(data))
         locations = self.locations.find(image_id, ending)
         if not self._complete(image_id) or self.first == "masks":  # reported once for an image
             if self.locations.index is not None and image_id not in self.locations.rows:

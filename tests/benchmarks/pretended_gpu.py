@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,10 @@ from torch.utils._pytree import tree_map
 
 import sa1b
 from benchmarks.gpu import raster, timing
-from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
+from benchmarks.gpu.stand_in import HostLane
 from sa1b import train
 from sa1b.masks import raster_torch
-from sa1b.stream import jpeg_libraries
-from sa1b.stream.decoders import DECODERS, GpuDecoder
-from sa1b.stream.jpeg_libraries import CudaLane, Torchcodec
+from sa1b.stream.decoders import DECODERS, CudaLane, GpuDecoder
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, L2_cache_size=50 << 20,
@@ -123,11 +122,11 @@ class SideStream:
 
 
 class Lane(CudaLane):
-    """A lane of a GPU with memory of the host."""
+    """A lane of a GPU with memory of the host, where libjpeg-turbo decodes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, memory: type[HostLane]) -> None:
         super().__init__(device)
-        self.memory = HostLane(device)
+        self.memory = memory(device)
 
     def filled(self, shape: tuple[int, ...]) -> torch.Tensor:
         return self.memory.filled(shape)
@@ -135,16 +134,13 @@ class Lane(CudaLane):
     def host(self, size: int) -> torch.Tensor:
         return self.memory.host(size)
 
+    def decode(self, files: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.memory.decode(files)
 
-def decoder(decode: type[HostNvjpeg] = HostNvjpeg) -> GpuDecoder:
+
+def decoder(memory: type[HostLane] = HostLane) -> GpuDecoder:
     """The decoder "torchcodec" with libjpeg-turbo in place of the library."""
-    lanes: list[Lane] = []
-
-    def lane(device: torch.device) -> Lane:
-        lanes.append(Lane(device))
-        return lanes[-1]
-
-    return GpuDecoder("torchcodec", lambda _: Torchcodec(decode(lanes[-1].memory)), lane)
+    return GpuDecoder(partial(Lane, memory=memory))
 
 
 def decode_jpeg(files: list[bytes], *, mode: str, device: str) -> list[torch.Tensor]:
@@ -173,7 +169,6 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(torch.cuda, name, stand_in)
     patch.setattr("sa1b.stream.loader.SideStream", SideStream)
     patch.setitem(DECODERS, "torchcodec", decoder)
-    patch.setattr(jpeg_libraries, "_version", {"torchcodec": "0.17.0"}.get)
     patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decode_jpeg))
     patch.setattr(timing, "device_of", lambda buffers: "cuda")
     patch.setattr(raster, "kernels", lambda setting: raster_torch)

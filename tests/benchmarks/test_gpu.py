@@ -24,11 +24,10 @@ from benchmarks.gpu import child, decoders, driver, parts, raster, table, traini
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.driver import Outcome
 from benchmarks.gpu.part import Part, Record, Setting
-from benchmarks.gpu.stand_in import HostNvjpeg
+from benchmarks.gpu.stand_in import HostLane
 from sa1b.engine import config as settings
 from sa1b.recipes.presets import PRESETS
-from sa1b.stream.decoders import DECODERS
-from sa1b.stream.jpeg_libraries import POISON
+from sa1b.stream.decoders import DECODERS, POISON
 from tests import processes
 from tests.benchmarks import pretended_gpu
 from tests.benchmarks.pretended_gpu import SideStream, pretended
@@ -313,39 +312,39 @@ def test_training_runs_where_the_cpu_pretends_to_be_a_gpu(setting: Setting) -> N
     assert found[-1]["mfu"] > 0
 
 
-class Changing(HostNvjpeg):
+class Changing(HostLane):
     """Pixels change from call to call."""
 
     calls = 0
 
-    def __call__(self, files: Sequence[torch.Tensor], **named: Any) -> list[torch.Tensor]:
+    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.calls += 1
-        return [image.add_(self.calls % 2) for image in super().__call__(files, **named)]
+        return [image.add_(self.calls % 2) for image in super().decode(files)]
 
 
-class Skipping(HostNvjpeg):
+class Skipping(HostLane):
     """Reports success for the last image of a batch without writing it."""
 
-    def __call__(self, files: Sequence[torch.Tensor], **named: Any) -> list[torch.Tensor]:
-        found = super().__call__(files, **named)
+    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = super().decode(files)
         if len(found) > 1:
             found[-1].fill_(POISON)
         return found
 
 
 @pytest.mark.parametrize(
-    ("decode", "failed"),
+    ("memory", "failed"),
     [
-        (Changing, "torchcodec: nearly the same pixels alone and in a batch"),
+        (Changing, "torchcodec: the same pixels alone and in a batch"),
         (Skipping, "torchcodec: all images on the GPU"),
     ],
 )
 def test_decoders_with_faults_are_found(
-    setting: Setting, decode: type[HostNvjpeg], failed: str, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, memory: type[HostLane], failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pretended(monkeypatch), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monkeypatch.setitem(DECODERS, "torchcodec", partial(pretended_gpu.decoder, decode))
+        monkeypatch.setitem(DECODERS, "torchcodec", partial(pretended_gpu.decoder, memory))
         outcome = run(replace(setting, device="cuda"), "decoders")
     assert failed in [check["name"] for check in outcome.checks if not check["passed"]]
 

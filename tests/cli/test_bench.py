@@ -5,11 +5,10 @@ import fsspec
 import pytest
 
 import sa1b
-from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
+from benchmarks.gpu.stand_in import HostLane
 from sa1b.errors import UsageError
 from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of
 from sa1b.stream.decoders import DECODERS, GpuDecoder
-from sa1b.stream.jpeg_libraries import Torchcodec
 from sa1b.stream.throughput import measure
 from tests.cli.verb import called, runner
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
@@ -119,14 +118,7 @@ def test_reads_from_a_local_cache_are_counted(root, tmp_path, monkeypatch):
 
 
 def test_a_decoder_of_micro_batches_is_measured_with_micro_batches(root, monkeypatch):
-    def library(_):
-        return Torchcodec(HostNvjpeg(lanes[-1]))
-
-    def lane(device):
-        lanes.append(HostLane(device))
-        return lanes[-1]
-
-    lanes, made = [], GpuDecoder("torchcodec", library, lane, "cpu")
+    made = GpuDecoder(HostLane, "cpu")
     monkeypatch.setitem(DECODERS, "torchcodec", lambda: made)
     options = {"global_batch": 3, "epochs": None, "image_size": 64}
     found = measure(sa1b.Stream(root, decoder="torchcodec", **options), seconds=0.5, threads=2, quiet=True)

@@ -8,12 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu.stand_in import HostLane, HostNvjpeg
-from sa1b.stream.jpeg_libraries import POISON
+from benchmarks.gpu.stand_in import HostLane
+from sa1b.stream.decoders import POISON
 
 
 class LateLane(HostLane):
-    """Operations run at once, so that their results have shapes, and again when the host waits.
+    """Operations run at once, so that their results have shapes, and again when the host waits. The engine
+    that decodes writes its output at once, whatever was submitted before.
 
     An operation thus sees what was written into its inputs after it was submitted, as on a GPU. Each
     micro-batch gets the memory of the one before, which is free on the host, though queued work may read it.
@@ -55,13 +56,9 @@ class LateLane(HostLane):
                     if isinstance(result, torch.Tensor) and result.data_ptr() != new.data_ptr():
                         result.copy_(new)
 
-
-class EarlyNvjpeg(HostNvjpeg):
-    """An engine that writes its output at once, whatever was submitted before."""
-
-    def __call__(self, files: Sequence[torch.Tensor], **named: Any) -> list[torch.Tensor]:
+    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with _disable_current_modes():
-            return super().__call__(files, **named)
+            return super().decode(files)
 
 
 class _Recording(TorchDispatchMode):

@@ -3,7 +3,8 @@
     KIND ROOT endings       leaves its loop in three ways; prints the resources that remain after each
     KIND ROOT endless       prints a line for each batch until it is interrupted, then the remaining resources
     METHOD ROOT signalled   leaves an iterator and its stream to the garbage collector; with another iterator
-                            receives SIGTERM, continues, and exits while the iterator exists
+                            continues after SIGUSR1, and prints its state after SIGTERM
+    METHOD ROOT abandoned   prints the processes of its workers, then reads large batches slowly until it is killed
     workers ROOT murders    kills one of its workers and continues with new ones, four times; prints the batches
 
 KIND is "loader" for sa1b.Loader, "workers" for a DataLoader with two of them, "loader+workers" for one after the
@@ -161,19 +162,62 @@ def endless(kind: str, root: Path) -> None:
 
 
 def signalled(method: str, root: Path) -> None:
-    """Read until SIGTERM, then a prefetched batch and a new batch, save and exit."""
-    came = []
-    signal.signal(signal.SIGTERM, lambda *_: came.append(1))
-    signal.signal(signal.SIGUSR1, lambda *_: None)
+    """Read until SIGUSR1, then eight more batches; wait for SIGTERM and the error of the workers that it ends."""
+    came: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, _: came.append(number))
     stream = stream_of(root)
     reading = iter(DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context=method))
+    workers: list[Any] = list(reading._workers)
     globals()["kept"] = reading  # until the interpreter ends
-    say(digests=[digest(next(reading)) for _ in range(2)])  # both workers ignore the signals by now
-    while not came:
+    say(digests=[digest(next(reading)) for _ in range(2)])  # both workers ignore SIGUSR1 by now
+    while signal.SIGUSR1 not in came:
         time.sleep(0.02)
-    time.sleep(1)
-    rest = [digest(next(reading)) for _ in range(8)]
-    say(rest=rest, alive=[worker.is_alive() for worker in reading._workers])
+    rest = [next(reading) for _ in range(8)]
+    say(digests=[digest(batch) for batch in rest], alive=[worker.is_alive() for worker in workers])
+    error = ""
+    try:
+        while True:
+            batch = next(reading)
+            time.sleep(0.02)
+            assert len(batch)
+    except (RuntimeError, OSError, EOFError) as caught:  # where it is met by the end of the worker
+        error = repr(caught)
+    _ignore_ended_workers(reading)
+    while signal.SIGTERM not in came:
+        time.sleep(0.02)
+    for worker in workers:
+        worker.join(60)
+    codes, state = [worker.exitcode for worker in workers], stream.state_dict(rest[6])
+    say(error=error, codes=codes, position=state["position"])
+
+
+def _ignore_ended_workers(reading: Any) -> list[Any]:
+    """The workers, whose signals raise no error from now on: those of several may come after the first one."""
+    workers: list[Any] = []
+    for _ in range(3):
+        with suppress(RuntimeError):
+            workers = list(reading._workers)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return workers
+
+
+def abandoned(method: str, root: Path) -> None:
+    """Read batches that do not fit into a pipe, more slowly than two workers send them."""
+    stream = stream_of(root)
+    made = DataLoader(
+        stream, batch_size=None, num_workers=2, multiprocessing_context=method, collate_fn=large
+    )
+    reading: Any = iter(made)
+    next(reading)
+    say(workers=[worker.pid for worker in reading._workers])
+    while True:
+        next(reading)
+        time.sleep(0.05)
+
+
+def large(batch: Any) -> bytes:
+    return bytes(1 << 20)
 
 
 def forgotten(root: Path) -> None:
@@ -243,10 +287,7 @@ def one_life(stream: sa1b.Stream, life: int) -> tuple[list[tuple[str, dict[str, 
             raise
         words = repr(error)
     handler = signal.getsignal(signal.SIGCHLD)
-    for _ in range(2):
-        with suppress(RuntimeError):  # the signal of the dead worker may come after another error
-            workers = list(reading._workers)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    workers = _ignore_ended_workers(reading)
     del reading, batch
     gc.collect()
     for worker in workers:  # the same signal in the DataLoader's destructor may stop it before the last one
@@ -263,6 +304,8 @@ if __name__ == "__main__":
     if what == "signalled":
         forgotten(Path(folder))
         signalled(kind, Path(folder))
+    elif what == "abandoned":
+        abandoned(kind, Path(folder))
     elif what == "murders":
         murders(Path(folder))
     else:

@@ -1,6 +1,5 @@
 """Each iteration is the next epoch, for every way to read and interrupt a stream."""
 
-import multiprocessing
 import os
 import pickle
 import threading
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.errors import UsageError
-from sa1b.stream.iterations import Iterations
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from tests.stream.recorded import RECIPE, batch_of, digest, make_root
@@ -309,32 +306,19 @@ def test_the_length_of_an_evaluation_is_that_of_its_filled_steps(
 # The iteration that a worker process joins
 
 
-class Worker:
-    """What `get_worker_info` gives in a worker process."""
-
-    def __init__(self, worker: int, seed: int) -> None:
-        self.id, self.seed = worker, seed + worker
-
-
-def begun(iterations: Iterations, worker: int | None, seed: int = 0) -> int:
-    info = None if worker is None else Worker(worker, seed)
-    with mock.patch("sa1b.stream.iterations.get_worker_info", return_value=info):
-        return iterations.begin(lambda position: position + 10)
-
-
-def test_workers_of_one_iterator_begin_at_one_position_in_any_order() -> None:
-    iterations = Iterations()
-    assert [begun(iterations, w, seed=77) for w in (1, 0, 2)] == [0, 0, 0]
-    # Two iterators at the same time.
-    pairs = ((0, 500), (0, 900), (1, 900), (1, 500), (2, 500), (2, 900))
-    assert [begun(iterations, w, seed) for w, seed in pairs] == [10, 20, 20, 10, 10, 20]
-    assert begun(iterations, None) == 30
-    # Persistent workers, and new workers after the generator was reset, have the same seed again.
-    assert [begun(iterations, w, seed=77) for w in (0, 2, 1)] == [40, 40, 40]
-    assert [begun(iterations, w, seed=77) for w in (2, 1, 0)] == [50, 50, 50]
-    assert iterations.position == 60
-    iterations.position = 7
-    assert [begun(iterations, w, seed=1) for w in (0, 1)] == [7, 7]
+def test_two_iterators_at_a_time_read_two_epochs(root: Path) -> None:
+    stream = stream_of(root)
+    options: Any = {"batch_size": None, "num_workers": 3, "persistent_workers": True}
+    loaders = [DataLoader(stream, **options) for _ in range(2)]
+    for turn in range(2):
+        found: list[list[str]] = [[], []]
+        for batches in zip(*loaders, strict=True):
+            for digests, batch in zip(found, batches, strict=True):
+                digests.append(digest(batch))
+        epochs = [list(expected(root, (2 * turn + i) * IMAGES)) for i in range(2)]
+        assert sorted(found) == sorted(epochs)  # whose workers begin first is open
+    assert [digest(batch) for batch in stream] == list(expected(root, 4 * IMAGES))
+    assert stream.position == 5 * IMAGES
 
 
 def test_a_generator_that_is_reset_before_each_iteration_repeats_no_epoch(root: Path) -> None:
@@ -344,33 +328,27 @@ def test_a_generator_that_is_reset_before_each_iteration_repeats_no_epoch(root: 
         assert [digest(batch) for batch in loader] == list(expected(root, epoch * IMAGES))
 
 
-def begin_in_a_process(iterations: Iterations, out: Any) -> None:
-    out.put(begun(iterations, 0))
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_share_the_position_and_copies_do_not(method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
-    iterations, out = Iterations(5), context.Queue()
-    copy = pickle.loads(pickle.dumps(iterations))
-    process = context.Process(target=begin_in_a_process, args=(iterations, out))
-    process.start()
-    assert out.get(timeout=600) == 5
-    process.join()
-    assert iterations.position == 15
-    assert copy.position == 5
+def test_processes_share_the_position_and_copies_do_not(root: Path, method: str) -> None:
+    stream = stream_of(root)
+    stream.set_epoch(1)
+    copy = pickle.loads(pickle.dumps(stream))
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert digest(next(iter(loader))) == next(expected(root, IMAGES))
+    assert stream.position == 2 * IMAGES
+    assert copy.position == IMAGES
 
 
-def test_threads_may_ask_for_the_state_at_any_time() -> None:
+def test_threads_may_ask_for_the_state_at_any_time(root: Path) -> None:
     """The lock of a file does not exclude the threads of one process."""
-    iterations = Iterations()
+    stream = stream_of(root)
     errors: list[BaseException] = []
 
     def ask() -> None:
         try:
             for _ in range(200):
-                assert iterations.position >= 0
-                iterations.begin(lambda position: position + 1)
+                assert stream.state_dict()["position"] >= 0
+                assert stream.begin() < stream.position
         except BaseException as error:
             errors.append(error)
 
@@ -380,8 +358,8 @@ def test_threads_may_ask_for_the_state_at_any_time() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
-    assert iterations.position == 6 * 200  # no thread overwrote the position of another
+    assert stream.position == 6 * 200 * IMAGES  # no thread overwrote the position of another
     pid = os.fork()
     if not pid:  # a lock that another thread held at the fork does not block the child
-        os._exit(0 if iterations.position >= 0 else 1)
+        os._exit(0 if stream.position >= 0 else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import time
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -63,7 +65,7 @@ def test_a_killed_worker_is_an_error_at_once_and_new_ones_go_on_exactly(root: Pa
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_process_has_saved(
+def test_workers_end_with_a_forgotten_iterator_and_by_sigterm_but_not_by_sigusr1(
     root: Path, short_path: Path, method: str
 ) -> None:
     process = start(method, root, "signalled", short_path / "tmp")
@@ -72,14 +74,36 @@ def test_workers_end_with_a_forgotten_iterator_and_outlive_signals_until_the_pro
         assert json.loads(first_lines(process, 1)[0]) == {"forgotten": [False, False]}
         assert json.loads(first_lines(process, 1)[0])["digests"] == whole[:2]
         os.killpg(process.pid, signal.SIGUSR1)
+        assert json.loads(first_lines(process, 1)[0]) == {"digests": whole[2:], "alive": [True, True]}
         os.killpg(process.pid, signal.SIGTERM)
         out, errors = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, TRACKER.sub("", errors.decode())) == (0, "")
-    assert json.loads(out) == {"rest": whole[2:], "alive": [True, True]}
+    ended = json.loads(out)
+    assert ended["codes"] == [-signal.SIGTERM] * 2
+    assert ended["error"]
+    assert ended["position"] == 18  # after the ninth batch
     wait_for_end(process.pid, 300)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_no_worker_is_left_whenever_the_training_process_is_killed(
+    root: Path, short_path: Path, method: str
+) -> None:
+    """Also while a worker sends a batch that nobody receives, and others hold the end of its pipe."""
+    random, segments = Random(method), names()
+    for number in range(5):
+        folder = short_path / f"{method}{number}"
+        process = start(method, root, "abandoned", folder)
+        members = [process.pid, *json.loads(first_lines(process, 1)[0])["workers"]]
+        time.sleep(random.uniform(0, 0.3))
+        process.kill()
+        process.wait(60)
+        wait_for_end(process.pid, 10)
+        assert shared_memory(members, segments) == []
+        process.communicate(timeout=60)
 
 
 def test_workers_end_by_themselves_when_their_process_is_killed_and_the_rest_is_the_suffix(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sa1b.stream.worker_memory import TransportError, image_memory, send_errors, share_images
+from sa1b.stream.worker_memory import TransportError, image_memory, prepare_worker
 from tests.stream.leftovers import names, shared_memory
 from tests.stream.reading import start, stream_of
 from tests.stream.recorded import make_root
@@ -44,32 +44,8 @@ def test_shared_memory_that_cannot_be_had_is_an_error_of_the_training_process(ro
     assert shared_memory([worker], segments) == []  # torch leaves the file whose size it could not set
 
 
-def fail_to_share(sending: bool) -> None:
-    """End with a segment that torch has left; sending: as a worker process of a DataLoader, twice begun."""
-    for _ in range(2 * sending):
-        send_errors()
-    no_shared_memory(0)
-    with pytest.raises(RuntimeError, match="File too large"):
-        torch.zeros(100).share_memory_()
-
-
-@pytest.mark.parametrize("sending", [True, False])
-def test_a_segment_that_no_batch_has_named_is_removed_at_the_end_of_its_worker(sending: bool) -> None:
-    segments = names()
-    process = multiprocessing.get_context("fork").Process(target=fail_to_share, args=(sending,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert process.pid is not None
-    left = shared_memory([process.pid], segments)
-    for name in left:
-        Path("/dev/shm", name).unlink()
-    assert len(left) == (not sending)  # without it torch does leave one
-
-
 def fail_to_decode_and_be_killed() -> None:
-    send_errors()
-    share_images()
+    prepare_worker()
     no_shared_memory(0)
     image_memory((100, 100, 3), torch.device("cpu"))  # has memory that is not shared
     os.kill(os.getpid(), signal.SIGKILL)

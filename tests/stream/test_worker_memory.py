@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,9 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b import Batch
-from sa1b.stream import worker_memory
-from sa1b.stream.worker_memory import image_memory, sent, share_images
 from tests.stream.recorded import RECIPE, make_root
 
-CPU = torch.device("cpu")
-SHAPE = (2, 40, 40, 3)
+SHARED = 64  # pixels; images of fewer are sent as bytes
 
 
 @pytest.fixture(scope="module")
@@ -25,118 +23,64 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_root(tmp_path_factory.mktemp("worker-memory"), 40)
 
 
-@pytest.fixture
-def worker() -> Iterator[None]:
-    """This process shares its images, as a worker does."""
-    share_images()
-    yield
-    del worker_memory._workers[os.getpid()]
+def stream_of(root: Path, image_size: int = RECIPE["image_size"]) -> sa1b.Stream:
+    sizes = {"global_batch": 2, "image_size": image_size}
+    return sa1b.Stream(root, damage_log=root / "damage.jsonl", **{**RECIPE, **sizes})
 
 
-def received(tensor: Tensor) -> Tensor:
-    """The tensor as the process that receives it has it; here its memory is the same."""
-    function, arguments = sent(tensor)
-    found: Tensor = function(*arguments)
-    return found
+def plain(root: Path, *size: int) -> list[Batch]:
+    return list(stream_of(root, *size))
 
 
-def taken() -> Tensor:
-    return image_memory(SHAPE, CPU)
+def loaded(root: Path, *size: int, **options: Any) -> Iterator[Any]:
+    return iter(DataLoader(stream_of(root, *size), batch_size=None, num_workers=1, **options))
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
+def with_its_place(batch: Batch) -> tuple[Batch, int]:
+    return batch, batch.images.data_ptr()  # of the worker
 
 
-def test_memory_is_reused_when_neither_process_refers_to_it(worker: None) -> None:
-    first = taken()
-    address = first.data_ptr()
-    assert taken().data_ptr() != address  # it is not sent yet
-    copy = received(first[1].permute(2, 0, 1))
-    assert torch.equal(copy, first[1].permute(2, 0, 1))
-    del first
-    assert taken().data_ptr() != address  # the receiver has it
-    row = copy[0]
-    del copy
-    assert taken().data_ptr() != address  # a view of it
-    del row
-    assert taken().data_ptr() == address
+def test_memory_of_images_that_nothing_refers_to_is_reused(root: Path) -> None:
+    places = [place for _, place in loaded(root, SHARED, collate_fn=with_its_place)]
+    assert len(set(places)) <= len(places) // 2
 
 
-def test_a_worker_that_keeps_what_it_has_sent_keeps_its_memory(worker: None) -> None:
-    first = taken()
-    copy = received(first)
-    del copy
-    assert not same_memory(taken(), first)
+def in_two_parts(batch: Batch) -> tuple[Batch, int]:
+    images = batch.images
+    return replace(batch, images=images[:1], extra={"second": images[1:]}), images.data_ptr()
 
 
-def test_two_tensors_of_a_batch_are_released_one_by_one(worker: None) -> None:
-    first = taken()
-    address, halves = first.data_ptr(), [received(first[:1]), received(first[1:])]
-    del first
-    halves.pop(0)
-    assert taken().data_ptr() != address
-    halves.pop()
-    assert taken().data_ptr() == address
+@pytest.mark.parametrize("kept", [0, 1])
+def test_memory_of_which_a_part_is_kept_is_not_reused(root: Path, kept: int) -> None:
+    expected, parts, places = plain(root, SHARED), list[Tensor](), list[int]()
+    for number, (batch, place) in enumerate(loaded(root, SHARED, collate_fn=in_two_parts)):
+        if number < 3:
+            parts.append((batch.images, batch.extra["second"])[kept][0, 0])  # a view
+        places.append(place)
+        del batch
+    for part, whole in zip(parts, expected, strict=False):
+        assert torch.equal(part, whole.images[kept, 0])
+    assert not set(places[:3]) & set(places[3:])
 
 
-def test_a_process_that_the_receiver_forks_releases_nothing(worker: None) -> None:
-    first = taken()
-    copy = received(first)
-    del first
+def test_a_process_that_the_receiver_forks_releases_nothing(root: Path) -> None:
+    expected, batches = plain(root, SHARED), loaded(root, SHARED)
+    first = next(batches).images
     child = os.fork()
     if not child:
-        del copy
+        del first
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert not same_memory(taken(), copy)
-
-
-def test_buffers_are_limited_and_those_of_another_size_are_dropped(worker: None) -> None:
-    held = [taken() for _ in range(worker_memory._BUFFERS)]
-    assert sent(taken()) is None  # ordinary memory
-    assert len({one.data_ptr() for one in held}) == len(held)
-    held.clear()
-    other = image_memory((1, 70, 70, 3), CPU)
-    assert sent(other) is not None
-    assert len(worker_memory._workers[os.getpid()]._buffers) == 1
-
-
-def test_without_shared_memory_batches_have_ordinary_memory(
-    worker: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise RuntimeError("unable to allocate shared memory")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", full)
-    assert sent(taken()) is None
-
-
-def test_little_memory_is_not_shared(worker: None) -> None:
-    assert sent(image_memory((1, 30, 30, 3), CPU)) is None
-
-
-def test_outside_of_a_worker_nothing_is_shared() -> None:
-    assert sent(image_memory(SHAPE, CPU)) is None
-
-
-def stream_of(root: Path) -> sa1b.Stream:
-    return sa1b.Stream(root, global_batch=2, damage_log=root / "damage.jsonl", **RECIPE)
-
-
-def plain(root: Path) -> list[Batch]:
-    return list(stream_of(root))
-
-
-def loaded(root: Path, **options: Any) -> Iterator[Any]:
-    return iter(DataLoader(stream_of(root), batch_size=None, num_workers=1, **options))
+    assert len(list(batches)) == len(expected) - 1
+    assert torch.equal(first, expected[0].images)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_batches_that_are_kept_keep_their_pixels(root: Path, context: str) -> None:
-    expected = plain(root)
-    assert len(expected) > 2 * worker_memory._BUFFERS
-    kept = [batch.images for batch in loaded(root, multiprocessing_context=context)]  # without the batch
+    expected = plain(root, SHARED)
+    assert len(expected) == 20  # more than a worker has buffers
+    found = loaded(root, SHARED, multiprocessing_context=context)
+    kept = [batch.images for batch in found]  # without the batch
     assert all(torch.equal(one, other.images) for one, other in zip(kept, expected, strict=True))
     assert all(one.stride() == other.images.stride() for one, other in zip(kept, expected, strict=True))
 
