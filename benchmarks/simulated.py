@@ -77,7 +77,7 @@ def make(root: Path, size: Size, progress: Callable[[int], object]) -> None:
     from sa1b.programs.synthetic.source_tars import scene
 
     real = read_first(size)
-    picture = scene(1)
+    picture = scene(1)[:2]
     (root / "tasks").mkdir(parents=True)
     ids, first, shards = image_ids(size), size.first_images(), size.first_shards()
     for source in range(size.sources):

@@ -38,7 +38,7 @@ def tar(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A source tar and its unpacked size in bytes."""
     members = []
     for picture in range(PICTURES):
-        jpeg, document = scene(picture + 1)
+        jpeg, document, *_ = scene(picture + 1)
         for copy in range(COPIES):
             image_id = 1 + picture + copy * PICTURES
             document["image"].update(image_id=image_id, file_name=f"sa_{image_id}.jpg")

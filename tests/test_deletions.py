@@ -43,7 +43,6 @@ STORE = "what its caller names"
 REASONS = {
     "programs/annotate/images.py scan": PROCESS,
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
-    "recipes/conversion.py convert": TEMPORARY,
     "engine/checkpoint/bucket.py _fetch": "files in the scratch folder of a run's URL, which the bucket has too, or renames",
     "engine/checkpoint/bucket.py _sweep": CHECKPOINT,
     "engine/checkpoint/bucket.py close": "the scratch folder of a run's URL, whose files are in the bucket",
@@ -122,8 +121,6 @@ REASONS = {
     "stream/columns.py _local": CACHE,
     "stream/columns.py _open_file": CACHE,
     "stream/columns.py _remove": TEMPORARY,
-    "programs/synthetic/source_tars.py write_tar": FINAL,
-    "programs/synthetic/source_tars.py write_tars": TEMPORARY,
     "programs/transfer/dataset_copy.py _finish": NAMED,
     "programs/transfer/dataset_copy.py _object": TEMPORARY,
     "programs/transfer/dataset_copy.py _quarantine": "files with the names that `Quarantine` gives",

@@ -29,9 +29,9 @@ from sa1b.grounding.alignment import (
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.clicks import kept_branches
 from sa1b.sam.image_encoder import ChannelNorm, encoder_layer
-from sa1b.sam.initial_weights import fit_weights, read_initial_weights, resize_positions, resize_table
+from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.model import ModelConfig, image_encoder_of
-from sa1b.sam.published import read_tensors
+from sa1b.sam.published import config_of, read_tensors
 from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
 from sa1b.stream.tokenizer import BYTES
@@ -109,39 +109,27 @@ class Grounding(nn.Module):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Load weights of this model, or of a SAM or a ViT for the image encoder; other sizes: UsageError."""
-        if is_grounding(weights):
-            try:
-                self.load_state_dict(dict(weights))
-            except RuntimeError as error:
-                raise UsageError(
-                    "weights of a grounding model of other sizes "
-                    f"({str(error).splitlines()[-1].strip()}): must fit --model, --text, --recipe and "
-                    "--data.text flags of this run"
-                ) from None
-            return f"{len(weights)} tensors of a grounding model"
-        fitted = self._encoder_of_sam(weights) if f"{_ENCODER}pos_embed" in weights else None
-        if fitted is None:
-            fitted = fit_weights(weights, self.config).tensors
-        missing, _ = self.load_state_dict(fitted, strict=False)
-        parts = dict.fromkeys(name.split(".")[0] for name in missing)
-        return f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
-
-    def _encoder_of_sam(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {}
-        for name, parameter in self.image_encoder.state_dict().items():
-            tensor = weights.get(_ENCODER + name)
-            if tensor is not None and name == "pos_embed":
-                tensor = resize_positions(tensor, parameter.shape[1])
-            elif tensor is not None and "rel_pos_" in name and len(tensor) != len(parameter):
-                tensor = resize_table(tensor, len(parameter))
-            if tensor is None or tensor.shape != parameter.shape:
-                has = "missing" if tensor is None else str(list(tensor.shape))
-                raise UsageError(
-                    f"weights with {_ENCODER}{name} {has}: the image encoder has {list(parameter.shape)}; "
-                    "pass the --model flags of these weights"
-                )
-            tensors[_ENCODER + name] = tensor
-        return tensors
+        own, line, fitted = self.state_dict(), f"{len(weights)} tensors of a grounding model", dict(weights)
+        if not is_grounding(weights):
+            is_sam = f"{_ENCODER}pos_embed" in weights
+            sizes = self.config
+            if is_sam:
+                sizes = replace(config_of(weights), image_size=sizes.image_size)
+            tensors = fit_weights(weights, sizes).tensors
+            fitted = {name: tensor for name, tensor in tensors.items() if name.startswith(_ENCODER)}
+            kept = [name for name in own if name not in fitted]
+            parts = dict.fromkeys(name.split(".")[0] for name in kept)
+            line = f"{len(fitted)} tensors for the image encoder; initial values: {', '.join(parts)}"
+            # A SAM has all of the image encoder, a ViT has no relative positions and no neck.
+            fitted |= {name: own[name] for name in kept if not (is_sam and name.startswith(_ENCODER))}
+        try:
+            self.load_state_dict(fitted)
+        except RuntimeError as error:
+            raise UsageError(
+                f"weights of other sizes ({str(error).splitlines()[-1].strip()}): must fit --model, --text, "
+                "--recipe and --data.text flags of this run"
+            ) from None
+        return line
 
     def fsdp_units(self) -> list[list[nn.Module]]:
         """Attention and MLP of each block of the image encoder; all else is gathered with the root module."""

@@ -1,6 +1,5 @@
 """Shards for torch_em and micro-sam: images with an image of instance labels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -19,7 +18,7 @@ def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: 
     """
     own = {name: options.pop(name) for name in _OWN if name in options}
     samples = ViewSamples(root, **own)  # one, so that image and labels read a sample once
-    items = _Items(samples, _image), _Items(samples, _labels)
+    items = _Items(samples, is_label=False), _Items(samples, is_label=True)
     dataset = import_module("torch_em.data").ImageCollectionDataset(*items, patch_shape, **options)
     dataset.have_tensor_data = True  # its images are arrays already, as those of its TensorDataset
     return dataset
@@ -28,21 +27,15 @@ def image_collection(root: str, patch_shape: tuple[int, int] | None, **options: 
 @dataclass
 class _Items:
     samples: ViewSamples
-    read: Callable[[ViewSamples, int], Any]
+    is_label: bool
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, position: int) -> Any:
-        return self.read(self.samples, position)
-
-
-def _image(samples: ViewSamples, position: int) -> Any:
-    return samples.sample(position).image
-
-
-def _labels(samples: ViewSamples, position: int) -> Any:
-    sample = samples.sample(position)
-    kept = samples.kept(sample)
-    order = np.argsort(-sample.annotations.area[kept], kind="stable")  # smaller masks are on top
-    return np.ascontiguousarray(painted(sample.annotations.runs(kept[order]))[0])
+        sample = self.samples.sample(position)
+        if not self.is_label:
+            return sample.image
+        kept = self.samples.kept(sample)
+        order = np.argsort(-sample.annotations.area[kept], kind="stable")  # smaller masks are on top
+        return np.ascontiguousarray(painted(sample.annotations.runs(kept[order]))[0])

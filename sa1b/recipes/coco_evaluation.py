@@ -15,12 +15,11 @@ evaluates every world_size-th image.
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import cv2
 import numpy as np
@@ -35,7 +34,6 @@ from sa1b.engine.config import Config
 from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.limit import Limited, OverdueError
 from sa1b.masks import coco
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize
@@ -44,8 +42,6 @@ from sa1b.sam.prediction import framed_image
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
 from sa1b.sam.targets import Targets
 
-T = TypeVar("T")
-_LIMITED = Limited()
 _AP = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large")  # names of the first figures of COCOeval
 
 
@@ -65,44 +61,28 @@ class EvaluatedImage:
     detections: list[dict[str, Any]]  # entries of its boxes in the other file
 
 
-def read_coco(
-    annotations: Path, folder: Path, detections: Path | None = None, deadline: float = 300.0
-) -> list[EvaluatedImage]:
-    """The images of an annotation file, by id. `deadline`: seconds that the read of one file may take, else
-    CocoError. UsageError names the flag and the file of another format, or with missing images.
+def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -> list[EvaluatedImage]:
+    """The images of an annotation file, by id. UsageError names the flag and the file of another format, or
+    with missing images.
     """
     images: dict[int, EvaluatedImage] = {}
-
-    def of(entry: dict[str, Any]) -> EvaluatedImage:
-        if entry["image_id"] not in images:
-            raise BadValue(f"there is no image with image_id {entry['image_id']}")
-        return images[entry["image_id"]]
-
     with _named(f"--evaluation.coco {annotations}"):
-        truth = _read("--evaluation.coco", annotations, _opened, deadline)
+        truth = _opened(annotations)
         for number, entry in truth.imgs.items():
             height, width = int(entry["height"]), int(entry["width"])
             images[number] = EvaluatedImage(number, folder / entry["file_name"], height, width, [], [])
         for entry in truth.dataset["annotations"]:
             if not entry.get("iscrowd"):
-                of(entry).annotations.append(entry)
-            if detections is not None:  # what pycocotools reads at the end
-                _ = [float(entry[name]) for name in ("id", "category_id", "iscrowd", "area")]
+                images[entry["image_id"]].annotations.append(entry)
         if not any(image.annotations for image in images.values()):
             raise BadValue("has no annotations other than crowds")
-        categories = {} if detections is None else {entry["id"] for entry in truth.dataset["categories"]}
     if detections is not None:
         with _named(f"--evaluation.detections {detections}"):
-            boxes = _read("--evaluation.detections", detections, lambda path: path.read_bytes(), deadline)
-            for entry in json.loads(boxes):
-                _ = _corners(entry["bbox"]), float(entry["score"])
-                if entry["category_id"] not in categories:
-                    raise BadValue(f"there is no category with category_id {entry['category_id']}")
-                of(entry).detections.append(entry)
+            for entry in json.loads(detections.read_bytes()):
+                images[entry["image_id"]].detections.append(entry)
             if not any(image.detections for image in images.values()):
                 raise BadValue("has no detections")
-    paths = [image.path for image in images.values()]
-    if missing := [path for path in paths if not _read("--evaluation.images", path, Path.is_file, deadline)]:
+    if missing := [image.path for image in images.values() if not image.path.is_file()]:
         raise UsageError(
             f"--evaluation.images {folder}: lacks {len(missing):,} of the {len(images):,} images of "
             f"{annotations}, such as {missing[0].name}; pass the folder that holds all of them"
@@ -125,7 +105,7 @@ def _named(where: str) -> Iterator[None]:
         why = f"cannot be read ({error.strerror}); pass a file that this user can read"
         raise UsageError(f"{where}: {why}") from None
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        what = f"no field {error}" if isinstance(error, KeyError) else str(error)
+        what = f"no field or image {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
             f"{where}: {what}; pass a file in COCO's format, such as instances_val2017.json or its results"
         ) from None
@@ -151,23 +131,25 @@ def evaluate_coco(
     score = Score.empty(device, PROMPTS)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
     results: list[dict[str, Any]] = []
-    for image, pixels, truth, areas in _loaded(images, annotations, rank_info, config.data.deadline):
+    # All ranks call the model equally often: one without an image of its own repeats one that does not count.
+    steps, ranks = range(-(-len(images) // rank_info.world_size)), rank_info.world_size
+    numbers = [step * ranks + rank_info.rank for step in steps]
+    loaded = _loaded([images[number % len(images)] for number in numbers], annotations)
+    shown = tqdm(numbers, desc="evaluate", unit="image", disable=rank_info.rank > 0)
+    for number, (image, pixels, truth, areas) in zip(shown, loaded, strict=True):
         inputs = _inputs(pixels, config.image_size, device)
         with autocast(config.parallel.precision, device):
             if detected:
-                boxes = (
-                    [] if image is None else [_corners(detection["bbox"]) for detection in image.detections]
-                )
-                source = (1, 1) if image is None else (image.height, image.width)
-                protocol = BoxMasks(np.array(boxes, np.float64).reshape(-1, 4), source)
+                boxes = np.array([_corners(one["bbox"]) for one in image.detections], np.float64)
+                protocol = BoxMasks(boxes.reshape(-1, 4), (image.height, image.width))
                 masks = module(*inputs, protocol=protocol)["masks"]
-                if image is not None and boxes:
+                if number < len(images) and len(boxes):
                     results += _results(image, masks.cpu().numpy())
-            else:
-                filled = truth.masks.any(axis=(1, 2))
-                counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
-                protocol_of = SamProtocol([] if image is None else [counted])
-                outputs = module(*inputs, protocol=protocol_of)
+                continue
+            filled = truth.masks.any(axis=(1, 2))
+            counted = ImageTruth(truth.masks[filled], truth.boxes[filled])
+            outputs = module(*inputs, protocol=SamProtocol([counted]))
+            if number < len(images):
                 sizes = torch.from_numpy(areas[filled]).to(device)
                 score.add(outputs["intersections"], outputs["unions"], sizes, torch.ones_like(sizes))
                 empty += int((~filled).sum())
@@ -185,33 +167,24 @@ def detection_line(scores: Mapping[str, Any]) -> str:
     return ", ".join(f"{label} {scores[name]:.3f}" for name, label in zip(_AP, labels, strict=True))
 
 
-Loaded = tuple[EvaluatedImage | None, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
+Loaded = tuple[EvaluatedImage, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
 
 
-def _loaded(
-    images: list[EvaluatedImage], annotations: Path, rank_info: RankInfo, deadline: float
-) -> Iterator[Loaded]:
-    """This rank's images; a thread prefetches the next one. Ranks with fewer images yield None at the end."""
-    rank_images = images[rank_info.rank :: rank_info.world_size]
-    steps = -(-len(images) // rank_info.world_size)
+def _loaded(images: list[EvaluatedImage], annotations: Path) -> Iterator[Loaded]:
+    """The contents of images; a thread prefetches the next one."""
     with ThreadPoolExecutor(1) as pool:
-        jobs = [partial(load_image, image, annotations, deadline) for image in rank_images]
-        pending = pool.submit(jobs[0]) if jobs else None
-        for step in tqdm(range(steps), desc="evaluate", unit="image", disable=rank_info.rank > 0):
-            if pending is None:
-                truth = ImageTruth(np.zeros((0, 1, 1), np.bool_), np.zeros((0, 4)))
-                yield None, np.zeros((0, 0, 3), np.uint8), truth, np.zeros(0, np.int64)
-                continue
-            following = pool.submit(jobs[step + 1]) if step + 1 < len(jobs) else None
-            yield pending.result()
-            pending = following
+        pending = pool.submit(load_image, images[0], annotations)
+        for following in images[1:]:
+            ready, pending = pending, pool.submit(load_image, following, annotations)
+            yield ready.result()
+        yield pending.result()
 
 
-def load_image(image: EvaluatedImage, annotations: Path, deadline: float = 300.0) -> Loaded:
-    """An image of `read_coco`: pixels uint8 [height, width, 3] RGB, its masks and boxes, its areas int64 [N].
-    CocoError names the file that cannot be read or decoded.
+def load_image(image: EvaluatedImage, annotations: Path) -> Loaded:
+    """Pixels uint8 [height, width, 3] RGB of an image, its masks and boxes, its areas int64 [N]. CocoError:
+    the image or an annotation cannot be decoded.
     """
-    data = _read("--evaluation.images", image.path, partial(np.fromfile, dtype=np.uint8), deadline)
+    data = np.fromfile(image.path, np.uint8)
     # Annotations refer to the stored pixels: the EXIF orientation is ignored.
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     decoded = cv2.imdecode(data, flags) if len(data) else None
@@ -269,12 +242,9 @@ def _corners(box: Any) -> tuple[float, float, float, float]:
 def _inputs(
     pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
 ) -> tuple[Tensor, Targets, Tensor]:
-    """Arguments of `Interactive` without targets for one image, or for no image if `pixels` is empty."""
-    count = int(pixels.size > 0)
-    square, taken = np.zeros((count, image_size, image_size, 3), np.uint8), (image_size, image_size)
-    if count:
-        taken = framed_size(pixels.shape[0], pixels.shape[1], image_size)
-        square[0] = framed_image(pixels, *taken, image_size)
+    """Arguments of `Interactive` for one image, without targets."""
+    taken = framed_size(pixels.shape[0], pixels.shape[1], image_size)
+    square = torch.from_numpy(framed_image(pixels, *taken, image_size))
     none = torch.zeros(0, dtype=torch.int64, device=device)
     targets = Targets(
         masks=torch.zeros((0, image_size // 4, image_size // 4), dtype=torch.uint8, device=device),
@@ -283,10 +253,11 @@ def _inputs(
         image=none,
         weights=torch.zeros(0, device=device),
         keys=none,
-        sizes=torch.tensor([taken] * count, dtype=torch.int64, device=device).reshape(-1, 2),
-        counts=[0] * count,
+        sizes=torch.tensor([taken], dtype=torch.int64, device=device),
+        counts=[0],
     )
-    return torch.from_numpy(square).permute(0, 3, 1, 2).to(device), targets, none[:count]
+    key = torch.zeros(1, dtype=torch.int64, device=device)
+    return square[None].permute(0, 3, 1, 2).to(device), targets, key
 
 
 def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
@@ -322,12 +293,3 @@ def _average_precision(
         judged.accumulate()
         judged.summarize()
     return dict(zip(_AP, map(float, judged.stats[: len(_AP)]), strict=True))
-
-
-def _read(flag: str, path: Path, read: Callable[[Path], T], deadline: float) -> T:
-    """The result of `read`; a mount whose server is lost would block it without limit."""
-    try:
-        return _LIMITED.call(partial(read, path), deadline)
-    except OverdueError as error:
-        remedy = "repair the disk or the server of its mount, or raise --data.deadline"
-        raise CocoError(f"{flag}: {path}: {error}; {remedy}") from None

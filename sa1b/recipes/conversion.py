@@ -1,11 +1,11 @@
 """Conversion of weights: to one file, or to a folder in the form of another program."""
 
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +16,14 @@ from sa1b.recipes.weights import find_weights
 from sa1b.sam import other_forms
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import FORMATS, config_of, preset_of, write_weights
-from sa1b.storage.atomic import commit, flush, temporary_path
+from sa1b.storage.atomic import commit, flush
 
 PUBLISHED = ("vit_b", "vit_l", "vit_h")  # models that the original package can build by name
-_FILE = {"segment-anything": "model.pth", "safetensors": "model.safetensors"}
 _NAMES = {  # how the names of a form's files begin
+    "segment-anything": ("model.pth",),
+    "safetensors": ("model.safetensors",),
     "transformers": ("config.json", "preprocessor_config.json", "model.safetensors"),
     "onnx": (other_forms.ENCODER, other_forms.DECODER),  # .data may follow
-    **{to: (name,) for to, name in _FILE.items()},
 }
 _PROMPTS = 100  # on which ONNX files are compared with torch
 
@@ -54,40 +54,32 @@ class Converted:
 
     def snippet(self) -> str:
         """Python code that loads the result with each program that can."""
-        path, pth = self.target, self.target.endswith(".pth")
+        path = self.target
         if self.to == "transformers":
-            return (
-                "Load it with transformers:\n\n    from transformers import SamModel\n\n"
-                f"    model = SamModel.from_pretrained({path!r})\n"
-            )
+            load = f"    model = SamModel.from_pretrained({path!r})\n"
+            return f"Load it with transformers:\n\n    from transformers import SamModel\n\n{load}"
         if self.to == "onnx":
-            return (
-                "Load it with onnxruntime:\n\n    import onnxruntime\n\n"
-                f"    encoder = onnxruntime.InferenceSession({f'{path}/{other_forms.ENCODER}'!r})\n"
-                f"    decoder = onnxruntime.InferenceSession({f'{path}/{other_forms.DECODER}'!r})\n"
-            )
-        if self.to is not None:
-            path, pth = f"{path}/{_FILE[self.to]}", self.to == "segment-anything"
-        sa1b_text = (
+            load = "Load it with onnxruntime:\n\n    import onnxruntime\n\n"
+            for name, file in (("encoder", other_forms.ENCODER), ("decoder", other_forms.DECODER)):
+                load += f"    {name} = onnxruntime.InferenceSession({f'{path}/{file}'!r})\n"
+            return load
+        path = path if self.to is None else f"{path}/{_NAMES[self.to][0]}"
+        text = (
             "Load it with this package:\n\n"
             "    import sa1b\n\n"
             f"    model = sa1b.load_model({path!r})\n"
             "    # image: uint8 RGB [height, width, 3]; x, y: pixels of it\n"
-            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n"
+            "    # masks = sa1b.predict(model, image, points=[[x, y]]).masks\n\n"
         )
         if self.model not in PUBLISHED:
-            return f"{sa1b_text}\nThe original package (segment_anything) has no model of these sizes."
-        if pth:
-            load = f"    model = sam_model_registry[{self.model!r}](checkpoint={path!r})"
-        else:
-            load = (
-                "    from safetensors.torch import load_file\n\n"
-                f"    model = sam_model_registry[{self.model!r}]()\n"
-                f"    model.load_state_dict(load_file({path!r}))"
-            )
+            return f"{text}The original package (segment_anything) has no model of these sizes."
+        text += "Load it with the original package:\n\n    from segment_anything import sam_model_registry\n"
+        if path.endswith(".pth"):
+            return f"{text}    model = sam_model_registry[{self.model!r}](checkpoint={path!r})"
         return (
-            f"{sa1b_text}\nLoad it with the original package:\n\n"
-            f"    from segment_anything import sam_model_registry\n{load}"
+            f"{text}    from safetensors.torch import load_file\n\n"
+            f"    model = sam_model_registry[{self.model!r}]()\n"
+            f"    model.load_state_dict(load_file({path!r}))"
         )
 
 
@@ -101,9 +93,8 @@ def convert(
 ) -> Converted:
     """Write weights to one file, or to a folder in the form `to`; else see `find_weights`.
 
-    UsageError: the target exists, or a file has an unknown ending; or --overwrite would leave files of
-    another form beside the new ones; or the form has no model of these sizes,
-    or needs a package that is missing.
+    UsageError: the target exists, has files of others, or an unknown ending; or the form has no model of
+    these sizes, or needs a package that is missing.
     """
     _check_target(target, to, overwrite)
     where, weights = find_weights(source, scratch)
@@ -112,37 +103,30 @@ def convert(
             f"{where}: a grounding model, which needs the settings of its run; load the run with "
             "sa1b.load_grounding, or pass it as --init"
         )
-    config = config_of(weights)
-    done = Converted(
+    config, compared = config_of(weights), None
+    if to is None:
+        write_weights(target, weights)
+        length = target.stat().st_size
+    else:
+        _check_form(to, config, where)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", suffix=".partial", dir=target.parent) as name:
+            compared = _write(Path(name), to, weights, config)
+            paths = sorted(Path(name).iterdir())
+            length = sum(path.stat().st_size for path in paths)
+            for path in paths:
+                flush(path)
+                commit(path, target / path.name)
+    return Converted(
         source=where,
         target=str(target),
-        bytes=0,
+        bytes=length,
         model=preset_of(config),
         image_size=config.image_size,
         parameters=sum(tensor.numel() for tensor in weights.values()),
         to=to,
-        compared=None,
+        compared=compared,
     )
-    if to is None:
-        write_weights(target, weights)
-        return replace(done, bytes=target.stat().st_size)
-    _check_form(to, config, done)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = temporary_path(target)
-    folder.mkdir()
-    try:
-        done = replace(done, compared=_write(folder, to, weights, config))
-        paths = sorted(folder.iterdir())
-        done = replace(done, bytes=sum(path.stat().st_size for path in paths))
-        names = {path.name for path in paths}
-        if target.exists():
-            _refuse_others(target, to, {path.name for path in target.iterdir()} - names)
-        for path in paths:
-            flush(path)
-            commit(path, target / path.name)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return done
 
 
 def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
@@ -157,23 +141,17 @@ def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
         return
     if target.exists() and not target.is_dir():
         raise UsageError(f"--out {target}: is a file; name a folder for --to {to}")
-    if not target.exists() or not any(target.iterdir()):
-        return
-    names = {path.name for path in target.iterdir()}
-    _refuse_others(target, to, {name for name in names if not name.startswith(_NAMES[to])})
-    if not overwrite:
+    names = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    if others := [name for name in names if not name.startswith(_NAMES[to])]:
+        raise UsageError(
+            f"--out {target}: has {others[0]}, which --to {to} does not write; name a new folder"
+        )
+    if names and not overwrite:
         raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
 
 
-def _refuse_others(target: Path, to: str, others: set[str]) -> None:
-    if others:
-        raise UsageError(
-            f"--out {target}: has {min(others)}, which --to {to} does not write; name a new folder"
-        )
-
-
-def _check_form(to: str, config: ModelConfig, done: Converted) -> None:
-    if to == "segment-anything" and done.model not in PUBLISHED:
+def _check_form(to: str, config: ModelConfig, source: str) -> None:
+    if to == "segment-anything" and preset_of(config) not in PUBLISHED:
         why = f"has no model of these sizes, only {', '.join(PUBLISHED)}"
     elif to == "transformers" and config.backbone:
         why = f"has no image encoder {config.backbone} (--model.backbone)"
@@ -181,16 +159,16 @@ def _check_form(to: str, config: ModelConfig, done: Converted) -> None:
         why = f"has no pixel features, and this model has {config.pixel_features} (--model.pixel-features)"
     else:
         return
-    raise UsageError(f"{done.source}: --to {to}: that package {why}; pass --to safetensors or onnx")
+    raise UsageError(f"{source}: --to {to}: that package {why}; pass --to safetensors or onnx")
 
 
 def _write(folder: Path, to: str, weights: Mapping[str, Tensor], config: ModelConfig) -> str | None:
     """Write the files of a form; return how ONNX compares with torch."""
-    if to in _FILE:
-        write_weights(folder / _FILE[to], weights)
-        return None
     if to == "transformers":
         other_forms.write_transformers(folder, weights, config)
+        return None
+    if to != "onnx":
+        write_weights(folder / _NAMES[to][0], weights)
         return None
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
         raise UsageError(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sa1b.engine.config import Config
+from sa1b.engine.model import Scorer
 from sa1b.engine.settings import CheckpointConfig, DataConfig, OptimConfig
 from sa1b.errors import UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
@@ -18,6 +19,7 @@ from sa1b.recipes.weights import (
     EmbeddingsConfig,
     TeacherConfig,
     check_memory,
+    grounding_of,
     open_cache,
     open_teacher,
     teacher_digest,
@@ -27,7 +29,6 @@ from sa1b.sam.interactive import CachedInteractive, Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
-from sa1b.stream.tokenizer import open_tokenizer
 
 Preset = Literal[
     "vit_b",
@@ -47,8 +48,23 @@ Preset = Literal[
 ]
 
 
+class OfSam(Config):
+    """What the settings of all presets have: the sizes of an image encoder, and SAM's scores by default."""
+
+    __slots__ = ()
+    model: ModelConfig
+
+    @property
+    def image_size(self) -> int:
+        """Size of the padded square that the model takes, pixels."""
+        return self.model.image_size
+
+    def scorer(self, device: torch.device) -> Scorer:
+        return ClickScorer(self.evaluation.protocol == "sam", device)
+
+
 @dataclass(frozen=True, slots=True)
-class SamConfig(Config):
+class SamConfig(OfSam):
     """A run that trains SAM.
 
     Attributes:
@@ -69,11 +85,6 @@ class SamConfig(Config):
     recipe: Recipe = field(default_factory=Recipe)
     embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
 
-    @property
-    def image_size(self) -> int:
-        """Size of the padded square that the model takes, pixels."""
-        return self.model.image_size
-
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
         check_memory(self.model)
@@ -84,13 +95,10 @@ class SamConfig(Config):
         opened = partial(open_cache, "--embeddings.cache", cache, limit)
         return CachedInteractive(model, self.recipe, opened)
 
-    def scorer(self, device: torch.device) -> ClickScorer:
-        return ClickScorer(self.evaluation.protocol == "sam", device)
-
     def check(self) -> None:
         Config.check(self)
         _check_targets(self)
-        self.embeddings.check(self.optim.freeze, self.parallel.mode, self.model)
+        self.embeddings.check(self.optim.freeze, self.parallel.mode)
         if self.model.lora_rank and self.init is None and not (self.dry_run or self.evaluate_only):
             raise UsageError(
                 f"--model.lora-rank {self.model.lora_rank}: changes weights that are trained already; pass "
@@ -99,7 +107,7 @@ class SamConfig(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class DistillConfig(Config):
+class DistillConfig(OfSam):
     """A run in which the image encoder of a small SAM, the student, learns the embeddings of a larger one.
 
     Attributes:
@@ -116,38 +124,33 @@ class DistillConfig(Config):
     model: ModelConfig = field(default_factory=ModelConfig)
     recipe: Recipe = field(default_factory=Recipe)
 
-    @property
-    def image_size(self) -> int:
-        """Size of the padded square that both models take, pixels."""
-        return self.model.image_size
-
     def build(self) -> Distillation:
         """Student and teacher."""
         check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
-        cache = None if self.evaluate_only else self.distill.open_cache()
-        return Distillation(student, self.recipe, teacher, cache)
-
-    def scorer(self, device: torch.device) -> ClickScorer:
-        return ClickScorer(self.evaluation.protocol == "sam", device)
+        cache, limit, digest = self.distill.cache, self.distill.cache_bytes, self.distill.digest
+        if cache is None or limit is None or not digest or self.evaluate_only:  # no digest: a dry run
+            return Distillation(student, self.recipe, teacher, None)
+        return Distillation(
+            student, self.recipe, teacher, open_cache("--distill.cache", cache, limit, digest)
+        )
 
     def resolved(self) -> "DistillConfig":
         """The settings with the digest of the teacher; see `Config.resolved`."""
         if self.dry_run:
             return self
-        return replace(
-            self, distill=replace(self.distill, digest=teacher_digest(self.distill.teacher, self.scratch))
-        )
+        digest = teacher_digest(self.distill.teacher, self.scratch)
+        return replace(self, distill=replace(self.distill, digest=digest))
 
     def check(self) -> None:
         Config.check(self)
-        self.distill.check(self.model)
+        self.distill.check()
         _refuse_low_rank(self)
 
 
 @dataclass(frozen=True, slots=True)
-class GroundingConfig(Config):
+class GroundingConfig(OfSam):
     """A run that trains a grounding model.
 
     Attributes:
@@ -165,26 +168,12 @@ class GroundingConfig(Config):
     text: TextConfig = field(default_factory=TextConfig)
     recipe: GroundingRecipe = field(default_factory=GroundingRecipe)
 
-    @property
-    def image_size(self) -> int:
-        """Size of the padded square that the model takes, pixels."""
-        return self.model.image_size
-
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
         check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
-        return Grounding(
-            self.model,
-            self.text,
-            self.recipe,
-            vocabulary=1 if data.text_width else self.text.vocabulary or _vocabulary(data.tokenizer),
-            length=data.text_tokens,
-            vectors=data.text_width,
-            capacity=images * data.masks,
-            tokenizer=data.tokenizer,
-        )
+        return grounding_of(self.model, self.text, self.recipe, data, images * data.masks)
 
     def scorer(self, device: torch.device) -> GroundingScore:
         return GroundingScore.empty(device)
@@ -207,20 +196,8 @@ class GroundingConfig(Config):
                 "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "
                 "of `sa1b synthesize --phrases`"
             )
-        if self.data.text_key == "image_id":
-            raise UsageError(
-                "--data.text-key image_id: grounding needs a phrase for each mask; pass mask_id, and a table "
-                "with that column"
-            )
         _check_targets(self)
         _refuse_low_rank(self)
-        if self.model.pixel_features:
-            raise UsageError(
-                "--model.pixel-features: is of SAM's decoder, which grounding does not have; drop it"
-            )
-        if self.evaluation.coco is not None or self.evaluation.protocol != "uniform":
-            flag = "coco" if self.evaluation.coco is not None else "protocol"
-            raise UsageError(f"--evaluation.{flag}: is about clicks and boxes, not about phrases; drop it")
 
 
 def _refuse_low_rank(config: DistillConfig | GroundingConfig) -> None:
@@ -228,15 +205,6 @@ def _refuse_low_rank(config: DistillConfig | GroundingConfig) -> None:
         raise UsageError(
             f"--model.lora-rank {config.model.lora_rank}: is for presets of SAM, not {config.preset}; drop it"
         )
-
-
-def _vocabulary(tokenizer: str) -> int:
-    vocabulary = open_tokenizer(tokenizer).vocabulary
-    if vocabulary is None:
-        raise UsageError(
-            f"--data.tokenizer {tokenizer}: does not state its number of tokens; pass --text.vocabulary"
-        )
-    return vocabulary
 
 
 def _check_targets(config: SamConfig | GroundingConfig) -> None:

@@ -185,7 +185,7 @@ def _coco_scores(
 ) -> dict[str, float]:
     folder, detections = config.evaluation.images, config.evaluation.detections
     assert folder is not None  # refused by EvaluationConfig
-    images = read_coco(annotations, folder, detections, deadline=config.data.deadline)
+    images = read_coco(annotations, folder, detections)
     module = wrap(build(), config.parallel, rank_info)
     return evaluate_coco(module, images, annotations, config, rank_info)
 

@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -23,7 +24,7 @@ from sa1b.engine.ranks.parallel import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam.embedding_cache import EmbeddingCache, least_limit
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -99,13 +100,14 @@ def load_grounding(source: str | PathLike[str], device: torch.device | str = "cp
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     try:
         document = json.loads((run / "config.json").read_bytes())
-        settings = document["text"], document["model"], document["recipe"], document["data"]
-    except (OSError, ValueError, KeyError) as error:
+        text, recipe = TextConfig(**document["text"]), GroundingRecipe(**document["recipe"])
+        sizes, data = ModelConfig.saved({**document["model"], "kernels": "auto"}), document["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{source}: not the run of a grounding model ({type(error).__name__}: {error}); pass the --out "
             "of `sa1b train --preset grounding`"
         ) from None
-    model = _built(*settings)
+    model = grounding_of(sizes, text, recipe, SimpleNamespace(**data))
     where, weights = find_weights(path)
     if not is_grounding(weights):
         raise UsageError(f"{where}: the weights of another model; pass the run of a grounding model")
@@ -113,21 +115,24 @@ def load_grounding(source: str | PathLike[str], device: torch.device | str = "cp
     return model.to(device).eval()
 
 
-def _built(
-    text: dict[str, Any], model: dict[str, Any], recipe: dict[str, Any], data: Mapping[str, Any]
+def grounding_of(
+    sizes: ModelConfig, text: TextConfig, recipe: GroundingRecipe, data: Any, capacity: int = 1
 ) -> Grounding:
-    sizes = TextConfig(**text)
-    vocabulary = sizes.vocabulary or (
-        1 if data["text_width"] else open_tokenizer(data["tokenizer"]).vocabulary
-    )
+    """The model of a run; `data`: its settings. UsageError: the number of tokens is not known."""
+    vocabulary = 1 if data.text_width else text.vocabulary or open_tokenizer(data.tokenizer).vocabulary
+    if vocabulary is None:
+        raise UsageError(
+            f"--data.tokenizer {data.tokenizer}: does not state its number of tokens; pass --text.vocabulary"
+        )
     return Grounding(
-        ModelConfig.saved({**model, "kernels": "auto"}),
         sizes,
-        GroundingRecipe(**recipe),
-        vocabulary=vocabulary or 1,
-        length=data["text_tokens"],
-        vectors=data["text_width"],
-        tokenizer=data["tokenizer"],
+        text,
+        recipe,
+        vocabulary=vocabulary,
+        length=data.text_tokens,
+        vectors=data.text_width,
+        capacity=capacity,
+        tokenizer=data.tokenizer,
     )
 
 
@@ -152,19 +157,13 @@ class TeacherConfig:
     cache_bytes: Annotated[int | None, Range(1)] = None
     digest: Annotated[str, tyro.conf.Suppress] = ""
 
-    def check(self, model: ModelConfig) -> None:
+    def check(self) -> None:
         """UsageError names the flag of a setting that does not fit the others."""
         if not self.teacher:
             raise UsageError(
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
             )
-        _check_cache("distill", self, model)
-
-    def open_cache(self) -> EmbeddingCache | None:
-        """The cache of the teacher's embeddings; None if there is none, or no digest of the teacher."""
-        if self.cache is None or self.cache_bytes is None or not self.digest:
-            return None
-        return open_cache("--distill.cache", self.cache, self.cache_bytes, self.digest)
+        _check_cache("distill", self)
 
 
 def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
@@ -198,7 +197,7 @@ class EmbeddingsConfig:
     cache: str | None = None
     cache_bytes: Annotated[int | None, Range(1)] = None
 
-    def check(self, frozen: Collection[str], mode: str, model: ModelConfig) -> None:
+    def check(self, frozen: Collection[str], mode: str) -> None:
         """UsageError names the flag of a setting that does not fit the others."""
         if self.cache is not None and "image_encoder" not in frozen:
             raise UsageError(
@@ -211,27 +210,14 @@ class EmbeddingsConfig:
                 f"--embeddings.cache {self.cache}: needs the whole image encoder on each rank, not "
                 f"--parallel.mode fsdp; pass --parallel.mode ddp"
             )
-        _check_cache("embeddings", self, model)
+        _check_cache("embeddings", self)
 
 
-def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig, model: ModelConfig) -> None:
-    flag = f"--{part}.cache"
-    check_cache_flags(flag, config.cache, config.cache_bytes)
+def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
+    check_cache_flags(f"--{part}.cache", config.cache, config.cache_bytes)
     check_fields(config, part)
     if protocol_of(config.cache or ""):
-        raise UsageError(f"{flag} {config.cache}: must be a folder on a local disk, not a URL")
-    if config.cache is None or config.cache_bytes is None:
-        return
-    folder = Path(config.cache).expanduser()
-    there = next((parent for parent in (folder, *folder.parents) if os.path.lexists(parent)), folder)
-    if not there.is_dir():
-        raise UsageError(f"{flag} {config.cache}: {there} is not a folder; pass another folder")
-    ranks = _ranks_here()
-    if config.cache_bytes < (least := ranks * least_limit(model.channels, model.side)):
-        raise UsageError(
-            f"{flag}-bytes {config.cache_bytes}: is less than one embedding takes"
-            f"{f' on each of {ranks} ranks' if ranks > 1 else ''}; pass at least {least}"
-        )
+        raise UsageError(f"--{part}.cache {config.cache}: must be a folder on a local disk, not a URL")
 
 
 def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> EmbeddingCache:
@@ -240,11 +226,14 @@ def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> Embeddin
     The files of all encoders count towards the limit. The ranks of a machine share what is left of it.
     UsageError: the folder cannot be created or read.
     """
-    every = Path(cache).expanduser()
+    every, sizes = Path(cache).expanduser(), dict[Path, int]()
     folder = every / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = dict(_sizes(every))
+        for path in every.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # other processes write and rename files
+                if path.is_file():
+                    sizes[path] = path.stat().st_size
     except OSError as error:
         raise UsageError(
             f"{flag} {cache}: {error.filename} cannot be created or read ({error.strerror}); "
@@ -256,12 +245,7 @@ def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> Embeddin
         sys.stderr.write(
             f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
         )
-    return EmbeddingCache(folder, left // _ranks_here(), flag)
-
-
-def _ranks_here() -> int:
-    """Ranks on this machine, which share the limit of a cache."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:
@@ -273,14 +257,6 @@ def teacher_digest(source: str, scratch: Path | None) -> str:
     return weights_digest(_weights(source, scratch))[:16]
 
 
-def _sizes(folder: Path) -> Iterator[tuple[Path, int]]:
-    """The files in a folder and their bytes, while other processes write and rename some."""
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file():
-                yield path, path.stat().st_size
-
-
 _LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
 
 
@@ -288,15 +264,9 @@ def check_memory(model: ModelConfig) -> None:
     """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
     if torch.get_default_device().type == "meta":
         return
-    sizes = []
-    for depth in (1, 2):
-        smaller = replace(model, depth=depth, global_blocks=(), compile_blocks=False)
-        try:
-            with torch.device("meta"):
-                sizes.append(4 * sum(parameter.numel() for parameter in Sam(smaller).parameters()))
-        except RuntimeError:  # torch's bytes of a tensor overflow
-            sizes.append(1 << 63)
-    needed, available = sizes[0] + (model.depth - 1) * (sizes[1] - sizes[0]), available_memory()
+    # Attention and MLP of each block, the neck's last convolution and the positions; the rest is small.
+    numbers = model.depth * 12 * model.width**2 + 9 * model.channels**2 + model.side**2 * model.width
+    needed, available = 4 * numbers, available_memory()
     if needed > available:
         sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
         raise UsageError(

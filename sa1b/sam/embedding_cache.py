@@ -23,7 +23,6 @@ from sa1b.sam.clicks import random_words
 _ENDING = ".safetensors"
 _NAME = "embedding"
 _CRC = "crc32c"
-_HEADER = 256  # bytes of a file beside its embedding, at most
 
 
 class EmbeddingCache:
@@ -91,11 +90,6 @@ class EmbeddingCache:
                 f"{self._flag} {self.folder}: cannot be written ({error.strerror}); embeddings that are "
                 "missing are computed in every epoch\n"
             )
-
-
-def least_limit(channels: int, side: int) -> int:
-    """Bytes that are enough for the file of one embedding [channels, side, side]."""
-    return 2 * channels * side**2 + _HEADER
 
 
 def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:

@@ -111,12 +111,6 @@ def test_help_shows_every_field_with_its_text(
         ([*ROOT, "--json"], "--json: is for --evaluate-only"),
         ([*ROOT, "--data.text", "a.parquet"], "the model of SamConfig reads no text"),
         ([*ROOT, *GROUNDING], "--data.text: missing; pass a table with a phrase for each mask"),
-        ([*ROOT, *GROUNDING, *TEXT, "--data.text-key", "image_id"], "grounding needs a phrase for each mask"),
-        ([*ROOT, *GROUNDING, *TEXT, "--model.pixel-features", "8"], "--model.pixel-features: is of SAM's"),
-        (
-            [*ROOT, *GROUNDING, *TEXT, "--evaluation.protocol", "sam"],
-            "--evaluation.protocol: is about clicks",
-        ),
         ([*ROOT, "--data.text-key", "mask_id"], "--data.text-key: is a column of a table of texts"),
         ([*ROOT, "--evaluation.masks", "0"], "--evaluation.masks 0: must be at least 1"),
         ([*ROOT, "--data.global-batch", "0"], "--data.global-batch 0: must be at least 1"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sa1b.sam.embedding_cache import EmbeddingCache, least_limit
+from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.interactive import CachedInteractive, Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe, encoder_flops
@@ -121,13 +121,6 @@ def test_the_limit_is_kept_and_does_not_change_embeddings(tmp_path: Path) -> Non
         assert len(files(folder)) == stored
         assert sum(path.stat().st_size for path in files(folder)) <= limit
         assert teacher.seen == 3 + 3 - stored
-
-
-@pytest.mark.parametrize(("channels", "side"), [(8, 2), (256, 64), (1024, 128)])
-def test_the_least_limit_holds_one_embedding(tmp_path: Path, channels: int, side: int) -> None:
-    cache = EmbeddingCache(tmp_path, least_limit(channels, side))
-    cache.embeddings(images(), SIZES, lambda images, sizes: torch.ones(1, channels, side, side))
-    assert len(files(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_reported_once(

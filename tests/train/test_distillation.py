@@ -16,7 +16,7 @@ from sa1b.engine.config import parse
 from sa1b.engine.planner import measure
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS, DistillConfig
-from sa1b.recipes.weights import TeacherConfig
+from sa1b.recipes.weights import open_cache
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
@@ -184,14 +184,10 @@ def test_the_limit_of_a_cache_counts_all_its_files(
     other = tmp_path / "of another teacher" / "00.safetensors"
     other.parent.mkdir()
     other.write_bytes(bytes(600))
-    config = TeacherConfig("teacher.pth", cache=str(tmp_path), cache_bytes=1000, digest="1f2e")
-    cache = config.open_cache()
-    assert cache is not None
-    assert cache.limit == 100
+    assert open_cache("--distill.cache", str(tmp_path), 1000, "1f2e").limit == 100
     assert f"--distill.cache {tmp_path}/1f2e: 0 embeddings; up to 400 more bytes" in capfd.readouterr().err
-    assert replace(config, digest="").open_cache() is None  # a dry run
     with pytest.raises(UsageError, match="00.safetensors/1f2e cannot be created or read .Not a directory"):
-        replace(config, cache=str(other)).open_cache()
+        open_cache("--distill.cache", str(other), 1000, "1f2e")
 
 
 def test_memory_is_measured_without_weights(root: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from sa1b.engine.config import parse
 from sa1b.engine.planner import measure
-from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.sam.recipe import encoder_flops
 from tests.train.command import FLAGS, assert_same_state, losses, start, train_to_end
@@ -61,28 +60,6 @@ def test_what_does_not_fit_is_refused(
     assert 2 in ended.codes
     assert any(re.search(message, output) for output in ended.outputs), ended.outputs
     assert not (tmp_path / "run").exists()
-
-
-def test_a_limit_below_one_embedding_is_refused_with_the_smallest_one(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = [*FLAGS, "--data.root", str(root), *FREEZE, "--embeddings.cache", str(tmp_path / "cache")]
-    for ranks, least in (("1", 1280), ("3", 3840)):  # 2 * 32 channels * 4 * 4 tokens, and a header
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        parse([*flags, "--embeddings.cache-bytes", str(least)], None, PRESETS)
-        below = f"--embeddings.cache-bytes {least - 1}: is less than one embedding .*; pass at least {least}$"
-        with pytest.raises(UsageError, match=below):
-            parse([*flags, "--embeddings.cache-bytes", str(least - 1)], None, PRESETS)
-
-
-@pytest.mark.parametrize("name", ["file", "file/in", "link"])
-def test_a_cache_that_is_no_folder_is_refused_before_the_run(root: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("nowhere")
-    cache = tmp_path / name
-    flags = ["--embeddings.cache", str(cache), "--embeddings.cache-bytes", "1000000"]
-    with pytest.raises(UsageError, match=f"--embeddings.cache {cache}: .*(file|link) is not a folder; pass"):
-        parse([*FLAGS, "--data.root", str(root), *FREEZE, *flags], None, PRESETS)
 
 
 def test_a_plan_counts_no_operations_of_the_image_encoder_and_writes_nothing(

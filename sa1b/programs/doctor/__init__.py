@@ -1,25 +1,29 @@
-"""Checks of machine, ranks and storage before a run: `sa1b doctor`; `check` is for a model of your own."""
+"""Checks of machine, ranks and storage before a run: `sa1b doctor`; `check` is for a model of your own.
 
-import os
+Equal findings of several ranks are one line of the table.
+"""
+
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from sa1b.console import counted
 from sa1b.report import first_lines, ranges
-
-if TYPE_CHECKING:
-    import torch
 
 State = Literal["ok", "warning", "failed", "skipped"]
 STATES: tuple[State, ...] = ("failed", "warning", "skipped", "ok")
 # A number that is not part of a name or a version.
 _NUMBER = re.compile(r"((?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-]|\.\d))")
+# Values that should be the same on all ranks; empty: each that a rank has.
+_SAME: tuple[tuple[str, str, State, str], ...] = (
+    ("versions", "sa1b code torch cuda nccl", "failed", "Use the same environment or image on all machines"),
+    ("versions", "python driver", "warning", "Use the same {name} on all machines"),
+    ("dataset", "digest", "failed", "Name a directory that all machines share, or copy one (sa1b copy)"),
+    ("environment", "", "warning", "Set {name} in the job script, so that all ranks have it"),
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -34,52 +38,14 @@ class Finding:
 
     state: State  # skipped: the check could not run; `figure` is the reason
     figure: str  # one line with the measured value and its unit: "64 MiB free of 64 MiB"
-    remedy: str = ""  # what to do, imperative; empty only if the state is ok
+    remedy: str = ""  # what to do, imperative; a finding that is ok loses it
     values: Mapping[str, Any] = field(default_factory=dict)  # measured, for --json, in SI units
     check: str = ""
     ranks: tuple[int, ...] = ()  # empty: all of them, or a single process
     host: str = ""
 
-    def where(self) -> str:
-        return " on ".join(part for part in (named(self.ranks), self.host) if part)
 
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """A process, its rank, and the settings of the user."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int  # ranks of this machine
-    device: "torch.device"  # a GPU has an index
-    host: str
-    root: str | None = None
-    out: Path | None = None
-    seconds: float = 5.0  # of the measurement of a rate
-    timeout: float = 30.0  # seconds that a rank waits for the others; half of them, for storage
-    rate: float | None = None  # images per second that a rank trains; None: estimated from its device
-    preset: str | None = None
-
-    @classmethod
-    def of_this_process(cls, **settings: Any) -> "RankProcess":
-        import torch
-
-        from sa1b.stream.plan import process_rank
-
-        rank, world_size = process_rank()
-        local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        # A launcher may show each task its own GPU only, as number 0 (srun --gpus-per-task=1).
-        index = 0 if visible == 1 else local[0]
-        device = torch.device("cuda", index) if index < visible else torch.device("cpu")
-        return cls(rank, world_size, *local, device, socket.gethostname(), **settings)
-
-    def own(self, *findings: Finding, check: str) -> list[Finding]:
-        """The findings of a check on this rank; one that is ok needs no remedy."""
-        where: dict[str, Any] = {"check": check}
-        where |= {"ranks": (self.rank,), "host": self.host} if self.world_size > 1 else {}
-        return [replace(one, remedy=one.remedy if one.state != "ok" else "", **where) for one in findings]
+Findings = Iterator[Finding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +64,16 @@ class Report:
         """JSON document for --json, with every finding of every rank."""
         findings = [asdict(finding) for finding in self.findings]
         document = {"title": self.title, "hosts": list(self.hosts), "findings": findings}
-        return document | {"counts": self.counts(self.rows()), "exit_code": self.exit_code()}
-
-    def counts(self, rows: Sequence[Finding]) -> dict[str, int]:
-        return {state: sum(row.state == state for row in rows) for state in STATES}
+        return document | {"counts": self._counts(self._rows()), "exit_code": self.exit_code()}
 
     def table(self) -> str:
         """Text for the terminal: one line for each check, then what to do, the worst last."""
-        rows, lines = self.rows(), [self.title]
+        rows, lines = self._rows(), [self.title]
         width = max((len(row.check) for row in rows), default=0)
         for _, same in groupby(rows, key=lambda row: row.check):
             texts = [
                 f"  {row.state.upper() if row.state == 'failed' else row.state:<7}  {row.check:<{width}}  "
-                f"{row.figure}{f'  [{row.where()}]' if row.where() else ''}"
+                f"{row.figure}{f'  [{_where(row)}]' if _where(row) else ''}"
                 for row in same
             ]
             lines += first_lines(texts, 8, f"  {'':<{width + 7}}  and {{:,}} more; --json lists all")
@@ -121,13 +84,16 @@ class Report:
                     advice.setdefault((row.check, row.remedy), []).append(row)
             lines += ["", heading] if advice else []
             for (check, remedy), same_remedy in advice.items():
-                where = _together(same_remedy).where()
+                where = _where(_together(same_remedy))
                 lines.append(f"  {check}{f' ({where})' if where else ''}: {remedy}")
-        counts = self.counts(rows).items()
+        counts = self._counts(rows).items()
         words = [counted(n, state, "s" if state == "warning" else "") for state, n in counts if n]
         return "\n".join([*lines, "", ", ".join(words) or "no check was run"])
 
-    def rows(self) -> list[Finding]:
+    def _counts(self, rows: Sequence[Finding]) -> dict[str, int]:
+        return {state: sum(row.state == state for row in rows) for state in STATES}
+
+    def _rows(self) -> list[Finding]:
         """Findings with equal texts merged into one, in the order of the checks. They may differ in numbers,
         which then become a range: "790 to 812 MB/s". One that is ok on all ranks names no rank.
         """
@@ -159,22 +125,13 @@ def _span(texts: set[str]) -> str:
     return f"{ordered[0]} to {ordered[-1]}"
 
 
-def level(amount: float, least: float, advised: float) -> State:
-    return "failed" if amount < least else "warning" if amount < advised else "ok"
+def _where(row: Finding) -> str:
+    return " on ".join(part for part in (named(row.ranks), row.host) if part)
 
 
 def named(ranks: Sequence[int]) -> str:
     """Ranks in ascending order as text: "rank 3", "ranks 0-3, 7"; none: ""."""
     return f"rank{'' if len(ranks) == 1 else 's'} {ranges(ranks)}" if ranks else ""
-
-
-# Values that should be the same on all ranks; empty: each that a rank has.
-_SAME: tuple[tuple[str, str, State, str], ...] = (
-    ("versions", "sa1b code torch cuda nccl", "failed", "Use the same environment or image on all machines"),
-    ("versions", "python driver", "warning", "Use the same {name} on all machines"),
-    ("dataset", "digest", "failed", "Name a directory that all machines share, or copy one (sa1b copy)"),
-    ("environment", "", "warning", "Set {name} in the job script, so that all ranks have it"),
-)
 
 
 def differences(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -189,10 +146,8 @@ def differences(findings: Sequence[Finding]) -> Iterator[Finding]:
             others = named(sorted(rank for rank in values if values[rank] == most))
             for rank in [] if name.endswith("SOCKET_IFNAME") else sorted(values):
                 if values[rank] != most:
-                    figure, advice = (
-                        f"{name} {values[rank]}, and {most} on {others}",
-                        remedy.format(name=name),
-                    )
+                    figure = f"{name} {values[rank]}, and {most} on {others}"
+                    advice = remedy.format(name=name)
                     yield replace(of_ranks[rank], state=state, figure=figure, remedy=advice, values={})
     gpus = [one for one in findings if one.check == "device" and "uuid" in one.values]
     for one in gpus:
@@ -201,3 +156,7 @@ def differences(findings: Sequence[Finding]) -> Iterator[Finding]:
             remedy = "Start one rank for each GPU, or let each task see its own (srun --gpus-per-task=1)"
             figure = f"{len(same)} ranks have the same GPU ({one.values['uuid']})"
             yield replace(one, state="failed", figure=figure, remedy=remedy)
+
+
+def level(amount: float, least: float, advised: float) -> State:
+    return "failed" if amount < least else "warning" if amount < advised else "ok"

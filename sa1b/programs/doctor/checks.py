@@ -1,251 +1,62 @@
-"""The checks of `sa1b doctor`: functions that yield findings, each with a remedy unless it is ok."""
+"""The checks of `sa1b doctor` on all ranks: they meet, run each check, and compare what they have found."""
 
+import json
 import os
-import platform
-import re
+import socket
+import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from sa1b.console import counted
 from sa1b.engine.model import declared
-from sa1b.engine.ranks.parallel import available_memory, wrap
-from sa1b.engine.ranks.process_group import start
+from sa1b.engine.planner import blank_batch
+from sa1b.engine.ranks import process_group
+from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.hardware import GPUS, peak_flops
+from sa1b.engine.watch.hardware import GPUS
 from sa1b.errors import Sa1bError
-from sa1b.masks import Runs
-from sa1b.programs.doctor import Finding, RankProcess, Report, State, level, named
-from sa1b.recipes.presets import PRESETS, SamConfig
-from sa1b.report import first_names, memory_text, size_text
-from sa1b.sam.recipe import step_flops
-from sa1b.shards.dataset import Dataset, check_images
-from sa1b.shards.manifest import DATASET
-from sa1b.storage.errors import UnavailableError
-from sa1b.stream.batch import Batch, collate
-from sa1b.stream.dataset import Stream
-from sa1b.stream.sample import SampleMasks
+from sa1b.limit import Limited, OverdueError
+from sa1b.programs.doctor import Finding, Findings, Report, differences, level, machine, named
+from sa1b.programs.doctor.machine import RankProcess
+from sa1b.recipes.presets import PRESETS
+from sa1b.report import first_names, memory_text
+from sa1b.stream.batch import Batch
 from sa1b.stream.text import Texts
-from sa1b.stream.throughput import storage_reads
-from sa1b.stream.transform import Frame
-from sa1b.version import __version__, code_digest
-from sa1b.workers import available_cpus, cpu_quota
 
-Findings = Iterator[Finding]
-DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA; it may be invisible in a container
-NO_ROOT = Finding("skipped", "no ROOT was named", "Name the dataset directory: sa1b doctor ROOT")
+Given = tuple[nn.Module, Batch]
 
 
-def versions(process: RankProcess) -> Findings:
-    driver = re.search(r"\d+\.\d+[.\d]*", DRIVER.read_text()) if DRIVER.exists() else None
-    nccl = torch.version.cuda and dist.is_nccl_available() and torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    values: dict[str, Any] = {"python": platform.python_version(), "sa1b": __version__}
-    values |= {"torch": str(torch.__version__), "cuda": torch.version.cuda, "driver": driver and driver[0]}
-    values |= {"nccl": ".".join(map(str, nccl)) if nccl else None, "code": code_digest()}
-    figure = "Python {python}, sa1b {sa1b}, torch {torch} (CUDA {cuda}, NCCL {nccl}), NVIDIA driver {driver}"
-    yield Finding(
-        "ok", figure.format(**{name: value or "none" for name, value in values.items()}), "", values
-    )
-
-
-def device(process: RankProcess) -> Findings:
-    error, listed, is_cuda = "", os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda is not None
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as raised:
-        error = f": {raised}".splitlines()[0]
-    state: State = "failed"
-    visible, values = 0 if error else torch.cuda.device_count(), dict[str, Any]()
-    if not visible and not DRIVER.exists():
-        state = "warning" if is_cuda else "ok"
-        figure = f"CPU: no NVIDIA driver is visible; torch is built for {torch.version.cuda or 'CPUs'}"
-        remedy = "On a machine with GPUs: docker run --gpus all, or sbatch --gpus-per-node"
-    elif is_cuda and listed is not None and visible < len(listed.split(",")):
-        figure = f"CUDA_VISIBLE_DEVICES={listed!r}: torch sees {counted(visible, 'GPU')}"
-        remedy = "Unset CUDA_VISIBLE_DEVICES, or list GPUs of `nvidia-smi -L`, each once"
-    elif not visible:
-        figure = f"torch {torch.__version__} sees no GPU, though there is a driver{error}"
-        remedy = "Install a CUDA build of torch that this driver supports; look at `nvidia-smi` and `dmesg`"
-    elif process.device.type == "cpu":
-        figure = f"local rank {process.local_rank} has no GPU: this process sees {visible}"
-        remedy = f"Start {visible} ranks on this machine, or ask for more GPUs"
-    else:
-        gpu: Any = torch.cuda.get_device_properties(process.device)
-        numbers = torch.arange(64 * 64, dtype=torch.float64).reshape(64, 64)
-        right = torch.equal(
-            (numbers.to(process.device) @ numbers.to(process.device)).cpu(), numbers @ numbers
-        )
-        figure = f"{process.device} {gpu.name}, {memory_text(gpu.total_memory)}, {visible} visible"
-        figure += "" if right else ": computes wrong results"
-        state = "ok" if right else "failed"
-        remedy = "Drain this node, and run the diagnostics of its GPUs (dcgmi diag -r 3)"
-        values = {"gpu": gpu.name, "uuid": str(gpu.uuid)}
-    yield Finding(state, figure, remedy, values)
-
-
-# Variables that ruin a run: the value that does (empty: all), why, and the remedy if it is not to unset them.
-RUINOUS: dict[str, tuple[str, str, str]] = {
-    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine exchange through host memory; for debugging only", ""),
-    "NCCL_SHM_DISABLE": ("1", "ranks of a machine exchange through the network; for debugging only", ""),
-    "NCCL_IB_DISABLE": ("1", "the active InfiniBand ports are not used", ""),
-    "NCCL_NET": ("SOCKET", "the active InfiniBand ports are not used", ""),
-    "NCCL_ALGO": ("", "forces an algorithm for all sizes", ""),
-    "NCCL_PROTO": ("", "forces a protocol for all sizes, and LL128 may corrupt data", ""),
-    "NCCL_DEBUG": ("TRACE", "writes lines for every call; for debugging only", "Set NCCL_DEBUG=WARN"),
-    "NCCL_TIMEOUT": ("", "is not read", "Pass --parallel.timeout to the training"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the processor waits for every collective", ""),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank that loses another one waits forever", ""),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "compares the ranks at every collective", "Unset it, or set INFO"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "the processor waits for every kernel; for debugging only", ""),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("", "allocates memory at every use; for debugging only", ""),
-    "NVIDIA_TF32_OVERRIDE": ("0", "no TF32: matrix products take several times as long", ""),
-    "NUMBA_DISABLE_JIT": ("1", "masks are 10 to 100 times slower without compiled kernels", ""),
-}
-
-
-def environment(process: RankProcess) -> Findings:
-    own = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
-    files = [Path(one).read_text() for one in ("/etc/nccl.conf", own) if Path(one).is_file()]
-    settings = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*(.*?)\s*$", "\n".join(files))) | os.environ
-    names = re.compile(r"(NCCL|GLOO|TORCH_NCCL|TORCH_FR|TORCH_GLOO|TORCH_DISTRIBUTED)_")
-    values = {name: settings[name] for name in sorted(settings) if names.match(name) or name in RUINOUS}
-    shown = ", ".join(f"{name}={value}" for name, value in values.items())
-    yield Finding("ok", shown or "no variable of NCCL, gloo or torch.distributed is set", "", values)
-    interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*"))
-    for name, value in values.items():
-        ruins, why, remedy = RUINOUS.get(name, ("-", "", ""))
-        if ruins in ("", value.upper()) and ("InfiniBand" not in why or has_rdma()):
-            yield Finding("warning", f"{name}={value}: {why}", remedy or f"Unset {name}", {name: value})
-        if name.endswith("SOCKET_IFNAME") and value[:1] != "^":
-            is_exact = value[:1] == "=" or name.startswith("GLOO")
-            wanted = tuple(one.partition(":")[0] for one in value.lstrip("=").split(","))
-            if not any(one in wanted if is_exact else one.startswith(wanted) for one in interfaces):
-                figure = f"{name}={value}: no such interface; {process.host} has {', '.join(interfaces)}"
-                yield Finding("failed", figure, f"Name one of them, or unset {name}", {name: value})
-
-
-def has_rdma() -> bool:
-    ports = Path("/sys/class/infiniband").glob("*/ports/*/state")
-    return any("ACTIVE" in port.read_text() for port in ports)
-
-
-def cpus(process: RankProcess) -> Findings:
-    ranks, usable, threads = process.local_world_size, available_cpus(), torch.get_num_threads()
-    shared = min(len(os.sched_getaffinity(0)), cpu_quota())
-    of_all, problem, remedy = counted(int(shared), "CPU"), "", ""
-    if shared < ranks:
-        problem = f": {ranks} ranks share {of_all}"
-        remedy = "Ask for more CPUs (--cpus-per-task, --cpus), or start fewer ranks on this machine"
-    elif threads > usable:
-        problem = f": {ranks} x {threads} threads compete for {of_all}"
-        remedy = f"Set OMP_NUM_THREADS={usable} for each rank"
-    figure = f"{usable} for this rank, {shared:g} of {os.cpu_count()} in the machine"
-    figure += f"; torch uses {counted(threads, 'thread')}{problem}"
-    yield Finding("warning" if problem else "ok", figure, remedy)
-
-
-def memory(process: RankProcess) -> Findings:
-    each = available_memory() / process.local_world_size
-    remedy = "Give the job more memory (--mem, --memory), or start fewer ranks: one needs 4 GiB"
-    figure = f"{memory_text(each)} for each rank of this machine"
-    yield Finding(level(each, 1 << 30, 4 << 30), figure, remedy)
-
-
-def split(error: Exception, process: RankProcess) -> tuple[str, str]:
-    """Figure and remedy of an error; messages of this package end with the remedy."""
-    if isinstance(error, UnavailableError):
-        figure = f"{error.url or process.root}: unavailable for {process.timeout / 2:g} s: {error.last_error}"
-        return figure, f"Check on {process.host} that the store runs, AWS_ENDPOINT_URL, proxies and firewall"
-    what, _, remedy = str(error).replace("\n", " ").partition("; ")
-    return what, remedy[:1].upper() + remedy[1:] or "Check the path, its permissions and the network"
-
-
-def dataset(process: RankProcess) -> Findings:
-    if process.root is None:
-        yield NO_ROOT
-        return
-    try:
-        with closing((opened := Dataset(process.root, deadline=process.timeout / 2)).reader):
-            check_images(opened, "training")
-            read = opened[process.rank * 7919 % len(opened)]  # verified, another one on each rank
-    except (Sa1bError, OSError, ValueError) as error:
-        figure, remedy = split(error, process)
-        if process.world_size > 1 and "://" not in process.root and not Path(process.root, DATASET).exists():
-            others = f"mount their file system on {process.host}, copy it there (sa1b copy), or name a URL. "
-            remedy = f"If none has: {remedy[:1].lower()}{remedy[1:]}"
-            remedy = f"If other machines have this dataset: {others}{remedy}"
-        yield Finding("failed", figure, remedy)
-        return
-    digest, lacks = opened.table.digest, bool(opened.failed or opened.pending)
-    values = {"images": len(opened), "shards": len(opened.shards), "digest": digest, "bytes": len(read.jpeg)}
-    values |= {"failed_sources": sorted(opened.failed), "pending_sources": opened.pending}
-    figure = f"{len(opened):,} images in {len(opened.shards):,} shards, digest {digest[:12]}"
-    figure += f"; failed sources: {len(opened.failed)}, pending: {len(opened.pending)}" if lacks else ""
-    yield Finding("warning" if lacks else "ok", figure, "Run reshard again, or train without them", values)
-
-
-def read_rate(process: RankProcess) -> Findings:
-    if process.root is None:
-        yield NO_ROOT
-        return
-    opened = Dataset(process.root, deadline=process.timeout / 2)
-    threads, sizes, samples, passed = available_cpus(), list[int](), 0, 0.0
-    with closing(opened.reader), ThreadPoolExecutor(threads) as pool:
-        batch: Any = {"global_batch": min(8, len(opened)), "epochs": None, "rank": 0, "world_size": 1}
-        stream = Stream(opened, **batch, seed=process.rank, damage_log=os.devnull)
-        reads = storage_reads(stream, pool, threads, sizes)
-        next(reads)  # loads compiled kernels and opens connections
-        began = time.perf_counter()
-        while passed < process.seconds:
-            samples += next(reads)
-            passed = time.perf_counter() - began
-    rate, size, needed = samples / passed, sum(sizes) / max(len(sizes), 1), process.rate or 1.0  # on a CPU
-    if process.rate is None and process.device.type == "cuda":  # 40 % of the peak is a good training
-        config, peak, needed = PRESETS[process.preset or "vit_b"], peak_flops(process.device, "bf16"), 100.0
-        if peak is not None and isinstance(config, SamConfig):
-            needed = 0.4 * peak / step_flops(config.model, config.recipe, 1, 64)
-    figure = f"{rate:,.0f} random samples/s ({size_text(rate * size)}/s); a rank trains "
-    figure += f"{counted(round(needed), 'sample')}/s ({size_text(needed * size)}/s)"
-    remedy = "Use faster storage, a local copy (sa1b copy) or --data.cache; `sa1b bench` measures the whole "
-    remedy += "loader; --rate N sets what a rank trains"
-    # With less than twice the rate, the GPUs wait when other jobs use the disk.
-    yield Finding(level(rate, needed, 2 * needed), figure, remedy, {"samples_per_second": rate})
-
-
-def sample(process: RankProcess) -> tuple[nn.Module, Batch]:
+def sample(process: RankProcess) -> Given:
     """A preset's model, the same on all ranks, and two images of noise with four masks, bands of columns."""
     torch.manual_seed(0)
     config = PRESETS[process.preset or "tiny"]
-    model, size, numbers = config.build(), config.image_size, np.arange(4)
-    noise = np.random.default_rng(process.rank).integers(0, 256, (2, size, size, 3), np.uint8)
-    left, band, ones = numbers * (size // 5), size // 8, np.ones(4, np.float32)
-    runs = np.stack((left * size, ones * band * size, (size - left - band) * size), axis=1).astype(np.uint32)
-    boxes = np.stack((left, 0 * left, left + band - 1, 0 * left + size - 1), axis=1).astype(np.float32)
-    points = np.stack((left + band // 2, 0 * left + size // 2), axis=1).astype(np.float32)
-    scores: dict[str, Any] = {"predicted_iou": ones, "stability_score": ones}
-    scores |= {"areas": numbers * 0 + band * size, "mask_ids": numbers, "mask_index": numbers}
-    frame, coded = Frame.whole_image(size, size, size), Runs(runs.ravel(), np.arange(0, 13, 3), size, size)
-    masks = SampleMasks(image_id=0, frame=frame, runs=coded, boxes=boxes, points=points, **scores)
-    positions = 2 * process.rank, 2 * process.rank + 1
-    batch = collate(torch.from_numpy(noise), [masks, masks], positions, (True, True), 0)
+    model, size, numbers = config.build(), config.image_size, torch.arange(8)
+    batch, width = blank_batch(2, 4, size, size // 4), size // 8
+    batch.images.random_(0, 256, generator=torch.Generator().manual_seed(process.rank))
+    left, columns = numbers % 4 * (size // 5), torch.arange(0, size, 4)
+    inside = (columns >= left[:, None]) & (columns < left[:, None] + width)
     words = torch.arange(9)
-    texts = Texts(words[:8].int(), words, torch.zeros(8, 0), words[:8], "mask_id", config.data.text_tokens)
-    return model, replace(batch, dense=batch.masks.dense(size // 4), texts=texts)
-
-
-Given = tuple[nn.Module, Batch]  # of the user's, instead of a preset's
+    texts = Texts(words[:8].int(), words, torch.zeros(8, 0), numbers, "mask_id", config.data.text_tokens)
+    return model, replace(
+        batch, texts=texts, masks=replace(batch.masks, image=numbers // 4), mask_index=numbers % 4,
+        dense=inside[:, None].expand(-1, len(columns), -1).byte(), framed_sizes=batch.framed_sizes + size,
+        boxes=torch.stack((left, 0 * left, left + width - 1, 0 * left + size - 1), dim=1).float(),
+        points=torch.stack((left + width // 2, 0 * left + size // 2), dim=1).float(),
+        positions=torch.arange(2) + 2 * process.rank, valid=~batch.valid,
+    )  # fmt: skip
 
 
 def backward(process: RankProcess, module: nn.Module, batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -277,7 +88,7 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
     (model, batch), ranks = given or sample(process), process.world_size
     kind: Any = process.device.type
     configs = [ParallelConfig(mode="ddp", device=kind), ParallelConfig(mode="fsdp", device=kind)]
-    start(configs[0])
+    process_group.start(configs[0])
     _, own = backward(process, alone := deepcopy(model).to(process.device), batch)
     means = dict[str, Tensor]()
     for name, parameter in alone.named_parameters():
@@ -288,7 +99,7 @@ def gradients(process: RankProcess, given: Given | None = None) -> Findings:
     remedy = "Look for no_sync, for a hook that leaves out the reduction or divides by another number, and "
     remedy += "for a parameter that not every step uses (--parallel.find-unused)"
     for config in configs:
-        _, found = backward(process, wrap(deepcopy(model), config, start(config)), batch)
+        _, found = backward(process, wrap(deepcopy(model), config, process_group.start(config)), batch)
         faults = {name: what for name in means if (what := fault(found[name], means[name], own[name], ranks))}
         for name, what in [*faults.items()][:1]:
             more = f" and {len(faults) - 1:,} more of {len(means):,}" if len(faults) > 1 else ""
@@ -335,10 +146,10 @@ def check(model: nn.Module, batch: Batch) -> Report:
         The findings of all ranks, the same on each rank: `table()`, `document()` and `exit_code()`.
     """
     process = RankProcess.of_this_process()
-    found = process.own(*placement(process, (model, batch)), check="placement")
+    found = _of_rank(process, "placement", placement(process, (model, batch)))
     of_all = [found] * process.world_size
     if process.world_size > 1:
-        found += process.own(*gradients(process, (model, batch)), check="gradients")
+        found += _of_rank(process, "gradients", gradients(process, (model, batch)))
         dist.all_gather_object(of_all, found)
     findings = [finding for part in of_all for finding in part]
     return Report(findings, counted(process.world_size, "rank"), [part[0].host for part in of_all])
@@ -346,15 +157,10 @@ def check(model: nn.Module, batch: Batch) -> Report:
 
 def bandwidth(process: RankProcess) -> Findings:
     ranks, is_gpu = process.world_size, process.device.type == "cuda"
-    numbers = torch.full(((256 if is_gpu else 16) << 18,), float(process.rank), device=process.device)
-    dist.all_reduce(numbers)
-    wrong, times, hosts = numbers[numbers != ranks * (ranks - 1) // 2], list[float](), [process.host] * ranks
-    if len(wrong):
-        figure = f"{len(wrong):,} numbers are wrong: {wrong[0]:g}, expected {ranks * (ranks - 1) // 2}"
-        remedy = "Run the diagnostics of the GPUs (dcgmi diag -r 3); see whether NCCL_P2P_DISABLE=1 helps"
-        yield Finding("failed", figure, remedy)
+    numbers, hosts = torch.zeros((256 if is_gpu else 16) << 18, device=process.device), [""] * ranks
     dist.all_gather_object(hosts, process.host)
-    for _ in range(5):
+    times = []
+    for _ in range(6):  # the first one connects the ranks
         began = time.perf_counter()
         dist.all_reduce(numbers)
         if is_gpu:
@@ -364,7 +170,7 @@ def bandwidth(process: RankProcess) -> Findings:
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     rate = numbers.nbytes / float(slowest) * 2 * (ranks - 1) / ranks  # of the bus, as nccl-tests defines it
     # 40 Gbit/s by RDMA, 4 by another network, or a quarter of the link between the GPUs of a machine.
-    least = (5e9 if has_rdma() else 5e8) if len({*hosts}) > 1 else 0.0
+    least = (5e9 if machine.has_rdma() else 5e8) if len({*hosts}) > 1 else 0.0
     if is_gpu and not least:
         name = torch.cuda.get_device_name(process.device).removeprefix("NVIDIA ")
         least = next((gpu.link / 4 for gpu in GPUS if name in gpu.reported and "PCI" not in name), 4e9)
@@ -376,7 +182,169 @@ def bandwidth(process: RankProcess) -> Findings:
 
 
 CHECKS: dict[str, Callable[[RankProcess], Findings]] = {
-    "versions": versions, "device": device, "placement": placement, "environment": environment,
-    "CPUs": cpus, "memory": memory, "dataset": dataset, "read rate": read_rate, "bandwidth": bandwidth,
-    "gradients": gradients,
+    "versions": machine.versions, "device": machine.device, "GPU state": machine.gpu_state,
+    "placement": placement, "environment": machine.environment, "CPUs": machine.cpus,
+    "memory": machine.memory, "shared memory": machine.shared_memory, "open files": machine.open_files,
+    "space": machine.space, "dataset": machine.dataset, "read rate": machine.read_rate,
+    "bandwidth": bandwidth, "gradients": gradients,
 }  # fmt: skip
+FIRST = "Fix that first"
+# Of the checks that take seconds: the one that must not have failed, and how many times longer it may take.
+NEEDS = {"read rate": ("dataset", 1), "placement": ("device", 10), "bandwidth": ("device", 1)}
+NEEDS |= {"gradients": ("device", 10)}
+TOGETHER = ("bandwidth", "gradients")  # checks of all ranks
+
+
+def _of_rank(process: RankProcess, name: str, findings: Iterable[Finding]) -> list[Finding]:
+    """The findings of a check on this rank; one that is ok needs no remedy."""
+    where: dict[str, Any] = {"check": name}
+    where |= {"ranks": (process.rank,), "host": process.host} if process.world_size > 1 else {}
+    return [replace(one, remedy=one.remedy if one.state != "ok" else "", **where) for one in findings]
+
+
+def run(process: RankProcess, name: str, before: list[Finding], quiet: bool) -> list[Finding]:
+    """The findings of a check; an error is one too, and that the check does not end."""
+    needed, times = NEEDS.get(name, ("", 1))
+    if name in ("dataset", "read rate") and process.root is None:
+        skipped = Finding("skipped", "no ROOT was named", "Name the dataset directory: sa1b doctor ROOT")
+        return _of_rank(process, name, [skipped])
+    if any(one.check == needed and one.state == "failed" for one in before):
+        return _of_rank(process, name, [Finding("skipped", f"the check {needed!r} failed", FIRST)])
+    if needed and process.rank == 0 and not quiet:
+        print(f"doctor: {name} ...", file=sys.stderr, flush=True)
+
+    def work() -> list[Finding]:
+        if process.device.type == "cuda":
+            torch.cuda.set_device(process.device)  # of this thread
+        return [*CHECKS[name](process)]
+
+    limit = times * (process.timeout / 2 + 4 * process.seconds)
+    try:  # in a thread, because a read of a dead file server or a call of a broken driver may never return
+        findings = Limited().call(work, limit)
+    except OverdueError:
+        remedy = "A file system, a store or a driver does not answer: look at `df`, `mount` and `dmesg`; "
+        remedy += "`py-spy dump --pid` shows where a rank waits for others"
+        findings = [Finding("failed", f"did not end within {limit:g} s", remedy)]
+    except (Sa1bError, OSError) as error:
+        findings = [machine.fault_of(error, process, name)]
+    except Exception as error:
+        figure = f"the check ended by {type(error).__name__}: {error}".splitlines()[0]
+        findings = [Finding("failed", figure, "Report this with the output of --json")]
+    return _of_rank(process, name, findings)
+
+
+def examine(process: RankProcess, chosen: set[str], found: list[Finding], quiet: bool) -> Report | None:
+    """Run the chosen checks, on every rank. Rank 0 returns the findings of all, another rank None, or its
+    own if it cannot reach the others. `found` gets the findings of this rank.
+    """
+    names, is_single = [name for name in CHECKS if _flag(name) in chosen], process.world_size == 1
+    title = f"1 process on {process.host}" if is_single else f"rank {process.rank} on {process.host}, alone"
+    alone, hosts, trouble = Report(found, title, [process.host]), dict[int, str](), list[Finding]()
+    if not is_single:  # first, so that ranks measure at the same time; torch raises several classes
+        try:
+            store, hosts = Limited().call(partial(meet, process), 4 * process.timeout)
+            group = Limited().call(partial(join, process, store, hosts), 3 * process.timeout)
+        except Exception as error:
+            reason, remedy = process_group.fault(error, serves=process.rank == 0)
+            if hosts:
+                reason = f"the ranks cannot connect to each other: {' '.join(str(error).split())[:200]}"
+                remedy = "open all TCP ports between the hosts, or set GLOO_SOCKET_IFNAME and "
+                remedy += "NCCL_SOCKET_IFNAME to the interface between them"
+            trouble = [Finding("failed", reason, remedy[:1].upper() + remedy[1:])]
+    elif "rendezvous" in chosen:
+        remedy = "Start several: torchrun --nproc_per_node=8 -m sa1b doctor ROOT"
+        trouble = [Finding("skipped", "one process; these checks need several ranks", remedy)]
+    for name in names:
+        if name not in TOGETHER:
+            found += run(process, name, found, quiet)
+    if trouble or is_single:
+        found += _of_rank(process, "rendezvous", trouble)
+        return alone
+    at = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    missing = tuple(rank for rank in range(process.world_size) if rank not in hosts)
+    met = Finding("ok", f"{process.world_size} ranks met at {at}", check="rendezvous")
+    if missing:
+        figure = f"{len(missing)} of {process.world_size} ranks did not answer at {at} within "
+        remedy = "Look at the output of these ranks: they did not start, hang, or print why they cannot "
+        remedy += f"reach {at}; --timeout waits longer"
+        met = replace(
+            met, state="failed", figure=f"{figure}{process.timeout:g} s", remedy=remedy, ranks=missing
+        )
+    try:
+        findings = gathered(process, found, hosts, group)
+        findings += [one for one in (*differences(findings), met) if _flag(one.check) in chosen]
+        for name in [name for name in names if name in TOGETHER]:
+            if missing:
+                findings.append(Finding("skipped", f"{named(missing)} did not answer", FIRST, check=name))
+            else:
+                findings += gathered(process, run(process, name, findings, quiet), hosts, group)
+    except (RuntimeError, OverdueError) as error:
+        figure = f"a rank hangs, or has ended: {' '.join(str(error).split())[:200]}"
+        remedy = "Look at the output of the ranks; `py-spy dump --pid` shows where one hangs"
+        found.append(Finding("failed", figure, remedy, check="rendezvous"))
+        return alone
+    title = f"{process.world_size} ranks on {counted(len({*hosts.values()}), 'host')}"
+    report = Report(findings, title, [hosts.get(rank, "?") for rank in range(process.world_size)])
+    return report if process.rank == 0 else None
+
+
+def _flag(check: str) -> str:
+    return check.replace(" ", "-").lower()
+
+
+def meet(process: RankProcess) -> tuple[Any, dict[int, str]]:
+    """The store of the ranks, and the host of each rank that reaches MASTER_ADDR:MASTER_PORT in time."""
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ValueError
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, wait, end = process.rank, timedelta(seconds=process.timeout), time.monotonic() + process.timeout
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while not serves:  # torch would print tracebacks until rank 0 has started
+        try:
+            socket.create_connection(at, 5).close()
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+    # As in torch.distributed.rendezvous, but the store does not wait for all ranks: then one can be named.
+    tcp = TCPStore(*at, None, serves, timeout=wait, wait_for_workers=False, multi_tenant=True)
+    store = PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    keys = [f"host/{number}" for number in range(process.world_size)]
+    store.set(keys[rank], process.host)
+    if rank == 0:
+        end = time.monotonic() + process.timeout
+        while not store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        arrived = [number for number, key in enumerate(keys) if store.check([key])]
+        store.set("hosts", json.dumps({number: store.get(keys[number]).decode() for number in arrived}))
+    store.set_timeout(2 * wait)  # rank 0 may have come later, and waits for others
+    hosts = {int(number): host for number, host in json.loads(store.get("hosts")).items()}
+    if rank not in hosts:
+        raise TimeoutError("rank 0 no longer waits for this rank")
+    return store, hosts
+
+
+def join(process: RankProcess, store: Any, hosts: dict[int, str]) -> Any:
+    """Start the process group of the ranks that have met; a gloo group of them."""
+    members, wait = sorted(hosts), timedelta(seconds=process.timeout)
+    backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" else "gloo"
+    settings: Any = {"rank": members.index(process.rank), "world_size": len(members), "timeout": wait}
+    dist.init_process_group(backend, store=PrefixStore("group", store), **settings)
+    group = dist.new_group(backend="gloo", timeout=wait)
+    for one in (None, group):  # a check that hangs ends before
+        _set_pg_timeout(50 * wait, one)
+    return group
+
+
+def gathered(process: RankProcess, found: list[Finding], hosts: dict[int, str], group: Any) -> list[Finding]:
+    """The findings of all ranks; RuntimeError names, on rank 0, those that do not answer in time."""
+    limit = 12 * (process.timeout / 2 + 4 * process.seconds)  # longer than any check
+    of_all = [found] * len(hosts)
+
+    def work() -> None:
+        dist.monitored_barrier(group, timedelta(seconds=limit), wait_all_ranks=True)
+        dist.all_gather_object(of_all, found, group=group)
+
+    Limited().call(work, 2 * limit)  # in a thread, for Ctrl-C
+    return [finding for part in of_all for finding in part]

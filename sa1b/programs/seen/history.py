@@ -1,15 +1,19 @@
-"""The images that a run has used, from the starts in its metrics.jsonl.
+"""The images that a run has used, from the starts in its metrics.jsonl, and the samples of a step, rebuilt.
 
 Each start records the step and position at which it begins, and the state of its stream. The order is a
 formula of that state, so the images of every step can be computed; nothing is logged for each image.
 """
 
+import hashlib
 import json
+import math
+import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -17,20 +21,36 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 import sa1b
-from sa1b.errors import UsageError
+from sa1b.console import counted
+from sa1b.engine.precision import autocast, set_float32
+from sa1b.engine.weights import find_weights, nearest_checkpoint
+from sa1b.errors import Sa1bError, UsageError
+from sa1b.sam.clicks import FOREGROUND, NOTHING, TOP_LEFT
+from sa1b.sam.initial_weights import read_initial_weights
+from sa1b.sam.interactive import Interactive
+from sa1b.sam.iteration import first_prompts
+from sa1b.sam.model import ModelConfig, Sam
+from sa1b.sam.recipe import Recipe
+from sa1b.sam.targets import inputs_of
+from sa1b.shards.manifest import versions
 from sa1b.storage.errors import MissingError
 from sa1b.storage.open import open_store
+from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.pending import MAX_SUBSTITUTES
 from sa1b.stream.plan import MicroBatch, ResumeError
+from sa1b.version import code_digest
 from sa1b.views.view import write_view
 
 Int64 = npt.NDArray[np.int64]
 Document = dict[str, Any]
 _CHUNK = 1 << 22  # positions that are computed at a time
 _TOGETHER = 64  # samples whose masks are read at a time
+_PLAIN = {"compile_blocks": False, "cuda_graphs": False, "kernels": "auto"}
+_ONLY = "only the prompts of the first iteration are certainly those of the run"
 
 
 class Opened(NamedTuple):
@@ -44,16 +64,13 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Steps [first, stop) of one start of a run; `start` is its line in metrics.jsonl.
-
-    `damage`: position -> ids of the samples that were damaged there, of the whole run.
-    """
+    """Steps [first, stop) of one start of a run; `start` is its line in metrics.jsonl."""
 
     first: int
     stop: int
     start: Document
-    damage: dict[int, set[int]]
-    known: dict[str, Opened]  # of all starts, most of which have the same datasets
+    damage: dict[int, set[int]]  # position -> ids of the samples that were damaged there, of the whole run
+    open: Callable[[str], Opened]  # `_opened`, once for all starts with the same datasets
 
     def positions(self, first: int, stop: int) -> range:
         begin, batch = self.start["data"]["stream"]["position"], self.start["data"]["global_batch"]
@@ -63,10 +80,7 @@ class Span:
         """The stream. UsageError: a dataset directory or view is no longer that of the run."""
         data = self.start["data"]
         state = {**data["stream"], "position": 0, "history": None}
-        key = json.dumps((data["sources"], state, data["global_batch"]))
-        if key not in self.known:
-            self.known[key] = _opened(*json.loads(key))
-        return self.known[key]
+        return self.open(json.dumps((data["sources"], state, data["global_batch"])))
 
     def rows(self, positions: Int64) -> tuple[Int64, Int64]:
         """For each position, the number of its dataset and the row of its view that was used: that of the
@@ -103,30 +117,25 @@ def read_lines(run: str) -> list[bytes]:
 
 def spans_of(run: str, before: int | None = None) -> list[Span]:
     """The starts of a run, up to step `before`. UsageError: there is no such step, or the file is damaged."""
-    lines = read_lines(run)
+    lines, damage, store = read_lines(run), defaultdict[int, set[int]](set), open_store(run)
+    for name in store.names("", ".jsonl"):  # each machine has one
+        for line in store.read(name).splitlines() if name.startswith("damaged") else ():
+            with suppress(ValueError, KeyError, TypeError):  # cut by a kill or a full disk
+                document = json.loads(line)
+                damage[document["position"]].add(document["image_id"])
     try:
         starts = [json.loads(line)["run"] for line in lines if line.startswith(b'{"run": ')]
         done = next((json.loads(line)["step"] for line in lines[::-1] if line.startswith(b'{"step": ')), 0)
         last = done if before is None else before
         if last > done:
             raise UsageError(f"--before-step {before}: the run has {done} steps; pass a number up to {done}")
-        stops, damage = [*(start["step"] for start in starts[1:]), last], _damage_of(run)
-        pairs, known = zip(starts, stops, strict=True), dict[str, Opened]()
-        spans = [Span(start["step"], min(stop, last), start, damage, known) for start, stop in pairs]
+        stops, opened = [*(start["step"] for start in starts[1:]), last], cache(_opened)
+        pairs = zip(starts, stops, strict=True)
+        spans = [Span(start["step"], min(stop, last), start, damage, opened) for start, stop in pairs]
         return [span for span in spans if span.positions(span.first, span.stop)]
     except (ValueError, LookupError, TypeError) as error:
         why = f"damaged, or of another version ({error!r:.200}); restore it from a copy"
         raise UsageError(f"{run}/metrics.jsonl: {why}") from None
-
-
-def _damage_of(run: str) -> dict[int, set[int]]:
-    found, store = defaultdict[int, set[int]](set), open_store(run)
-    for name in store.names("", ".jsonl"):  # each machine has one
-        for line in store.read(name).splitlines() if name.startswith("damaged") else ():
-            with suppress(ValueError, KeyError, TypeError):  # cut by a kill or a full disk
-                document = json.loads(line)
-                found[document["position"]].add(document["image_id"])
-    return found
 
 
 class _NoDamageLog(DamageLog):
@@ -134,7 +143,8 @@ class _NoDamageLog(DamageLog):
         pass
 
 
-def _opened(sources: Document, state: Document, batch: int) -> Opened:
+def _opened(data: str) -> Opened:
+    sources, state, batch = json.loads(data)
     states = state.get("sources", dict.fromkeys(sources, state))
     with TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
@@ -210,3 +220,153 @@ def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
                         times.update((name, masks.image_id, *pair) for pair in pairs)
     names = "source", "image_id", "mask_id", "mask_index"
     return [dict(zip(names, key, strict=True)) | {"times": times[key]} for key in sorted(times)]
+
+
+def replayed(
+    run: str, spans: list[Span], step: int, weights: str | None, position: int | None = None
+) -> tuple[Document, dict[str, Tensor]]:
+    """The samples of a step, or the one at a position of it, and their tensors by "POSITION/NAME"; "changes"
+    has those that cannot be rebuilt. UsageError: there is no such step, or the weights are not of a SAM.
+    """
+    span = next((span for span in reversed(spans) if span.first < step <= span.stop), None)
+    if span is None:
+        raise UsageError(f"--step {step}: the run has no such step; pass one that its metrics.jsonl has")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of torch about a single process
+        module, note = _model(run, span, step, weights)
+    opened, samples, tensors = span.opened(), list[Document](), dict[str, Tensor]()
+    changes = [*_changes_of(span.start), *opened.changes]
+    size = span.start["config"]["data"]["target_size"] or opened.stream.options.image_size // 4
+    here = np.array(span.positions(step - 1, step) if position is None else [position], np.int64)
+    with closing(opened.stream) as stream:
+        for at, source, row in zip(here.tolist(), *span.rows(here), strict=True):
+            try:
+                read = stream.submit(MicroBatch(at, at + 1, at + 1)).finish()
+            except (Sa1bError, OSError) as error:
+                changes.append(f"position {at:,}: not rebuilt: {error}")
+                continue
+            batch = replace(read, images=read.images.cpu(), dense=read.masks.dense(size))
+            prompts = _prompts(span.start["config"], module, batch) if note else [{}] * len(batch.masks)
+            own = {name: tensor.contiguous() for name, tensor in _tensors(batch).items()}
+            tensors |= {f"{at}/{name}": tensor for name, tensor in own.items()}
+            ids = zip(batch.mask_ids.tolist(), batch.mask_index.tolist(), prompts, strict=True)
+            sample = {
+                "position": at,
+                "source": batch.source[0] if batch.source else None,
+                "image_id": int(batch.ids[0]),
+                "window": batch.windows[0].tolist(),
+                "mirrored": bool(batch.flipped[0]),
+                "sha256": hashlib.sha256(b"".join(one.numpy().tobytes() for one in own.values())).hexdigest(),
+                "masks": [{"mask_id": mask_id, "mask_index": index, **mask} for mask_id, index, mask in ids],
+            }
+            if losses := [mask["loss"] for mask in prompts if "loss" in mask]:
+                sample["loss"] = None if None in losses else sum(losses) / len(losses)
+            samples.append(sample)
+            image, of_run = sample["image_id"], int(opened.ids[source][row])
+            if image != of_run:
+                why = f"image {of_run} is damaged now, or was damaged in the run and is not now"
+                changes.append(f"position {at:,}: image {image} in place of that of the run: {why}")
+    return {"run": run, "step": step, "samples": samples, "changes": changes, "prompts": note}, tensors
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    assert batch.dense is not None
+    own = {"image": batch.images[0], "boxes": batch.boxes, "points": batch.points}
+    return own | {"mask_ids": batch.mask_ids, "mask_index": batch.mask_index, "masks": batch.dense}
+
+
+def table(replay: Document) -> list[str]:
+    """A line for each change since the run and for each sample."""
+    lines = [f"warning: {change}" for change in replay["changes"]]
+    lines += [f"prompts: {replay['prompts']}"] if replay["prompts"] else []
+    lines.append(f"{replay['run']}, step {replay['step']:,}: {counted(len(replay['samples']), 'image')}")
+    for sample in replay["samples"]:
+        source = f"{sample['source']}: " if sample["source"] else ""
+        text = f"{source}image {sample['image_id']}, {counted(len(sample['masks']), 'mask')}"
+        text += ", mirrored" if sample["mirrored"] else ""
+        if losses := [mask for mask in sample["masks"] if "loss" in mask]:
+            worst = max(losses, key=lambda mask: math.inf if mask["loss"] is None else mask["loss"])
+            text += f", loss {number_text(sample['loss'])}; highest: mask {worst['mask_id']} with loss "
+            text += f"{number_text(worst['loss'])}, IoU {worst['ious'][-1]:.3f}"
+        lines.append(f"{sample['position']:>12,}  {text}")
+    return lines
+
+
+def number_text(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _changes_of(start: Document) -> list[str]:
+    """Code and libraries that may change samples since a start of a run."""
+    now = {"code": code_digest(), "torch": torch.__version__, **versions()}
+    before = {**start["libraries"], "torch": start["torch"], "code": start["code"]}
+    changed = [f"{name} {old}, now {now[name]}" for name, old in before.items() if now.get(name, old) != old]
+    return [f"changed since the run: {'; '.join(changed)}: samples and prompts may differ"] if changed else []
+
+
+def _model(run: str, span: Span, step: int, weights: str | None) -> tuple[Interactive | None, str]:
+    """The model that computes the prompts after the first iteration, None without weights, and a note which
+    prompts are those of the run; the note is empty if the run has no SAM.
+
+    Prompts of the first iteration are a function of the seed. Later clicks are on errors of the predictions:
+    they are those of the run only with the weights that the step began with.
+    """
+    config = span.start["config"]
+    if "box_probability" not in config.get("recipe", {}) or "distill" in config:
+        if weights is not None:
+            raise UsageError(f"--weights: --preset {config['preset']} has no SAM; drop it")
+        return None, ""
+    if weights is None:
+        return None, "those of the first iteration, as in the run; --weights RUN shows all"
+    where, known = nearest_checkpoint(weights, step - 1)
+    is_own = os.path.realpath(where).startswith(f"{os.path.realpath(run)}/")
+    where, tensors = find_weights(where, read_initial_weights, mean=False)
+    module = Interactive(Sam(ModelConfig.saved({**config["model"], **_PLAIN})), Recipe(**config["recipe"]))
+    try:
+        module.model.load_state_dict(tensors)  # as they are, also low-rank changes
+    except RuntimeError:  # of another model
+        module.load_weights(tensors)
+    on_gpu = span.start["device"] != "cpu" and torch.cuda.is_available()
+    module.traced = True
+    module.to("cuda" if on_gpu else "cpu").train()
+    text = f"weights after step {known}; {_ONLY}" if is_own else f"weights of an unknown step; {_ONLY}"
+    if is_own and known == step - 1:
+        text = "the weights that the step began with: all prompts are those of the run"
+        text += ", up to rounding on another device or without torch.compile"
+    return module, f"{where}: {text}"
+
+
+def _prompts(config: Document, module: Interactive | None, batch: Batch) -> list[Document]:
+    """The prompts of each mask. With a model, also "ious", one after each iteration, and "loss", None: not
+    finite; a mask without a pixel has no loss. Coordinates are pixels of the padded square; the centre of its
+    first pixel is 0, 0.
+    """
+    if module is None:
+        targets = inputs_of(batch, config["seed"])[1]
+        prompts = first_prompts(Recipe(**config["recipe"]), targets, batch.images.shape[-1])
+        return [{"prompts": _listed(*of_mask)} for of_mask in zip(*prompts, strict=True)]
+    device, precision = next(module.parameters()).device, config["parallel"]["precision"]
+    inputs = inputs_of(batch.to(device), config["seed"])
+    set_float32(precision, device)
+    with torch.no_grad(), autocast(precision, device):
+        found = module(*inputs)
+    masks, losses = [], found["losses"].tolist()
+    for i, (points, labels) in enumerate(zip(found["points"], found["labels"], strict=True)):
+        mask: Document = {"prompts": _listed(points, labels), "ious": found["ious"][i].tolist()}
+        if inputs[1].weights[i]:
+            mask["loss"] = losses[i] if math.isfinite(losses[i]) else None
+        masks.append(mask)
+    return masks
+
+
+def _listed(points: Tensor, labels: Tensor) -> list[Document]:
+    """Points [P, 2] and labels [P] of a mask as iteration, kind and coordinates of each prompt."""
+    at, kinds = points.tolist(), labels.tolist()
+    prompts = [
+        {"iteration": max(i, 1), "kind": "foreground" if kind == FOREGROUND else "background", "at": at[i]}
+        for i, kind in enumerate(kinds)
+        if kind != NOTHING and i != 1  # corners, or a point and nothing
+    ]
+    if kinds[0] == TOP_LEFT:
+        prompts[0] = {"iteration": 1, "kind": "box", "at": at[0] + at[1]}
+    return prompts

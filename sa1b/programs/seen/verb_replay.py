@@ -61,8 +61,7 @@ def main(
     with loading():
         import safetensors.torch
 
-        from sa1b.programs.seen.history import read_lines, spans_of
-        from sa1b.programs.seen.replay import replayed, table
+        from sa1b.programs.seen.history import read_lines, replayed, spans_of, table
         from sa1b.storage.atomic import write_whole
     if worst is None:
         document, tensors = replayed(run, spans_of(run), step or 0, weights)
@@ -109,7 +108,7 @@ def worst_steps(run: str, lines: list[bytes], count: int, by: By) -> dict[str, A
 
 
 def _listed(worst: dict[str, Any]) -> list[str]:
-    from sa1b.programs.seen.replay import number_text
+    from sa1b.programs.seen.history import number_text
 
     rows, steps = [("step", "loss", "rise", "grad_norm", "image", "its loss")], worst["steps"]
     for step in steps:

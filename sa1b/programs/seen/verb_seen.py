@@ -54,24 +54,30 @@ def main(
     if out is not None and out.exists():
         raise UsageError(f"--out {out}: exists; pass another file, or move it away")
     with loading():
+        import numpy as np
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         from sa1b.programs.seen.history import seen_images, seen_masks, spans_of
+        from sa1b.storage.atomic import write_whole
     spans = spans_of(run, before_step)
     found = seen_images(spans)
-    chosen = seen_masks(spans, image) if masks else None
-    steps, sources, images = sum(span.stop - span.first for span in spans), [], list[dict[str, Any]]()
-    lines = [] if image else [f"{run}: {counted(steps, 'step')}"]
+    chosen = seen_masks(spans, image) if masks else []
+    steps = sum(span.stop - span.first for span in spans)
+    lines, images, sources = [] if image else [f"{run}: {counted(steps, 'step')}"], [], []
     for wanted in image:
         there = [(name, times[ids == wanted]) for name, (_, ids, times) in found.items()]
         answers: list[tuple[str | None, int]] = [(name, int(one[0])) for name, one in there if len(one)]
         for source, count in answers or [(None, 0)]:
-            images.append({"image_id": wanted, "source": source, "times": count})
+            answer: dict[str, Any] = {"image_id": wanted, "source": source, "times": count}
             where = f" in {source}" if source else "; not an image of this run"
             lines.append(f"image {wanted}: seen {counted(count, 'time')}{where}")
-            if chosen is not None and source:
+            if masks and source:
                 own = [mask for mask in chosen if (mask["source"], mask["image_id"]) == (source, wanted)]
                 names = ("mask_id", "mask_index", "times")
-                images[-1]["masks"] = [{name: mask[name] for name in names} for mask in own]
+                answer["masks"] = [{name: mask[name] for name in names} for mask in own]
                 lines += [f"  mask {mask['mask_id']}: {counted(mask['times'], 'time')}" for mask in own]
+            images.append(answer)
     for name, (root, ids, times) in found.items() if not image else ():
         figures = {
             "used": times.sum(),
@@ -84,31 +90,16 @@ def main(
         text = "{used:,} images used, {distinct:,} of {images:,} seen, each {least:,} to {most:,} times"
         lines.append(f"{name} ({root}): {text.format(**sources[-1])}")
     if out is not None:
-        _write(out, found, chosen, image)
+        columns = ["image_id", *(["mask_id", "mask_index"] if masks else []), "times"]
+        schema = pa.schema([*((name, pa.int64()) for name in columns), ("source", pa.string())])
+        parts = [pa.Table.from_pylist(chosen, schema)]
+        for name, (_, ids, times) in found.items() if not masks else ():
+            rows = (times > 0) & (not image or np.isin(ids, image))
+            parts.append(pa.table([ids[rows], times[rows], [name] * int(rows.sum())], schema=schema))
+        buffer = io.BytesIO()
+        pq.write_table(pa.concat_tables(parts), buffer)
+        write_whole(out, buffer.getvalue())
     document = {"run": run, "steps": steps, "sources": sources, "images": images}
     show(json.dumps(document, indent=1) if json_output else "\n".join(first_lines(lines)))
     seen = {one["image_id"] for one in images if one["times"]}  # in any source
     return int(not seen.issuperset(image))
-
-
-def _write(out: Path, found: Any, chosen: list[dict[str, Any]] | None, images: tuple[int, ...]) -> None:
-    """Write a table of the images with the times of each, or of the masks."""
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from sa1b.storage.atomic import write_whole
-
-    names = "image_id", "mask_id", "mask_index", "times"
-    schema = pa.schema([*((name, pa.int64()) for name in names), ("source", pa.string())])
-    if chosen is not None:
-        table = pa.Table.from_pylist(chosen, schema)
-    else:
-        parts, columns = [], pa.schema([schema.field(name) for name in ("image_id", "times", "source")])
-        for name, (_, ids, times) in found.items():
-            rows = (times > 0) & (not images or np.isin(ids, images))
-            parts.append(pa.table([ids[rows], times[rows], [name] * int(rows.sum())], schema=columns))
-        table = pa.concat_tables(parts)
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    write_whole(out, buffer.getvalue())

@@ -2,18 +2,19 @@
 
 Objects are painted from large to small. An object inside another object becomes a part of it, and the masks
 nest. An object across an outline hides the pixels below it, and each mask is the visible region.
+
+The words of a phrase follow from the numbers with which an object was drawn, not from its pixels. Objects of
+an image may have the same words, so a phrase may describe several of them.
 """
 
-from dataclasses import dataclass
+from colorsys import rgb_to_hsv
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import cv2
 import numpy as np
 import numpy.typing as npt
-
-from sa1b.arguments import BadValue
-from sa1b.programs.synthetic.phrases import Look
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.uint8]
@@ -28,7 +29,6 @@ SIZES = (
     ((2667, 1500), 0.03),
     ((1920, 1080), 0.04),
 )
-LONG_SIDE_LEAST = 32  # pixels; in smaller images, objects of PIXELS_LEAST pixels cannot be recognised
 HIGH_QUALITY_SHARE = 0.63  # share of images with quality 95; the others have quality 75
 MASKS_MEAN, MASKS_LN_SD, MASKS_MAX = 96.0, 0.5, 500
 AREA_LN_MEAN, AREA_LN_SD = -6.21, 1.59  # mean and deviation of the logarithm of the area fraction
@@ -42,17 +42,19 @@ ROUGHNESS = 0.15  # largest roughness of an outline, as a fraction of the radius
 SIMPLE_MASKS, SIMPLE_AREAS = (8, 16), (0.008, 0.12)
 SIMPLE_ROUGHNESS, SIMPLE_CONTRAST = 0.3, 0.4
 TILE = 1024  # pixels, side of the periodic texture tiles
-
-
-@dataclass(frozen=True, slots=True)
-class ScenePlan:
-    """Size, JPEG quality and descending area fractions of an image's objects, sampled before it is drawn."""
-
-    width: int
-    height: int
-    quality: int
-    areas: npt.NDArray[np.float64]
-    simple: bool = False
+# Words of phrases.
+AREA_WORDS = {0.05: "large", 0.015: "medium", 0.003: "small", 0.0: "tiny"}  # by least area fraction
+LONG = 1.5  # smallest aspect ratio of a long object
+FAINT = 5.0  # grey levels; a texture of a smaller standard deviation is not seen
+GREY = 0.14  # largest saturation of a grey
+BLACK = 0.1  # a colour of a smaller value is black, whatever its hue
+DARK, BRIGHT = 0.4, 0.7  # largest value (0..1) of a dark colour, smallest of a bright one
+HUES = {  # by the end of its range, of 1
+    0.045: "red", 0.11: "orange", 0.19: "yellow", 0.45: "green", 0.54: "cyan", 0.72: "blue",
+    0.82: "violet", 0.955: "pink", 1.0: "red",
+}  # fmt: skip
+TEXTURES = ("mottled", "cloudy", "combed", "brushed", "grainy")  # of `_tiles`
+OUTLINES = {1.6: "diamond", 2.0: "disc", 3.0: "cushion", 6.0: "box"}  # by exponent of the superellipse
 
 
 @dataclass(slots=True)
@@ -63,76 +65,76 @@ class Shape:
     y: int
     mask: Mask
     ancestors: frozenset[int] = frozenset()
-    look: Any = None  # `Look`
+    look: dict[str, Any] = field(default_factory=dict)  # the numbers with which it was drawn
 
-    def part(self, x0: int, x1: int, y0: int, y1: int) -> Mask:
-        """The region in a rectangle of the image, a view."""
-        return self.mask[y0 - self.y : y1 - self.y, x0 - self.x : x1 - self.x]
+    def overlap(self, other: "Shape") -> tuple[Mask, Mask]:
+        """Views of the regions of both objects in the rectangle that they share."""
+        (h, w), (other_h, other_w) = self.mask.shape, other.mask.shape
+        x0, y0 = max(self.x, other.x), max(self.y, other.y)
+        x1 = max(x0, min(self.x + w, other.x + other_w))
+        y1 = max(y0, min(self.y + h, other.y + other_h))
+        own = self.mask[y0 - self.y : y1 - self.y, x0 - self.x : x1 - self.x]
+        return own, other.mask[y0 - other.y : y1 - other.y, x0 - other.x : x1 - other.x]
 
 
-def plan(rng: np.random.Generator, long_side: int | None = None, *, simple: bool = False) -> ScenePlan:
-    """Sample size, quality and object areas from SA-1B's distributions.
+def draw(rng: np.random.Generator, long_side: int | None, simple: bool) -> tuple[Mask, int, list[Shape]]:
+    """An image, uint8 [height, width, 3] RGB, its JPEG quality and its visible objects in drawing order.
 
-    Images with fewer pixels on the longer side have fewer masks (about 40 at 640 pixels), with the same
-    distribution of area fractions; None: full size. `simple`: sample a few large objects with smooth outlines
-    and plain surfaces instead, so that a small model learns to segment them in minutes.
+    Size, quality and areas are sampled from SA-1B's distributions. Images with fewer pixels on the longer
+    side have fewer masks (about 40 at 640 pixels), with the same distribution of area fractions; None: full
+    size. `simple`: a few large objects with smooth outlines and plain surfaces instead.
     """
-    if long_side is not None and long_side < LONG_SIDE_LEAST:
-        raise BadValue(f"long_side={long_side} must be at least {LONG_SIDE_LEAST} pixels")
     shares = np.array([share for _, share in SIZES])
     width, height = SIZES[int(rng.choice(len(SIZES), p=shares / shares.sum()))][0]
     quality = 95 if rng.random() < HIGH_QUALITY_SHARE else 75
-    mean = MASKS_MEAN
-    if long_side is not None:
-        scale = long_side / max(width, height)
-        mean *= min(1.0, scale**0.75)
-        width, height = max(1, round(width * scale)), max(1, round(height * scale))
+    scale = 1.0 if long_side is None else long_side / max(width, height)
+    width, height = max(1, round(width * scale)), max(1, round(height * scale))
     if simple:
         low, high = np.log(SIMPLE_AREAS)
         areas = np.exp(rng.uniform(low, high, int(rng.integers(*SIMPLE_MASKS, endpoint=True))))
-        return ScenePlan(width, height, quality, np.sort(areas)[::-1], simple)
-    count = rng.lognormal(np.log(mean) - MASKS_LN_SD**2 / 2, MASKS_LN_SD)
-    n_large = int(rng.integers(2, 4))
-    n_small = int(np.clip(round(count), 4, MASKS_MAX)) - n_large
-    small = rng.lognormal(AREA_LN_MEAN, AREA_LN_SD, n_small) * (1 + AREA_LOST)
-    large = np.exp(rng.uniform(np.log(LARGE_LEAST), np.log(LARGE_MOST), n_large))
-    least = max(AREA_LEAST, PIXELS_LEAST / (width * height)) * 1.1
-    areas = np.clip(np.concatenate([small, large]), least, AREA_MOST)
-    return ScenePlan(width, height, quality, np.sort(areas)[::-1])
+    else:
+        mean = MASKS_MEAN * min(1.0, scale**0.75)
+        count = rng.lognormal(np.log(mean) - MASKS_LN_SD**2 / 2, MASKS_LN_SD)
+        n_large = int(rng.integers(2, 4))
+        n_small = int(np.clip(round(count), 4, MASKS_MAX)) - n_large
+        small = rng.lognormal(AREA_LN_MEAN, AREA_LN_SD, n_small) * (1 + AREA_LOST)
+        large = np.exp(rng.uniform(np.log(LARGE_LEAST), np.log(LARGE_MOST), n_large))
+        least = max(AREA_LEAST, PIXELS_LEAST / (width * height)) * 1.1
+        areas = np.clip(np.concatenate([small, large]), least, AREA_MOST)
 
-
-def draw(rng: np.random.Generator, scene: ScenePlan) -> tuple[Mask, list[Shape]]:
-    """Draw the image of a plan, uint8 [height, width, 3] RGB, and its visible objects in drawing order."""
-    height, width = scene.height, scene.width
-    contrast, grain = DETAIL[scene.quality]
-    contrast *= float(rng.lognormal(0, 0.25)) * (SIMPLE_CONTRAST if scene.simple else 1)
+    contrast, grain = DETAIL[quality]
+    plainness = SIMPLE_CONTRAST if simple else 1
+    contrast *= float(rng.lognormal(0, 0.25)) * plainness
     hues = rng.random(3)
     canvas = _background(rng, height, width, hues, contrast)
     owner = np.full((height, width), -1, np.int16)  # the topmost object of each pixel
     shapes: list[Shape] = []
-    roughness = ROUGHNESS * (SIMPLE_ROUGHNESS if scene.simple else 1)
-    for area in scene.areas * (height * width):
+    roughness = ROUGHNESS * (SIMPLE_ROUGHNESS if simple else 1)
+    for area in np.sort(areas)[::-1] * (height * width):
         mask, outline = _outline(rng, float(area), height, width, roughness)
         shape = _place(rng, mask, owner, shapes)
         if not shape.mask.any():
             continue
-        _hide(shape, shapes)
-        shape.look = Look(**_paint(rng, canvas, shape, hues, contrast), **outline)
+        for index, other in enumerate(shapes):
+            if index not in shape.ancestors:  # the new object hides it
+                below, above = other.overlap(shape)
+                below &= 1 - above
+        shape.look = _paint(rng, canvas, shape, hues, contrast) | outline
         h, w = shape.mask.shape
         owner[shape.y : shape.y + h, shape.x : shape.x + w][shape.mask > 0] = len(shapes)
         shapes.append(shape)
-    grain *= float(rng.lognormal(0, 0.25)) * (SIMPLE_CONTRAST if scene.simple else 1)
+    grain *= float(rng.lognormal(0, 0.25)) * plainness
     noise = rng.standard_normal((height, width), dtype=np.float32)
     canvas += (noise * np.float32(grain))[:, :, None]
     least = max(AREA_LEAST * height * width, PIXELS_LEAST)
     visible = [shape for shape in shapes if np.count_nonzero(shape.mask) >= least]
-    return np.clip(canvas, 0, 255).astype(np.uint8), visible
+    return np.clip(canvas, 0, 255).astype(np.uint8), quality, visible
 
 
 def _outline(
     rng: np.random.Generator, area: float, height: int, width: int, roughness: float
 ) -> tuple[Mask, dict[str, Any]]:
-    """A filled random shape of about `area` pixels, without empty border rows or columns, and its `Look`."""
+    """A filled random shape of about `area` pixels, without empty border rows or columns, and its look."""
     n = int(np.clip(2.5 * np.sqrt(area), 24, 6000))
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
     power = rng.choice([1.6, 2.0, 2.0, 3.0, 6.0])  # superellipse: from diamond to box
@@ -199,23 +201,11 @@ def _place(rng: np.random.Generator, mask: Mask, owner: npt.NDArray[np.int16], s
     if under < 0 or best_share < 0.7:
         return Shape(x, y, mask)
     parent = shapes[under]  # the new object is a part of it: clip it to the parent's mask
-    inside = np.zeros_like(mask)
-    x0, x1 = max(x, parent.x), min(x + w, parent.x + parent.mask.shape[1])
-    y0, y1 = max(y, parent.y), min(y + h, parent.y + parent.mask.shape[0])
-    inside[y0 - y : y1 - y, x0 - x : x1 - x] = parent.part(x0, x1, y0, y1)
-    return Shape(x, y, mask & inside, parent.ancestors | {under})
-
-
-def _hide(shape: Shape, shapes: list[Shape]) -> None:
-    """Remove the pixels of the new object from the objects below it, in place."""
-    h, w = shape.mask.shape
-    for index, other in enumerate(shapes):
-        oh, ow = other.mask.shape
-        x0, x1 = max(shape.x, other.x), min(shape.x + w, other.x + ow)
-        y0, y1 = max(shape.y, other.y), min(shape.y + h, other.y + oh)
-        if x0 < x1 and y0 < y1 and index not in shape.ancestors:
-            region = other.part(x0, x1, y0, y1)
-            region &= 1 - shape.part(x0, x1, y0, y1)
+    part = Shape(x, y, np.zeros_like(mask), parent.ancestors | {under})
+    inside, of_parent = part.overlap(parent)
+    inside[:] = of_parent
+    part.mask &= mask
+    return part
 
 
 def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, contrast: float) -> Floats:
@@ -235,7 +225,7 @@ def _background(rng: np.random.Generator, height: int, width: int, hues: Hues, c
 def _paint(
     rng: np.random.Generator, canvas: Floats, shape: Shape, hues: Hues, contrast: float
 ) -> dict[str, Any]:
-    """Draw an object on the canvas, in place: a shadow, then a textured surface; its `Look`."""
+    """Draw an object on the canvas, in place: a shadow, then a textured surface; its look."""
     pad = 8
     height, width = canvas.shape[:2]
     h, w = shape.mask.shape
@@ -305,3 +295,23 @@ def _tiles() -> tuple[Floats, ...]:
         wave = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((TILE, TILE))) * fall, (TILE, TILE))
         tiles.append((wave / wave.std()).astype(np.float32))
     return tuple(tiles)
+
+
+def described(look: dict[str, Any], area: float) -> dict[str, object]:
+    """Single words, `text` and `texts` (three wordings) of an object with a look and an area fraction."""
+    size = next(name for least, name in AREA_WORDS.items() if area >= least)
+    shape = "strip" if look["thin"] else "ring" if look["hollow"] else OUTLINES[look["power"]]
+    shape = f"long {shape}" if look["aspect"] >= LONG and not look["thin"] else shape
+    texture = TEXTURES[look["tile"]] if look["contrast"] >= FAINT else "plain"
+    texture = "striped" if look["striped"] else texture
+    hue, saturation, value = rgb_to_hsv(*(level / 255 for level in look["colour"]))
+    colour = next(name for end, name in HUES.items() if hue < end)
+    colour = "brown" if colour == "orange" and value <= DARK else colour
+    if is_grey := saturation <= GREY or value < BLACK:
+        colour = "black" if value < 0.22 else "white" if value > 0.85 else "grey"
+    if not is_grey or colour == "grey":
+        colour = f"{'dark ' if value <= DARK else 'bright ' if value >= BRIGHT else ''}{colour}"
+    kind = f"{colour} {texture} {shape}"
+    texts = [f"{size} {kind}", f"{shape}, {size}, {texture} and {colour}", f"{kind} of {size} size"]
+    words = {"size": size, "colour": colour, "texture": texture, "shape": shape}
+    return {"text": texts[0], "texts": texts, **words}

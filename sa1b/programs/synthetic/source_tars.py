@@ -12,8 +12,8 @@ import os
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,8 +25,7 @@ import simplejpeg
 from sa1b.masks import coco
 from sa1b.masks.runs import Runs
 from sa1b.names import member_name
-from sa1b.programs.synthetic.phrases import described
-from sa1b.programs.synthetic.scene import Mask, Shape, draw, plan
+from sa1b.programs.synthetic.scene import Shape, described, draw
 from sa1b.storage.atomic import commit, flush, temporary_path, write_whole
 from sa1b.workers import Failure, supervise
 
@@ -37,48 +36,35 @@ _SHUFFLE = 0x7A6  # separates the random values of a tar from those of an image
 Document = dict[str, Any]
 
 
-def annotate(
-    rng: np.random.Generator, image_id: int, height: int, width: int, shapes: list[Shape]
-) -> tuple[Document, int, list[Shape]]:
-    """The annotation file of a scene, the number of runs of its masks, and its objects in random order."""
-    shapes = [shapes[i] for i in rng.permutation(len(shapes))]
-    pieces = [mask_runs(shape.mask, shape.x, shape.y, height, width) for shape in shapes]
-    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    runs = np.concatenate([np.zeros(0, np.uint32), *pieces])
-    strings = coco.encode(Runs(runs, offsets, height, width))
+def _annotations(
+    rng: np.random.Generator, image_id: int, height: int, width: int, shapes: list[Shape], runs: Runs
+) -> Iterator[Document]:
     first_id = image_id * 2_654_435_761 % 2**22 * 512  # ids below 2^31 that differ between images
     integers = len(shapes) - int(rng.integers(1, 6))  # from this mask on, SA-1B's files have int numbers
-    annotations = []
-    for index, (shape, counts) in enumerate(zip(shapes, strings, strict=True)):
+    for index, (shape, counts) in enumerate(zip(shapes, coco.encode(runs), strict=True)):
         rows, columns = np.flatnonzero(shape.mask.any(1)), np.flatnonzero(shape.mask.any(0))
         x, y = shape.x + int(columns[0]), shape.y + int(rows[0])
         # As in SA-1B, width and height are one pixel less than the extent of the mask.
         box = [x, y, int(columns[-1] - columns[0]), int(rows[-1] - rows[0])]
         crop = _crop_box(rng, box, height, width)
         whole = index >= integers
-        annotations.append(
-            {
-                "bbox": box if whole else [float(v) for v in box],
-                "area": int(np.count_nonzero(shape.mask)),
-                "segmentation": {"size": [height, width], "counts": counts.decode("ascii")},
-                "predicted_iou": float(np.float32(0.88 + 0.145 * rng.beta(3.0, 2.0))),
-                "point_coords": [_point(rng, shape)],
-                "crop_box": crop if whole and rng.random() < 0.5 else [float(v) for v in crop],
-                "id": first_id + index,
-                "stability_score": float(np.float32(0.95 + 0.05 * rng.beta(2.0, 2.0))),
-            }
-        )
-    name = member_name(image_id, "jpg")
-    image = {"image_id": image_id, "width": width, "height": height, "file_name": name}
-    return {"image": image, "annotations": annotations}, len(runs), shapes
+        yield {
+            "bbox": box if whole else [float(v) for v in box],
+            "area": int(np.count_nonzero(shape.mask)),
+            "segmentation": {"size": [height, width], "counts": counts.decode("ascii")},
+            "predicted_iou": float(np.float32(0.88 + 0.145 * rng.beta(3.0, 2.0))),
+            "point_coords": [_point(rng, shape)],
+            "crop_box": crop if whole and rng.random() < 0.5 else [float(v) for v in crop],
+            "id": first_id + index,
+            "stability_score": float(np.float32(0.95 + 0.05 * rng.beta(2.0, 2.0))),
+        }
 
 
-def mask_runs(mask: Mask, x: int, y: int, height: int, width: int) -> npt.NDArray[np.uint32]:
-    """Runs uint32 [R] of one mask, uint8 [h, w] of 0 and 1, whose top left pixel is at x, y of the image."""
-    columns = np.zeros((mask.shape[1], mask.shape[0] + 2), np.int8)
-    columns[:, 1:-1] = mask.T
+def _runs(shape: Shape, height: int, width: int) -> npt.NDArray[np.uint32]:
+    columns = np.zeros((shape.mask.shape[1], shape.mask.shape[0] + 2), np.int8)
+    columns[:, 1:-1] = shape.mask.T
     column, row = np.nonzero(np.diff(columns, axis=1))
-    edges = (column + x) * height + row + y
+    edges = (column + shape.x) * height + row + shape.y
     # A run that ends at the bottom of a column continues at the top of the next one: join the two.
     joined = np.flatnonzero(edges[1:-1:2] == edges[2::2]) * 2 + 1
     edges = np.delete(edges, np.concatenate([joined, joined + 1]))
@@ -110,22 +96,32 @@ def _crop_box(rng: np.random.Generator, box: list[int], height: int, width: int)
 
 def scene(
     image_id: int, seed: int = 0, long_side: int | None = None, *, simple: bool = False
-) -> tuple[bytes, Document]:
-    """One image and its annotation file, as `json.loads` returns it; for the arguments see `scene.plan`.
+) -> tuple[bytes, Document, int, list[Document]]:
+    """One image, its annotation file as `json.loads` returns it, the number of runs of its masks, and a row
+    of the phrases of each mask. For the arguments see `scene.draw`.
 
     The JPEG is baseline, 4:2:0, of quality 95 or 75, without EXIF.
     """
-    return _scene(image_id, seed, long_side, simple)[:2]
-
-
-def _scene(
-    image_id: int, seed: int, long_side: int | None, simple: bool
-) -> tuple[bytes, Document, int, list[Shape]]:
     rng = np.random.default_rng([seed, image_id, long_side or 0])
-    outlook = plan(rng, long_side, simple=simple)
-    pixels, shapes = draw(rng, outlook)
-    jpeg: bytes = simplejpeg.encode_jpeg(pixels, quality=outlook.quality, colorsubsampling="420")
-    return jpeg, *annotate(rng, image_id, outlook.height, outlook.width, shapes)
+    pixels, quality, shapes = draw(rng, long_side, simple)
+    height, width, _ = pixels.shape
+    jpeg = simplejpeg.encode_jpeg(pixels, quality=quality, colorsubsampling="420")
+    shapes = [shapes[i] for i in rng.permutation(len(shapes))]
+    pieces = [_runs(shape, height, width) for shape in shapes]
+    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    runs = Runs(np.concatenate([np.zeros(0, np.uint32), *pieces]), offsets, height, width)
+    masks = [*_annotations(rng, image_id, height, width, shapes, runs)]
+    image = {
+        "image_id": image_id,
+        "width": width,
+        "height": height,
+        "file_name": member_name(image_id, "jpg"),
+    }
+    rows = [
+        {"image_id": image_id, "mask_id": mask["id"]} | described(shape.look, mask["area"] / (height * width))
+        for mask, shape in zip(masks, shapes, strict=True)
+    ]
+    return jpeg, {"image": image, "annotations": masks}, int(offsets[-1]), rows
 
 
 def write_tar(
@@ -138,52 +134,44 @@ def write_tar(
     simple: bool = False,
     compress: bool = True,
     temporary: Path | None = None,
-    phrases: list[Document] | None = None,
     progress: Callable[[int], Any] = lambda count: None,
-) -> "Counter[str]":
-    """Write one source tar in the format of the download, and commit it when it is complete; its figures.
+) -> tuple["Counter[str]", list[Document]]:
+    """Write one source tar in the format of the download, and commit it when it is complete; its figures, and
+    a row of the phrases of each mask.
 
     Memory: a few images: a temporary file holds the members until they are shuffled. An existing file is
-    replaced. `temporary`: path of the incomplete tar in the same folder. `phrases` receives a row for each
-    object; `progress` gets 1 for every image.
+    replaced. `temporary`: path of the incomplete tar on the same disk. `progress` gets 1 for every image.
     """
     path = Path(path)
     temporary = temporary or temporary_path(path)
-    figures = Counter(tars=1, images=images)
+    figures, phrases = Counter(tars=1, images=images), list[Document]()
     members: list[tuple[str, int, int]] = []  # name, offset and length in the spill file
-    try:
-        with ExitStack() as stack:
-            out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
-            if compress:  # no name and no time in gzip's header: equal content gives equal bytes
-                out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
-            tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
-            spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
-            for image_id in range(first_id, first_id + images):
-                jpeg, annotations, runs, shapes = _scene(image_id, seed, long_side, simple)
-                masks, text = annotations["annotations"], json.dumps(annotations).encode()
-                pixels = annotations["image"]["width"] * annotations["image"]["height"]
-                if phrases is not None:
-                    ids = [{"image_id": image_id, "mask_id": mask["id"]} for mask in masks]
-                    looks = zip(ids, masks, shapes, strict=True)
-                    phrases += [one | described(of.look, mask["area"] / pixels) for one, mask, of in looks]
-                for suffix, data in (("jpg", jpeg), ("json", text)):
-                    members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
-                    spill.write(data)
-                figures.update(masks=len(masks), runs=runs, jpeg_bytes=len(jpeg), json_bytes=len(text))
-                progress(1)
-            entry = _entry("./", 0)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(entry)
-            for index in np.random.default_rng([seed, first_id, _SHUFFLE, 0]).permutation(len(members)):
-                name, offset, length = members[index]
-                spill.seek(offset)
-                tar.addfile(_entry(name, length), io.BytesIO(spill.read(length)))
-        figures["tar_bytes"] = temporary.stat().st_size
-        flush(temporary)
-        commit(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return figures
+    with ExitStack() as stack:
+        out: BinaryIO | gzip.GzipFile = stack.enter_context(temporary.open("wb"))
+        if compress:  # no name and no time in gzip's header: equal content gives equal bytes
+            out = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
+        tar = stack.enter_context(tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT))
+        spill = stack.enter_context(tempfile.TemporaryFile(dir=path.parent))
+        for image_id in range(first_id, first_id + images):
+            jpeg, document, runs, rows = scene(image_id, seed, long_side, simple=simple)
+            text = json.dumps(document).encode()
+            for suffix, data in (("jpg", jpeg), ("json", text)):
+                members.append((f"./sa_{image_id}.{suffix}", spill.tell(), len(data)))
+                spill.write(data)
+            figures.update(masks=len(rows), runs=runs, jpeg_bytes=len(jpeg), json_bytes=len(text))
+            phrases += rows
+            progress(1)
+        entry = _entry("./", 0)
+        entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+        tar.addfile(entry)
+        for index in np.random.default_rng([seed, first_id, _SHUFFLE, 0]).permutation(len(members)):
+            name, offset, length = members[index]
+            spill.seek(offset)
+            tar.addfile(_entry(name, length), io.BytesIO(spill.read(length)))
+    figures["tar_bytes"] = temporary.stat().st_size
+    flush(temporary)
+    commit(temporary, path)
+    return figures, phrases
 
 
 def _entry(name: str, size: int) -> tarfile.TarInfo:
@@ -211,32 +199,29 @@ def write_tars(
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    jobs = [(out / f"sa_{tar:06d}.tar", 1 + tar * IDS_PER_TAR) for tar in range(first_tar, first_tar + tars)]
-    present = [path for path in (*(path for path, _ in jobs), *[out / PHRASES] * phrases) if path.exists()]
+    paths = [out / f"sa_{tar:06d}.tar" for tar in range(first_tar, first_tar + tars)]
+    present = [path for path in (*paths, *[out / PHRASES] * phrases) if path.exists()]
     if present and not overwrite:
         raise FileExistsError(f"{present[0]}: already exists; replace it and all others with --overwrite")
-    common = {"images": images_per_tar, **options}
-    names: list[Document] = [{"first_id": first, "temporary": temporary_path(path)} for path, first in jobs]
-    tasks = [(path, common | name, phrases) for (path, _), name in zip(jobs, names, strict=True)]
     total, rows = Counter[str](), list[Document]()
-    events = supervise(_work, tasks, workers=workers)
-    try:
-        for event in events:
-            if event.kind == "progress":
-                progress(event.value)
-            elif event.kind == "done":
-                figures, of_tar = event.value
-                total.update(figures)
-                rows += of_tar
-            elif event.kind in ("failed", "lost"):
-                path, why = jobs[event.task][0], event.value
-                if isinstance(why, Failure) and why.errno is not None:
-                    raise OSError(why.errno, os.strerror(why.errno), str(path))
-                raise ChildProcessError(f"{path}: {why.message if isinstance(why, Failure) else why}")
-    finally:
-        events.close()
-        for name in names:
-            name["temporary"].unlink(missing_ok=True)
+    # A worker that is killed leaves its incomplete tar in this folder.
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=out) as folder:
+        tasks = []
+        for tar, path in enumerate(paths, first_tar):
+            own = {"first_id": 1 + tar * IDS_PER_TAR, "temporary": Path(folder, path.name)}
+            tasks.append((path, {"images": images_per_tar, **own, **options}, phrases))
+        with closing(supervise(_work, tasks, workers=workers)) as events:
+            for event in events:
+                if event.kind == "progress":
+                    progress(event.value)
+                elif event.kind == "done":
+                    total.update(event.value[0])
+                    rows += event.value[1]
+                elif event.kind in ("failed", "lost"):
+                    path, why = paths[event.task], event.value
+                    if isinstance(why, Failure) and why.errno is not None:
+                        raise OSError(why.errno, os.strerror(why.errno), str(path))
+                    raise ChildProcessError(f"{path}: {why.message if isinstance(why, Failure) else why}")
     if phrases:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -252,5 +237,5 @@ def _work(
     path: Path, arguments: Document, phrases: bool, report: Callable[[int], None]
 ) -> tuple["Counter[str]", list[Document]]:
     cv2.setNumThreads(1)
-    rows: list[Document] = []
-    return write_tar(path, **arguments, phrases=rows if phrases else None, progress=report), rows
+    figures, rows = write_tar(path, **arguments, progress=report)
+    return figures, rows if phrases else []

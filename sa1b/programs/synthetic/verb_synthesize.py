@@ -24,7 +24,7 @@ def main(
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
     /,
     tars: Annotated[int, Range(1)] = 2,
-    images_per_tar: int = 100,
+    images_per_tar: Annotated[int, Range(1, 11187)] = 100,
     long_side: Annotated[int | None, Range(32, unit=" pixels")] = None,
     first_tar: Annotated[int, Range(0)] = 0,
     seed: Annotated[int, Range(0)] = 0,
@@ -60,11 +60,9 @@ def main(
     """
     check_here("OUT", out)
     with loading():
-        from sa1b.programs.synthetic.source_tars import IDS_PER_TAR, write_tars
+        from sa1b.programs.synthetic.source_tars import write_tars
         from sa1b.report import bar
         from sa1b.workers import available_cpus
-    if not 0 < images_per_tar <= IDS_PER_TAR:
-        raise UsageError(f"--images-per-tar {images_per_tar}: must be from 1 to {IDS_PER_TAR}")
     if (out / "dataset.json").exists():
         raise UsageError(f"{out}: a dataset directory; name another folder for source tars")
     with bar(tars * images_per_tar, "synthesize", "image", json_output) as shown:
