@@ -12,8 +12,8 @@ import gc
 import logging
 import os
 import shlex
+import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from sa1b.engine.config import Config
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.model import stored
 from sa1b.engine.planner import dry_run
-from sa1b.engine.ranks.agreement import DisagreementError, check_shared_folder, hosts
+from sa1b.engine.ranks.agreement import DisagreementError, check_shared_folder
 from sa1b.engine.ranks.process_group import set_timeout, start, stop
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
@@ -49,8 +49,8 @@ from sa1b.engine.watch import metrics
 from sa1b.engine.watch.control import Control, Health, HealthError, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
-from sa1b.engine.watch.metrics import BestScore, Metrics
-from sa1b.engine.watch.phase import OTHER, ForwardTime, Phases
+from sa1b.engine.watch.metrics import BestScore, Metrics, Window
+from sa1b.engine.watch.phase import EVALUATION, OTHER, ForwardTime, Phases
 from sa1b.engine.watch.profiler import StepProfiler
 from sa1b.engine.watch.signals import (
     deadline_of,
@@ -61,7 +61,6 @@ from sa1b.engine.watch.signals import (
     stdout_is_closed,
 )
 from sa1b.engine.watch.watchdog import Watchdog, record_collectives
-from sa1b.engine.watch.window import Window
 from sa1b.engine.weights import state_digest
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS, SamConfig
@@ -114,7 +113,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether another start would do nothing: all steps are done, and the evaluation after them."""
-        due = self.config.evaluation.view is not None and self.metrics.lacks_evaluation(self.step)
+        due = self.config.evaluation.view is not None and self.step not in self.best.evaluations
         return (self.step >= self.config.optim.steps or self.best.exhausted) and not due
 
 
@@ -163,10 +162,10 @@ def begin(
         config.logging, config.folder, rank_info, control, done=step, steps=config.optim.steps, about=about,
         last=last, shown=training.model.shown, callbacks=callbacks, settings=config.document(),
     )  # fmt: skip
-    best = BestScore(config.evaluation)
-    best.share(written.evaluations, rank_info)
+    best = BestScore(config.evaluation, written.evaluations)
+    best.share(rank_info)
     checkpoints.best = best.step
-    machines = hosts(rank_info)
+    machines = rank_info.gather(socket.gethostname())
     window = None
     if rank_info.rank == 0:
         window = Window(machines, config.logging.window, written, LoaderSettings.of(feed.loader))
@@ -192,18 +191,18 @@ def train(run: Run) -> None:
     config, rank_info, feed, training = run.config, run.rank_info, run.feed, run.training
     module, optimizer, scaler = training.module, training.optimizer, training.scaler
     control, phases = run.control, run.phases
-    profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, run.metrics.say)
     phases.enter(OTHER, step=run.step)
-    if control.any_rank(run.metrics.lacks_evaluation(run.step)):  # also one that a stop interrupted
-        evaluate_if_due(run, saved=run.step > 0)
+    control.poll()
+    if run.step not in run.best.evaluations:  # also one that a stop interrupted
+        record(run, evaluate_if_due(run))
     if not run.ended:
         with phases.part("data"):
             batch = feed.peek()
         with phases.part("warm up"):
             warm_up(module, partial(training.forward_backward, batch, run.step))
     first, buffers = run.step, Buffers(module, shared=config.parallel.broadcast_buffers)
+    profiler = StepProfiler(config.logging, first, config.folder, rank_info, control, run.metrics.say)
     while not run.ended:
-        profiler.before(run.step)
         phases.begin(run.step)
         buffers.keep()
         set_lr(optimizer, lr := lr_at(config.optim, config.data.global_batch, run.step))
@@ -258,12 +257,13 @@ def numbers(run: Run) -> dict[str, float]:
 
 
 def end_step(run: Run, figures: StepFigures, lr: float) -> None:
-    """Record the step that has just ended; save a checkpoint and evaluate if they are due."""
+    """Evaluate, save a checkpoint and record the step that has just ended, each if it is due."""
     config, step, took, lost = run.config, run.step, run.phases.total(), bool(run.health.lost)
     model, precision = run.training.model, config.parallel.precision
     ideal = peak_seconds(model, figures.images, figures.count, precision, run.rank_info)
-    saves = (run.ended or step % config.checkpoint.every == 0) and not lost
-    if saves:
+    scores = evaluate_if_due(run)
+    due = run.ended or step % config.checkpoint.every == 0 or step == run.best.step
+    if saves := due and not lost:
         # The process may be killed after the checkpoint and before the step's line is written.
         line = metrics.figures_of(figures, run.phases, lr, ideal)
         save(run, metrics.json_figures({"step": step, **line}))
@@ -273,33 +273,38 @@ def end_step(run: Run, figures: StepFigures, lr: float) -> None:
     run.metrics.step(step, line, always=saves or run.ended)
     if run.window is not None:
         run.window.add(step, figures.ranks, took)
-    evaluate_if_due(run, saved=saves or lost)
+    record(run, scores)
 
 
-def evaluate_if_due(run: Run, *, saved: bool) -> None:
-    """Score the held-out images, if that is due; then save a checkpoint if it is the best or the last."""
+def evaluate_if_due(run: Run) -> dict[str, float] | None:
+    """The scores of the held-out images; None: no evaluation is due, or a stop was requested meanwhile."""
     settings, training, step = run.config.evaluation, run.training, run.step
     first = settings.best is not None and step == 0  # which refuses an unknown score early
     due = first or step == run.config.optim.steps or (settings.every > 0 and step % settings.every == 0)
-    held_out, device = run.held_out, run.rank_info.device
-    if not due or held_out is None or run.control.stopping or (scorer := run.config.scorer(device)) is None:
-        return
-    began = time.perf_counter()
-    with averaged(training.module, training.optimizer), run.phases.part("evaluation"):
+    held_out, rank_info = run.held_out, run.rank_info
+    if not due or held_out is None or run.control.stopping:
+        return None
+    if (scorer := run.config.scorer(rank_info.device)) is None:
+        return None
+    with averaged(training.module, training.optimizer), run.phases.part(EVALUATION):
         scores = evaluate(
-            training.module, held_out, scorer, run.config, run.rank_info,
-            control=run.control, phases=run.phases,
-        )  # fmt: skip
+            training.module, held_out, scorer, run.config, rank_info, control=run.control, phases=run.phases
+        )
     if scores is not None:
-        run.metrics.evaluation(step, scores, time.perf_counter() - began, settings.how(scores))
-        run.best.add(step, scores)
+        run.best.evaluations[step] = scores
         run.checkpoints.best = run.best.step
-    if (run.control.stopping or run.best.exhausted or 0 < step == run.best.step) and not saved:
-        save(run, None)
+    return scores
 
 
-def save(run: Run, line: dict[str, Any] | None) -> None:
-    """Save a checkpoint of the current state; `line`: the metrics of the last step that are known."""
+def record(run: Run, scores: dict[str, float] | None) -> None:
+    """Record the scores of an evaluation after the newest step, if there was one."""
+    if scores is not None:
+        how = run.config.evaluation.how(scores)
+        run.metrics.evaluation(run.step, scores, run.phases.seconds[EVALUATION], how)
+
+
+def save(run: Run, line: dict[str, Any]) -> None:
+    """Save a checkpoint of the current state; `line`: the figures of the last step, of metrics.jsonl."""
     state = {
         "step": run.step,
         "metrics": line,
@@ -314,7 +319,6 @@ def save(run: Run, line: dict[str, Any] | None) -> None:
 def close(run: Run) -> None:
     """Stop threads and close files; wait for the checkpoint that is being written."""
     run.phases.enter("closing")
-    run.sampler.close()
     try:
         run.feed.close()
         run.metrics.close()
@@ -323,13 +327,9 @@ def close(run: Run) -> None:
         run.control.close()
 
 
-def run(config: Config, callbacks: Sequence[Callback] = ()) -> int:
+def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | None = None) -> int:
     """Train, evaluate or print estimates on this rank, according to the settings; return the exit code."""
-    return _run(config, callbacks, Phases())
-
-
-def _run(config: Config, callbacks: Sequence[Callback], phases: Phases) -> int:
-    code = 0
+    code, phases = 0, phases or Phases()
     if config.parallel.device != "cpu" and torch.cuda.is_available():
         record_collectives(config.folder)
     rank_info = start(config.parallel)
@@ -457,7 +457,7 @@ def main(
         # The other presets do not fit a CPU: hours for a step, a terabyte of activations.
         on_cpu = "tiny" if presets is PRESETS and not torch.cuda.is_available() else None
         config = settings.parse(words, __doc__, presets, prog, on_cpu=on_cpu)
-        return _run(config, callbacks, phases)
+        return run(config, callbacks, phases)
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:

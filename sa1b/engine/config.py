@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import nn
 
@@ -367,13 +366,9 @@ def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
 
     DisagreementError, on all ranks: they differ; it has the name and both values.
     """
-    if rank_info.world_size == 1 or not dist.is_initialized():
-        return config
     document = config.document()
     del document["scratch"]  # machines may have different disks
-    own = {f"--{flag}": value for flag, value in _leaves(document)} | digests
-    of_all: list[dict[str, Any]] = [own] * rank_info.world_size
-    dist.all_gather_object(of_all, own)
+    of_all = rank_info.gather({f"--{flag}": value for flag, value in leaves(document)} | digests)
     for rank, other in enumerate(of_all):
         for name, value in of_all[0].items():
             if other.get(name) != value:
@@ -382,9 +377,10 @@ def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
     return config
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Flag without its dashes, and value, of each setting of a document."""
     if not isinstance(value, dict):
         yield path.replace("_", "-"), value
         return
     for name, part in value.items():
-        yield from _leaves(part, f"{path}.{name}" if path else name)
+        yield from leaves(part, f"{path}.{name}" if path else name)

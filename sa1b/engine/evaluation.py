@@ -14,7 +14,7 @@ from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.phase import EVALUATION, Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.batch_stream import BatchStream
@@ -92,7 +92,7 @@ def evaluate(
         # All ranks have the same number of micro-batches, so they poll equally often.
         batches = (batch for batches in feed.steps() for batch in batches)
         for number, batch in enumerate(batches, 1):
-            phases.enter("evaluation", number)
+            phases.enter(EVALUATION, number)
             if control.poll():
                 return None
             with autocast(config.parallel.precision, rank_info.device):
@@ -107,9 +107,7 @@ def evaluate(
     if rank_info.world_size > 1:
         scorer.all_reduce()
         dist.all_reduce(damaged)
-        of_all: list[list[tuple[int, str]]] = [[] for _ in range(rank_info.world_size)]
-        dist.all_gather_object(of_all, shown)
-        shown = [line for some in of_all for line in some]
+        shown = [line for some in rank_info.gather(shown) for line in some]
     if show and rank_info.rank == 0:
         path, lines = config.folder / "predictions.jsonl", "".join(line for _, line in sorted(shown))
         control.write(path, lambda: write_whole(path, lines.encode()))

@@ -86,23 +86,13 @@ def _fetched_weights(
         raise CheckpointError(f"{url}: has no checkpoint; pass {KINDS}")
     store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = temporary_path(store.scratch / "weights")
-    refused: list[str] = []
     with clean_scratch(store), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        for number in reversed(there):
-            try:
-                checkpoint = bucket.download(store, number, folder)
-            except RetrievalError:
-                raise
-            except CheckpointError as error:
-                if step is not None:
-                    raise
-                refused.append(str(error))
-                _LOG.warning("skipping checkpoint %s: %s", folder_name(number), error)
-                continue
-            where = store.url(f"checkpoints/{folder_name(number)}")
-            return where, tensors.read_weights(checkpoint, mean=mean)
-    raise none_good(url, refused)
+        if step is not None:
+            return url, tensors.read_weights(bucket.download(store, step, folder), mean=mean)
+        checkpoint = _newest(url, there, lambda number: bucket.download(store, number, folder))
+        where = store.url(f"checkpoints/{checkpoint.name}")
+        return where, tensors.read_weights(checkpoint, mean=mean)
 
 
 def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
@@ -154,14 +144,23 @@ def newest(folder: Path) -> Path | None:
 
     Each damaged checkpoint is skipped with a logged warning. CheckpointError: none is good.
     """
+
+    def proved(step: int) -> Path:
+        check(folder / folder_name(step))
+        return folder / folder_name(step)
+
+    there = steps(folder)
+    return _newest(str(folder), there, proved) if there else None
+
+
+def _newest(where: str, there: list[int], prove: Callable[[int], Path]) -> Path:
     refused = []
-    for step in reversed(steps(folder)):
+    for step in reversed(there):
         try:
-            check(folder / folder_name(step))
-            return folder / folder_name(step)
+            return prove(step)
+        except RetrievalError:
+            raise
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
             _LOG.warning("skipping checkpoint %s: %s", folder_name(step), error)
-    if refused:
-        raise none_good(folder, refused)
-    return None
+    raise none_good(where, refused)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sa1b.engine.checkpoint.run_files import check_files
+from sa1b.engine.checkpoint.folder import check_files
 from sa1b.engine.config import Config, build, has_checkpoints
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.ranks.parallel import wrap

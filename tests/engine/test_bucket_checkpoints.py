@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sa1b.engine.checkpoint import bucket as remote_run
+from sa1b.engine.checkpoint import folder as folders
 from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import RetrievalError
@@ -252,8 +253,8 @@ def test_a_local_folder_that_cannot_be_written_names_the_flag(tmp_path: Path) ->
 def test_a_second_run_is_refused_with_the_process_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_run, "_PATIENCE", 0.1)
-    monkeypatch.setattr(remote_run, "_POLL", 0.05)
+    monkeypatch.setattr(folders, "_PATIENCE", 0.1)
+    monkeypatch.setattr(folders, "_POLL", 0.05)
     first = Checkpoints(open_run(tmp_path), CheckpointConfig())
     with pytest.raises(CheckpointError) as error:
         open_run(tmp_path, "b")
@@ -269,8 +270,8 @@ def test_a_second_run_is_refused_with_the_process_of_the_first(
 def test_a_run_on_another_machine_is_taken_over_when_it_has_sent_no_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_run, "_PATIENCE", 0.1)
-    monkeypatch.setattr(remote_run, "_POLL", 0.05)
+    monkeypatch.setattr(folders, "_PATIENCE", 0.1)
+    monkeypatch.setattr(folders, "_POLL", 0.05)
     run = open_run(tmp_path)
     path = tmp_path / "bucket" / "run" / "run.claim"
     foreign = path.read_text().replace(claim.this_machine(), "0123456789ab").replace("120.0", "1.5")
@@ -308,22 +309,22 @@ def test_the_files_of_the_run_continue_on_another_machine(tmp_path: Path) -> Non
     run = open_run(tmp_path)
     (run.folder / "tensorboard").mkdir()
     (run.folder / "tensorboard" / "events").write_text("curves")
-    (run.folder / "lines.jsonl").write_text("1\n")
+    (run.folder / "not-finite.jsonl").write_text("1\n")
     checkpoints = Checkpoints(run, CheckpointConfig(asynchronous=False))
     checkpoints.save(1, small.model, small.optimizer, {})
     bucket = tmp_path / "bucket" / "run"
-    assert (bucket / "lines.jsonl").read_text() == "1\n"
+    assert (bucket / "not-finite.jsonl").read_text() == "1\n"
     assert (bucket / "tensorboard" / "events").read_text() == "curves"
-    with (run.folder / "lines.jsonl").open("a") as file:
+    with (run.folder / "not-finite.jsonl").open("a") as file:
         file.write("2\n")
     checkpoints.close()  # uploads what was added
-    assert (bucket / "lines.jsonl").read_text() == "1\n2\n"
+    assert (bucket / "not-finite.jsonl").read_text() == "1\n2\n"
 
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "damaged.jsonl").write_text("of an earlier run\n")
     (tmp_path / "b" / "stacks-0.txt").write_text("of a run that was killed\n")
     run = open_run(tmp_path, "b")
-    assert (run.folder / "lines.jsonl").read_text() == "1\n2\n"
+    assert (run.folder / "not-finite.jsonl").read_text() == "1\n2\n"
     assert (run.folder / "damaged.jsonl").read_text() == "of an earlier run\n"  # which could not upload it
     assert (bucket / "damaged.jsonl").read_text() == "of an earlier run\n"
     run.close()
@@ -400,10 +401,10 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
         folder = tmp_path / str(failing)
         run = open_run(folder, policy=ONE_ATTEMPT)
         (run.folder / "damaged.jsonl").write_text("damaged\n")
-        (run.folder / "lines.jsonl").write_text("0\n")
+        (run.folder / "not-finite.jsonl").write_text("0\n")
         for _ in range(uploads):
             run.upload()
-            with (run.folder / "lines.jsonl").open("a") as file:
+            with (run.folder / "not-finite.jsonl").open("a") as file:
                 file.write("1\n")
         calls = 0
 
@@ -420,7 +421,7 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
             patch.setattr(owner, operation, fail)
             with contextlib.suppress(OSError, StorageError):
                 run.upload()
-            with (run.folder / "lines.jsonl").open("a") as file:
+            with (run.folder / "not-finite.jsonl").open("a") as file:
                 file.write("last\n")
             with contextlib.suppress(CheckpointError):
                 run.close()
@@ -428,25 +429,22 @@ def test_nothing_is_lost_wherever_the_last_uploads_fail(
         again = open_run(folder)
         expected = "0\n" + "1\n" * uploads + "last\n"
         for place in (folder / "bucket" / "run", again.folder):
-            assert (place / "lines.jsonl").read_text() == expected
+            assert (place / "not-finite.jsonl").read_text() == expected
             assert (place / "damaged.jsonl").read_text() == "damaged\n"
-        assert not list(again.folder.glob("*.unsent"))
         again.close()
 
 
-def test_lines_of_a_machine_are_kept_aside_if_another_one_has_continued(tmp_path: Path) -> None:
+def test_lines_of_steps_that_another_machine_has_repeated_are_replaced_by_its_lines(tmp_path: Path) -> None:
     one = open_run(tmp_path, "a")
-    (one.folder / "lines.jsonl").write_text("1\n")
+    (one.folder / "not-finite.jsonl").write_text("1\n")
     one.upload()
-    (one.folder / "lines.jsonl").write_text("1\nnever sent\n")
+    (one.folder / "not-finite.jsonl").write_text("1\nnever sent\n")
     one.release()  # killed
     other = open_run(tmp_path, "b")
-    with (other.folder / "lines.jsonl").open("a") as file:
+    with (other.folder / "not-finite.jsonl").open("a") as file:
         file.write("2\n")
     other.close()
     one = open_run(tmp_path, "a")
-    assert (one.folder / "lines.jsonl").read_text() == "1\n2\n"
-    assert (one.folder / "lines.jsonl.unsent").read_text() == "1\nnever sent\n"
-    one.upload()
-    assert not (tmp_path / "bucket" / "run" / "lines.jsonl.unsent").exists()
-    one.release()
+    assert (one.folder / "not-finite.jsonl").read_text() == "1\n2\n"
+    one.close()
+    assert (tmp_path / "bucket" / "run" / "not-finite.jsonl").read_text() == "1\n2\n"

@@ -64,7 +64,7 @@ def test_a_copy_to_host_memory_that_fails_is_a_failed_write(
         checkpoints.save(1, small.model, small.optimizer, {})
     checkpoints.save(2, small.model, small.optimizer, {})
     checkpoints.close()
-    assert "the tensors cannot be copied to host memory: no pinned memory" in caplog.text
+    assert "step-00000001: RuntimeError: no pinned memory" in caplog.text
     assert kept(tmp_path) == [2]
 
 
@@ -135,14 +135,15 @@ def test_the_best_one_is_kept_until_another_one_is_better(tmp_path: Path) -> Non
 def test_a_second_run_in_the_same_folder_waits_with_a_message_and_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sa1b.engine.checkpoint.folder._LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr("sa1b.engine.checkpoint.folder._PATIENCE", 0.1)
+    monkeypatch.setattr("sa1b.engine.checkpoint.folder._QUIET", 0.0)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     with pytest.raises(
         CheckpointError, match=f"in use by another run, process {socket.gethostname()}:{os.getpid()}; pass"
     ):
         Checkpoints(tmp_path, CheckpointConfig())
     (message,) = caplog.messages
-    assert message.startswith("waiting 0 s for the end of another run with this --out")
+    assert message.startswith("waiting for the end of another run with this --out, process ")
     checkpoints.close()
     Checkpoints(tmp_path, CheckpointConfig()).close()
 

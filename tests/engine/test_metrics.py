@@ -147,20 +147,14 @@ def test_the_line_of_a_step_whose_process_was_killed_after_its_checkpoint_comes_
     assert [line for line in written(tmp_path) if line.get("step") == 4] == [last]
 
 
-def test_an_evaluation_that_is_written_down_is_not_missing(tmp_path: Path) -> None:
+def test_evaluations_in_the_file_are_known_at_the_next_start(tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path)
     metrics.step(1, FIGURES)
-    assert metrics.lacks_evaluation(1)
     metrics.evaluation(1, {"masks": 0}, 1.0, {})
-    assert not metrics.lacks_evaluation(1)
     metrics.close()
     again = metrics_of(tmp_path, 1)
-    assert not again.lacks_evaluation(1)
-    assert again.lacks_evaluation(2)
+    assert again.evaluations == {1: {"masks": 0}}
     again.close()
-    assert not Metrics(
-        LoggingConfig(), tmp_path, place_of(1, 2), Control(place_of(1, 2)), 0, 9
-    ).lacks_evaluation(2)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -202,17 +196,18 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, object], named: str)
 
 
 def test_the_best_score_and_the_evaluations_since() -> None:
-    best = BestScore(EvaluationConfig(view="held", every=1, best="mean", patience=2))
+    best = BestScore(EvaluationConfig(view="held", every=1, best="mean", patience=2), {})
     found = []
     scores: list[Any] = [0.5, 0.25, 0.75, None, 0.75, 0.1]
     for step, score in enumerate(scores):
-        best.add(step, {"mean": score})
-        found.append((best.step, best.since, best.exhausted))
-    assert found == [(0, 0, False), (0, 1, False), (2, 0, False), (2, 1, False), (2, 2, True), (2, 3, True)]
+        best.evaluations[step] = {"mean": score}
+        found.append((best.step, best.exhausted))
+    assert found == [(0, False), (0, False), (2, False), (2, False), (2, True), (2, True)]
+    assert best.why.startswith("3 evaluations without")
+    best.evaluations[6] = {"boxes": 3, "miou": 0.5}
     with pytest.raises(UsageError, match="--evaluation.best mean: not a score; choose from boxes, miou"):
-        best.add(6, {"boxes": 3, "miou": 0.5})
-    without = BestScore(EvaluationConfig())
-    without.add(0, {"mean": 1.0})
+        assert best.step
+    without = BestScore(EvaluationConfig(), {0: {"mean": 1.0}})
     assert (without.step, without.exhausted) == (None, False)
 
 

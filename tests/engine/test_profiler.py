@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.watch.profiler import StepProfiler
 from sa1b.engine.watch.signals import WriteError
 from tests.engine.stream_root import place_of
@@ -16,9 +17,9 @@ from tests.engine.stream_root import place_of
 def profiled(folder: Path, steps: tuple[int, int], first: int, until: int, said: list[str]) -> list[str]:
     """Run steps under the profiler; returns the steps in the trace. Rank 1 of 2."""
     control = Control(place_of())
-    profiler = StepProfiler(steps, folder, place_of(1, 2), control, said.append)
+    config = LoggingConfig(profile=steps)
+    profiler = StepProfiler(config, first, folder, place_of(1, 2), control, said.append)
     for step in range(first, until):
-        profiler.before(step)
         with torch.profiler.record_function(f"step {step}"):
             torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.after(step)

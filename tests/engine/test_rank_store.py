@@ -39,17 +39,6 @@ def test_a_foreign_program_at_the_port_ends_training(
         fresh_store(rank, 2, WAIT)
 
 
-def test_the_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    for address, named in (("192.0.2.1", True), ("127.0.0.1", False), ("::1", False), ("no.invalid", False)):
-        monkeypatch.setenv("MASTER_ADDR", address)
-        reason, remedy = rank_store.fault(RuntimeError("timed out"), serves=True)
-        assert ("is an address of another machine, and rank 0" in reason) == named
-        assert ("set MASTER_ADDR to a name or address of" in remedy) == named
-        assert "another machine" not in rank_store.fault(RuntimeError("timed out"), serves=False)[0]
-
-
 @pytest.mark.parametrize(
     ("set_to", "said"),
     [

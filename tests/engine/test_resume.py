@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sa1b.engine.checkpoint import resume
-from sa1b.engine.checkpoint.run_files import check_files
+from sa1b.engine.checkpoint.folder import check_files
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS
 from sa1b.storage.atomic import json_bytes

@@ -1,8 +1,6 @@
-"""Samples of the device of a rank, taken by a thread that ends with the run."""
+"""Samples of the device of a rank."""
 
 import math
-import threading
-import time
 
 import pytest
 import torch
@@ -11,16 +9,6 @@ from sa1b.engine.watch import hardware
 from sa1b.engine.watch.hardware import Sampler
 
 GPU = torch.device("cuda", 1)
-
-
-def sampled(device: torch.device) -> dict[str, float]:
-    before, end = threading.enumerate(), time.monotonic() + 60
-    sampler = Sampler(device)
-    while all(map(math.isnan, sampler.latest().values())) and time.monotonic() < end:
-        time.sleep(0.01)
-    sampler.close()
-    assert not [one for one in threading.enumerate() if one.name == "sa1b-sampler" and one not in before]
-    return sampler.latest()
 
 
 def test_a_gpu_is_sampled_in_si_units_and_what_it_does_not_support_is_unknown(
@@ -33,22 +21,12 @@ def test_a_gpu_is_sampled_in_si_units_and_what_it_does_not_support_is_unknown(
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 61_200_000_000)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 640_500)
     monkeypatch.setitem(hardware._GPU, "gpu_clock_mhz", unsupported)
-    latest = sampled(GPU)
+    latest = Sampler(GPU).latest()
     assert math.isnan(latest.pop("gpu_clock_mhz"))
     assert latest == {"gpu_utilisation": 0.97, "gpu_memory_gb": 61.2, "gpu_power_w": 640.5}
 
 
 def test_a_process_without_a_gpu_has_its_processors_and_its_memory() -> None:
-    latest = sampled(torch.device("cpu"))
+    latest = Sampler(torch.device("cpu")).latest()
     assert latest.keys() == {"cpu_utilisation", "memory_gb"}
     assert latest["memory_gb"] > 0.01
-
-
-def test_a_driver_that_does_not_answer_does_not_stop_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = threading.Event()
-    monkeypatch.setattr(hardware, "_PATIENCE", 0.1)
-    monkeypatch.setitem(hardware._GPU, "gpu_utilisation", lambda device: float(answers.wait()))
-    sampler = Sampler(GPU)
-    sampler.close()
-    assert all(map(math.isnan, sampler.latest().values()))
-    answers.set()

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sa1b.engine.model import unwrap
-from sa1b.engine.precision import grad_scaler
+from sa1b.engine.precision import autocast, grad_scaler
 from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import OptimConfig, ParallelConfig
-from sa1b.engine.step.gradients import clear, finish, forward_backward, micro_batch, warm_up
+from sa1b.engine.step.gradients import clear, finish, micro_batch, warm_up
 from sa1b.engine.step.optim import freeze, lr_at, make_optimizer, set_lr
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
@@ -118,10 +118,10 @@ class Run:
 
     def accumulate(self, micro: tuple[Any, ...], *, last: bool) -> tuple[Tensor, Tensor]:
         with micro_batch(self.module, last=last):
-            sums = forward_backward(
-                self.module, micro, 1.0, self.config.precision, self.rank_info, self.scaler
-            )
-        return sums["loss"], sums["count"]
+            with autocast(self.config.precision, self.rank_info.device):
+                sums = self.module(*micro)
+            torch.autograd.backward(self.scaler.scale(sums["loss"]))
+        return sums["loss"].detach(), sums["count"].detach()
 
     def step(self, number: int, spoil: Callable[[nn.Module], object] = lambda _: None) -> None:
         set_lr(self.optimizer, lr_at(self.optim, BATCH, number))

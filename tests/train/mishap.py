@@ -71,7 +71,6 @@ PLACES = {
     "in an evaluation": (Score, "add", 1),
     "after an evaluation": (Metrics, "evaluation", 1),
     "save": (train, "save", 1),
-    "snapshot": (Checkpoints, "_copied", 1),
     "write": (CommitWriter, "write_data", 1),
     "writing thread": (Checkpoints, "_write", 1),
     "upload": (bucket._BucketWriter, "push", 1),
@@ -147,9 +146,9 @@ def _interrupt_evaluation(mishap: dict[str, Any]) -> None:
     add, evaluate, on_signal = Score.add, train.evaluate_if_due, Control._on_signal
     scored = [0]
 
-    def run_evaluate(run: Any, **options: bool) -> None:
+    def run_evaluate(run: Any) -> Any:
         scored[0] = 0 if run.step == mishap["step"] else -(10**9)
-        evaluate(run, **options)
+        return evaluate(run)
 
     def score_add(self: Score, *arguments: Any) -> None:
         add(self, *arguments)

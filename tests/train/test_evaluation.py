@@ -120,6 +120,24 @@ def test_no_evaluation_is_noted_twice_when_a_run_begins_again(
     assert steps == [line["step"] for line in lines(trained) if "evaluation" in line]
 
 
+def test_a_run_killed_while_it_saves_after_an_evaluation_has_each_evaluation_once(
+    parted: Path, trained: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = (*EVALUATED, "--evaluation.every", "3", "--checkpoint.every", "1")
+    mishap = {"what": "kill", "step": 1, "once": str(tmp_path / "killed")}
+    mishap["file"] = str(out / "checkpoints" / "*3.partial*" / "*")
+    ended = start(parted, out, *flags, "--checkpoint.no-asynchronous", ranks=2, mode="ddp", mishap=mishap)
+    assert ended.codes[0] == -9
+    assert checkpoint_steps(out) == [1, 2]
+    train_to_end(parted, out, *flags, ranks=2, mode="ddp")
+    assert losses(out) == losses(trained)
+    found = [[line for line in lines(run) if "evaluation" in line] for run in (out, trained)]
+    assert [[line["step"], line["evaluation"]] for line in found[0]] == [
+        [line["step"], line["evaluation"]] for line in found[1]
+    ]
+
+
 def test_a_run_that_is_asked_to_stop_while_it_evaluates_ends_there_with_a_checkpoint_and_exit_code_0(
     parted: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -157,9 +175,10 @@ def test_torchrun_that_is_told_to_end_during_the_first_or_last_evaluation_leaves
     mishap["scored"] = str(scored)
     process = torchrun(parted, out, *flags, ranks=2, mode="ddp", mishap=mishap)
     output = output_of(process, out)
-    assert f"stopped after step {step} and saved a checkpoint" in output
+    stopped = f"after step {step} and saved a checkpoint" if step else "before the first step"
+    assert f"stopped {stopped}" in output
     assert scored.read_text() == "1"
-    assert checkpoint_steps(out)[-1] == step
+    assert checkpoint_steps(out)[-1:] == ([step] if step else [])
     assert step not in [line["step"] for line in lines(out) if "evaluation" in line]
     train_to_end(parted, out, *flags, ranks=2, mode="ddp")
     assert losses(out) == losses(trained)

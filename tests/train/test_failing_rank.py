@@ -50,7 +50,12 @@ MODES = {
     "grad_op": ("fsdp", 2, ("--parallel.shard", "grad_op")),
     "hybrid": ("fsdp", 4, ("--parallel.replicas", "2")),
 }
-QUICK = [("grad_op", "in an evaluation"), ("fsdp", "compute"), ("ddp", "snapshot"), ("ddp", "writing thread")]
+QUICK = [
+    ("grad_op", "in an evaluation"),
+    ("fsdp", "compute"),
+    ("ddp", "end of a save"),
+    ("ddp", "writing thread"),
+]
 PLACED = [
     (mode, place)
     for mode in MODES

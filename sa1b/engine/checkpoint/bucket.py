@@ -11,14 +11,13 @@ without a manifest is incomplete: it is never read, and removed before the next 
 rank of each machine copies the checkpoint to the local folder.
 """
 
+import contextlib
 import hashlib
-import logging
 import os
 import re
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,18 @@ from sa1b.engine.checkpoint.folder import (
     MANIFEST,
     OLD_MANIFEST,
     CommitWriter,
+    Folder,
     RetrievalError,
     as_error,
+    check_files,
     digests,
     folder_name,
     is_own,
     manifest_of,
     read_state,
-    remove,
     step_of,
+    wait_for_claim,
 )
-from sa1b.engine.checkpoint.run_files import check_files
 from sa1b.engine.checkpoint.tensors import read_table
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
@@ -52,12 +52,8 @@ from sa1b.storage.store import FolderStore, Store
 
 _CLAIM = "run.claim"
 _DAMAGED = f"{MANIFEST}.damaged"  # name of the manifest of a damaged checkpoint
-_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
-_POLL, _QUIET = 1.0, 5.0  # seconds between two looks at a claim, and before a wait is reported
 _CLOCKS = 1.0  # seconds by which the store's clock may be inexact
-_UNSENT = ".unsent"
-_OF_OTHER_MACHINES = re.compile(r".*-\d+\.jsonl")
-_LOG = logging.getLogger(__name__)
+_CONTINUED = ("metrics.jsonl", "damaged.jsonl", "not-finite.jsonl")  # files that are appended to
 
 
 def local_folder(url: str, scratch: Path | None) -> Path:
@@ -116,13 +112,12 @@ class _BucketWriter(CommitWriter):
     """Uploads what it has written, which removes it here."""
 
     def __init__(self, run: "RemoteRun", step: int, state: bytes) -> None:
-        local = run.folder / CHECKPOINTS / folder_name(step)
-        super().__init__(local.with_name(f"{local.name}.partial-{run.token}"), local, state)
-        self.run, self.step, self.name = run, step, f"{CHECKPOINTS}/{local.name}"
+        super().__init__(run.path(step), run.token, state)
+        self.run, self.step, self.name = run, step, f"{CHECKPOINTS}/{folder_name(step)}"
 
     def prepare_global_plan(self, plans: Any) -> Any:
         """On rank 0, before any rank writes."""
-        self.run.make_free(self.step)
+        self.run.sweep(self.step)
         return super().prepare_global_plan(plans)
 
     def push(self, names: dict[str, str]) -> None:
@@ -131,21 +126,20 @@ class _BucketWriter(CommitWriter):
         self.run.upload()
 
     def commit(self, files: dict[str, str]) -> None:
-        run = self.run
-        if run.claim is None or not run.claim.is_held():
-            other = observe(run.store, _CLAIM) or "ended since"
+        store, claim = self.run.store, self.run.claim
+        if claim is None or not claim.is_held():
+            other = observe(store, _CLAIM) or "ended since"
             raise LockedError(
-                f"{run.store.root}: another run ({other}) has taken over this --out, because this run sent "
+                f"{store.root}: another run ({other}) has taken over this --out, because this run sent "
                 "no heartbeat for too long; stop one of them"
             )
-        if not run.store.put_if_absent(f"{self.name}/{MANIFEST}", manifest_of(files).encode()):
+        if not store.put_if_absent(f"{self.name}/{MANIFEST}", manifest_of(files).encode()):
             raise CheckpointError(
                 f"{MANIFEST}: not written by this run; start one run at a time with this --out"
             )
-        run.committed, run.may_be_incomplete = sorted({*run.committed, self.step}), False
 
 
-class RemoteRun:
+class RemoteRun(Folder):
     """The files of a run in a bucket; all ranks create and close it together.
 
     Rank 0 has a claim with a heartbeat as long as the run lasts. Creating the claim writes and removes an
@@ -157,18 +151,14 @@ class RemoteRun:
     """
 
     # Objects cannot be appended to. So files are in a local folder, which the ranks of a machine share, and
-    # `upload` copies those that have changed. At the start, files that an earlier run could not upload are
-    # uploaded, unless the bucket has others: then they are renamed to NAME.unsent. After that the *.jsonl
-    # files are copied from the bucket to the folder, so that they continue those of another machine.
+    # `upload` copies those that have changed. `_pull` brings the lines of earlier starts at the start.
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
-        self.store, self.folder, self.ranks, self.token = store, folder, ranks(limit), ""
-        self.root = store.url(CHECKPOINTS)
+        self.store, self.folder, self.ranks = store, folder, ranks(limit)
+        self.root, self.token = store.url(CHECKPOINTS), secrets.token_hex(4)
         self.remedy = f"free space in {folder} or make {store.root} available"
         self.claim: Claim | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
-        self.committed: list[int] = []  # the claim excludes other runs
-        self.may_be_incomplete = True  # whether there may be parts of checkpoints without a manifest
         refused = self.ranks.on_first(self._open)
         if refused is not None:
             raise UsageError(refused)
@@ -176,7 +166,7 @@ class RemoteRun:
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank
-            self.ranks.on_all(self._fetch)
+            self.ranks.on_all(self._pull)
         except CheckpointError:
             self.release()
             raise
@@ -188,74 +178,40 @@ class RemoteRun:
 
     # Checkpoints
 
-    def begin(self) -> str:
-        self.committed = committed(self.store)
-        self._sweep()
-        return secrets.token_hex(4)
-
     def steps(self) -> list[int]:
-        return list(self.committed)
+        return committed(self.store)
 
-    def is_old(self, step: int) -> bool:
-        return not self.store.exists(f"{CHECKPOINTS}/{folder_name(step)}/{MANIFEST}")
-
-    def prove(self, step: int) -> Path:
-        local = self.folder / CHECKPOINTS
-
-        def copy() -> list[CheckpointError]:  # the error is returned with its class
-            try:
-                if self.leads:
-                    download(self.store, step, local)
-            except CheckpointError as error:
-                return [error]
-            return []
-
-        errors = [error for of_rank in self.ranks.on_all(copy) for error in of_rank]
-        if errors:
-            self.drop(local)
-            raise next((error for error in errors if isinstance(error, RetrievalError)), errors[0])
-        return local / folder_name(step)
-
-    def drop(self, folder: Path) -> None:
-        if self.leads:
-            shutil.rmtree(folder, ignore_errors=True)
+    @contextlib.contextmanager
+    def proved(self, step: int) -> Iterator[Path]:
+        folder = self.folder / CHECKPOINTS
+        try:
+            self.ranks.on_all(lambda: download(self.store, step, folder) if self.leads else None)
+            yield self.path(step)
+        finally:
+            if self.leads:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside(self, step: int) -> str:
         name = f"{CHECKPOINTS}/{folder_name(step)}"
         self.store.put(f"{name}/{_DAMAGED}", self.store.read(f"{name}/{MANIFEST}"))
         self.store.remove(f"{name}/{MANIFEST}")
-        self.committed.remove(step)
         return self.store.url(f"{name}/{_DAMAGED}")
 
     def writer(self, step: int, state: bytes) -> CommitWriter:
         return _BucketWriter(self, step, state)
-
-    def make_free(self, step: int) -> None:
-        """Remove what was not committed, and an earlier checkpoint of this step."""
-        if self.may_be_incomplete:
-            self._sweep()
-        self.may_be_incomplete = True
-        if step in self.committed:
-            self.remove(step)
-        self.store.remove_folder(f"{CHECKPOINTS}/{folder_name(step)}", is_own)
-
-    def discard(self, writer: CommitWriter) -> None:
-        if self.leads and writer.partial.exists():
-            remove(writer.partial)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; the manifest first."""
         name = f"{CHECKPOINTS}/{folder_name(step)}"
         self.store.remove(f"{name}/{MANIFEST}")
         self.store.remove_folder(name, is_own)
-        self.committed.remove(step)
 
-    def _sweep(self) -> None:
+    def sweep(self, step: int | None = None) -> None:
+        """Remove what was not committed, and an earlier checkpoint of this step, also a damaged one."""
         self.store.abort_uploads(lambda name: name.startswith(f"{CHECKPOINTS}/"))
-        for step, names in _checkpoints(self.store).items():
-            if step not in self.committed and _DAMAGED not in names:
-                self.store.remove_folder(f"{CHECKPOINTS}/{folder_name(step)}", is_own)
-        self.may_be_incomplete = False
+        for there, names in _checkpoints(self.store).items():
+            if there == step or not names & {MANIFEST, OLD_MANIFEST, _DAMAGED}:
+                self.remove(there)
 
     # Other files
 
@@ -264,25 +220,38 @@ class RemoteRun:
         if not self.leads:
             return
         sending = self.folder / CHECKPOINTS / ".sending"
-        for path, name in self._files():
-            state = _state(path)
-            if state[0] and self._sent.get(name) != state:  # the watchdog opens its file early
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            hidden = parts[0] in (CHECKPOINTS, "heartbeat") or any(part.startswith(".") for part in parts)
+            if hidden or not path.is_file():
+                continue
+            state, name = (path.stat().st_size, path.stat().st_mtime_ns), self._object_name("/".join(parts))
+            if (
+                path.is_file() and state[0] and self._sent.get(name) != state
+            ):  # the watchdog opens its file early
                 sending.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, sending)  # other threads may append to the file during the upload
                 self.store.commit_file(sending, name)
                 self._sent[name] = state
 
-    def _files(self) -> Iterator[tuple[Path, str]]:
-        for path in sorted(self.folder.rglob("*")):
-            parts = path.relative_to(self.folder).parts
-            hidden = parts[0] in (CHECKPOINTS, "heartbeat") or any(part.startswith(".") for part in parts)
-            if not hidden and path.suffix != _UNSENT and path.is_file():
-                yield path, self._object_name("/".join(parts))
-
     def _object_name(self, name: str) -> str:
         if self._leader == 0 or not name.endswith(".jsonl"):
             return name  # else with the number of the first rank of its machine
         return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
+
+    def _pull(self) -> None:
+        """Continue the lines in the bucket. A file here that begins with them was not uploaded to its end; in
+        another one are lines of steps that have been repeated elsewhere since.
+        """
+        if not self.leads:
+            return
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
+        for path in (self.folder / name for name in _CONTINUED):
+            name = self._object_name(path.name)
+            there = self.store.read(name) if self.store.exists(name) else b""
+            if not (path.exists() and path.read_bytes().startswith(there)) and there:
+                path.write_bytes(there)
+        self.upload()
 
     def close(self) -> None:
         """Upload the last files, remove the local folder and release the claim; collective."""
@@ -305,16 +274,17 @@ class RemoteRun:
             claim.release()
 
     def _open(self) -> str | None:
-        """Take the claim; returns why the URL is refused."""
+        """Take the claim and remove what was not committed; returns why the URL is refused."""
         url = self.store.root
         try:
             if self.store.exists(DATASET):
                 return (
                     f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
                 )
-            self.claim = self._take().__enter__()
+            self.claim = wait_for_claim(url, lambda: Claim.take(self.store, _CLAIM), self._holder).__enter__()
             check_files(self.store, url)
             remove_leftovers(self.store)
+            self.sweep()
         except UsageError as error:
             self.release()
             return str(error)
@@ -324,22 +294,12 @@ class RemoteRun:
             return f"--out {url}: cannot be written: {error}"
         return None
 
-    def _take(self) -> Claim:
-        began, is_logged = time.monotonic(), False
-        while (claim := Claim.take(self.store, _CLAIM)) is None:
-            waited, holder = time.monotonic() - began, observe(self.store, _CLAIM)
-            terms = holder.terms(self.store.url(_CLAIM)) if holder else ""
-            # A holder on another machine is alive if it has sent a heartbeat since the wait began.
-            if holder and waited > _PATIENCE and (holder.is_here or holder.age < waited - _CLOCKS):
-                raise LockedError(
-                    f"--out {self.store.root}: in use by another run, process {holder}; pass another --out, "
-                    f"or stop that run ({terms})"
-                )
-            if holder and waited > _QUIET and not is_logged:
-                is_logged = True
-                _LOG.warning("waiting for the end of another run with this --out (%s)", terms)
-            time.sleep(_POLL)
-        return claim
+    def _holder(self, waited: float) -> str | None:
+        """The holder of the claim. One on another machine is alive if it has sent a heartbeat since the wait
+        began.
+        """
+        holder = observe(self.store, _CLAIM)
+        return str(holder) if holder and (holder.is_here or holder.age < waited - _CLOCKS) else None
 
     def _identify(self) -> str:
         """A text that is the same on the ranks that share the folder, and on no others."""
@@ -352,39 +312,3 @@ class RemoteRun:
             raise UsageError(
                 f"--scratch {self.folder.parent}: cannot be written ({error.strerror}); pass another folder"
             ) from None
-
-    def _fetch(self) -> None:
-        if not self.leads:
-            return
-        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
-        for path, name in list(self._files()):
-            there = self.store.read(name) if self.store.exists(name) else b""
-            data = path.read_bytes()
-            if there.startswith(data):
-                path.unlink()
-            elif data.startswith(there):
-                _LOG.warning("uploading %s, which an earlier run could not upload", path)
-            else:
-                kept = path.replace(path.with_name(f"{path.name}{_UNSENT}"))
-                _LOG.warning("%s was not uploaded: the bucket has a newer one; it is now %s", path, kept)
-        self.upload()
-        for path in self.folder.glob("*.jsonl"):  # the bucket has what they have
-            path.unlink()
-        there_now = self.store.names("", ".jsonl")
-        if self._leader == 0:
-            names = {name: name for name in there_now if not _OF_OTHER_MACHINES.fullmatch(name)}
-        else:
-            ending = f"-{self._leader}.jsonl"
-            names = {
-                name: f"{name.removesuffix(ending)}.jsonl" for name in there_now if name.endswith(ending)
-            }
-        with self.store.files(*names) as copies:
-            for (name, local), copy in zip(names.items(), copies, strict=True):
-                if copy.exists():
-                    shutil.copyfile(copy, self.folder / local)
-                    self._sent[name] = _state(self.folder / local)
-
-
-def _state(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns

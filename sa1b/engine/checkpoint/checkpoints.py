@@ -33,14 +33,16 @@ from sa1b.engine.checkpoint import tensors
 from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.folder import (
     CHECKPOINTS,
+    CommitWriter,
     Folder,
     RetrievalError,
     folder_name,
+    is_old,
     none_good,
     read_state,
+    remove,
 )
 from sa1b.engine.checkpoint.tensors import MismatchError
-from sa1b.engine.ranks.rank_info import ranks
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.errors import StorageError
@@ -62,9 +64,8 @@ class Checkpoints:
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
         self.config, self.seconds = config, 0.0
         self.best: int | None = None  # step of a checkpoint that is kept
-        self._place = Folder(run / CHECKPOINTS, ranks(limit)) if isinstance(run, Path) else run
+        self._place = Folder(run, limit) if isinstance(run, Path) else run
         self._ranks = self._place.ranks
-        self._place.token = self._ranks.on_first(self._place.begin)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._stager: DefaultStager | None = None
         self._writing: Future[None] | None = None
@@ -79,33 +80,31 @@ class Checkpoints:
         self._settle()
         if len(self._failures) > self.config.tolerate:
             raise self._failed()
-        began = time.perf_counter()
-        document = {
-            "step": step,
-            "world_size": self._ranks.world_size,
-            "torch": torch.__version__,
-            "state": state,
-        }
-        text = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
-        gathered = tensors.gather(model, optimizer)
-        rank_tensors = tensors.share(gathered, self._ranks.rank, self._ranks.world_size)
-        copy = self._copied(rank_tensors) if self.config.asynchronous else rank_tensors
-        self._writing = self._writer.submit(self._write, step, copy, text, began)
+        ranks, began = self._ranks, time.perf_counter()
+        document = {"step": step, "world_size": ranks.world_size, "torch": torch.__version__, "state": state}
+        writer = self._place.writer(step, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+        own = tensors.share(tensors.gather(model, optimizer), ranks.rank, ranks.world_size)
+        if self.config.asynchronous:
+            try:
+                ranks.on_all(lambda: self._copy(own))
+            except CheckpointError as error:
+                self._failures.append(self._report(writer, error))
+                return
+        self._writing = self._writer.submit(self._write, writer, own, began)
         if not self.config.asynchronous:
             self._settle()
 
-    def _copied(self, rank_tensors: dict[str, Tensor]) -> dict[str, Tensor] | CheckpointError:
-        """A copy of the tensors in host memory, or why there is none: the write then fails on all ranks."""
-        cuda = any(tensor.is_cuda for tensor in rank_tensors.values())
+    def _copy(self, own: dict[str, Tensor]) -> None:
+        """Replace the tensors by a copy in host memory, which is kept and reused; on a GPU it is pinned."""
+        cuda = any(tensor.is_cuda for tensor in own.values())
+        if self._stager is None or not _REUSES_STAGER:
+            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
         try:
-            if self._stager is None or not _REUSES_STAGER:
-                # The copy in host memory is kept and reused; it is pinned if that makes it faster.
-                self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
-            staged = self._stager.stage(rank_tensors)
-            return staged.result() if isinstance(staged, Future) else staged
-        except (RuntimeError, MemoryError, OSError) as error:
+            staged = self._stager.stage(own)
+            own |= staged.result() if isinstance(staged, Future) else staged
+        except BaseException:
             self._stager = None
-            return CheckpointError(f"the tensors cannot be copied to host memory: {error}")
+            raise
 
     @property
     def in_flight(self) -> bool:
@@ -137,24 +136,21 @@ class Checkpoints:
         may be good cannot be read now. MismatchError: it has another model or other trained parameters.
         UsageError: an earlier version of this program has written it.
         """
-        place, first = self._place, self._ranks.rank == 0
+        place, log = self._place, _LOG.warning if self._ranks.rank == 0 else _LOG.debug
         if isinstance(place, RemoteRun):
             place.check_space(tensors.bytes_of(model, optimizer))
         refused: dict[int, str] = {}
         for step in reversed(self.steps()):
-            if self._ranks.on_first(partial(place.is_old, step)):
-                out = place.root.removesuffix(f"/{CHECKPOINTS}")
-                raise UsageError(
-                    f"--out {out}: of an earlier version of this program, which only its own version can "
-                    f"resume; pass --init {out} and another --out to train on from its weights"
-                )
             try:
-                folder = place.prove(step)
-                try:
+                with place.proved(step) as folder:
+                    if is_old(folder):
+                        out = place.root.removesuffix(f"/{CHECKPOINTS}")
+                        raise UsageError(
+                            f"--out {out}: of an earlier version of this program, which only its own version "
+                            f"can resume; pass --init {out} and another --out to train on from its weights"
+                        )
                     state = self._ranks.on_all(partial(read_state, folder))[0]
                     tensors.load(folder, model, optimizer, self._ranks)
-                finally:
-                    place.drop(folder)
             except MismatchError as error:
                 error.state = state
                 raise
@@ -162,43 +158,40 @@ class Checkpoints:
                 raise
             except CheckpointError as error:
                 refused[step] = str(error)
-                if first:
-                    _LOG.warning("skipping checkpoint %s: %s", f"{place.root}/{folder_name(step)}", error)
+                log("skipping checkpoint %s: %s", f"{place.root}/{folder_name(step)}", error)
                 continue
             for other in refused:  # only now: a run without a good checkpoint must not start anew
-                aside = self._ranks.on_first(partial(place.set_aside, other))
-                if first:
-                    _LOG.warning("damaged checkpoint renamed: %s", aside)
+                log("damaged checkpoint renamed: %s", self._ranks.on_first(partial(place.set_aside, other)))
             return state
         if refused:
             raise none_good(place.root, list(refused.values()))
         return None
 
-    def _write(
-        self, step: int, rank_tensors: dict[str, Tensor] | CheckpointError, state: bytes, began: float
-    ) -> None:
+    def _write(self, writer: CommitWriter, own: dict[str, Tensor], began: float) -> None:
         """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
-        place, group = self._place, self._ranks.group
-        writer = place.writer(step, state)
+        group = self._ranks.group
         try:
-            self._ranks.on_all(lambda: _raise_error(rank_tensors))
-            assert isinstance(rank_tensors, dict)
             self._ranks.on_all(
                 lambda: state_dict_saver.save(
-                    dict(rank_tensors), storage_writer=writer, process_group=group, no_dist=group is None
+                    dict(own), storage_writer=writer, process_group=group, no_dist=group is None
                 )
             )
         except CheckpointError as error:
-            with contextlib.suppress(OSError):
-                place.discard(writer)
-            failed = CheckpointError(f"{place.root}/{folder_name(step)}: {error}")
-            if self._ranks.rank == 0:
-                _LOG.error("checkpoint failed: %s", failed)
-            raise failed from None
+            raise CheckpointError(self._report(writer, error)) from None
         self.seconds = time.perf_counter() - began
         if self._ranks.rank == 0:
-            _LOG.info("checkpoint written: %s", f"{place.root}/{folder_name(step)}")
+            _LOG.info("checkpoint written: %s", f"{self._place.root}/{writer.final.name}")
             self._rotate()
+
+    def _report(self, writer: CommitWriter, error: CheckpointError) -> str:
+        """Log a failed write, make its space free, and return its description."""
+        with contextlib.suppress(OSError):
+            if self._place.leads and writer.partial.exists():
+                remove(writer.partial)
+        failed = f"{self._place.root}/{writer.final.name}: {error}"
+        if self._ranks.rank == 0:
+            _LOG.error("checkpoint failed: %s", failed)
+        return failed
 
     def _rotate(self) -> None:
         every = self.config.keep_every
@@ -232,8 +225,3 @@ class Checkpoints:
             f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._place.remedy}, then "
             "start the same command again: it resumes from the newest checkpoint"
         )
-
-
-def _raise_error(outcome: object) -> None:
-    if isinstance(outcome, CheckpointError):
-        raise outcome

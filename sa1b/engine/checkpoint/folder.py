@@ -20,19 +20,20 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 from sa1b.engine.checkpoint.tensors import METADATA, read_table
-from sa1b.engine.ranks.rank_info import Ranks
-from sa1b.errors import CheckpointError, LockedError
+from sa1b.engine.ranks.rank_info import ranks
+from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.report import first_names
 from sa1b.storage.atomic import commit, flush, lock, naming_path, sha256_of
+from sa1b.storage.store import Store
 
 CHECKPOINTS, MANIFEST, STATE = "checkpoints", "manifest.sha256", "state.json"
 OLD_MANIFEST = "manifest.json"  # of earlier versions, whose weights can be read: the digests as JSON
@@ -41,8 +42,16 @@ _PARTIAL = re.compile(r"step-\d{8,}\.partial-[0-9a-f]{8}")
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|manifest\.sha256(\.damaged)?")
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
-_HOLDER = ".process"  # file in RUN with the process that has locked its checkpoints, or had
-_LOCK_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
+_PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
+_POLL, _QUIET = 0.5, 5.0  # seconds between two looks at a claim, and before a wait is reported
+# Files that a run replaces -> first bytes of a file that a run wrote. Profiles have no bytes that distinguish
+# them from other profiles of torch.
+_REPLACED = {
+    "config.json": b'{\n "preset": ',
+    "metrics.jsonl": b'{"run": {',
+    "predictions.jsonl": b'{"image_id": ',
+}
+_PROFILE = re.compile(r"operations-\d+\.txt|trace-\d+\.json")
 _LOG = logging.getLogger(__name__)
 
 
@@ -195,11 +204,12 @@ class CommitWriter(FileSystemWriter):
 
     fs: _DurableFiles
 
-    def __init__(self, partial: Path, final: Path, state: bytes) -> None:
+    def __init__(self, final: Path, token: str, state: bytes) -> None:
+        self.final, self.partial = final, final.with_name(f"{final.name}.partial-{token}")
         # One thread, because torch loses errors of other threads. No prefetching of copies, because every
         # rank would create streams on the first GPU.
-        super().__init__(partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
-        self.fs, self.partial, self.final, self.state = _DurableFiles(), partial, final, state
+        super().__init__(self.partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+        self.fs, self.state = _DurableFiles(), state
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         """Write the files of this rank, flushed to the disk."""
@@ -260,75 +270,113 @@ def remove(folder: Path) -> None:
         _LOG.warning("%s stays: no run wrote %s", aside, first_names(others))
 
 
-class Folder:
-    """The checkpoints in `folder`, which rank 0 locks; `root` is its path or URL.
+def check_files(store: Store, out: str, *only: str) -> None:
+    """UsageError for a folder with a file that the run would replace and that no run wrote.
 
-    All ranks call `prove`, `writer` and `drop`, only rank 0 the others.
+    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
+    default all of a run.
+    """
+    for name in store.names(""):  # sorted: config.json is the first
+        begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
+        if begins is None:
+            continue
+        beginning = store.read(name)[: len(begins)] if begins else b"not known"
+        if begins.startswith(beginning):  # or it is empty
+            if beginning and name == "config.json":
+                return
+        elif not only or name in only:
+            raise UsageError(
+                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
+                "another folder, or move the file away"
+            )
+
+
+T = TypeVar("T")
+
+
+def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[float], str | None]) -> T:
+    """What `take` returns, after the end of a killed run. `holder`: a run that is alive, after so many
+    seconds of waiting; LockedError names it.
+    """
+    began, is_logged = time.monotonic(), False
+    while (taken := take()) is None:
+        waited = time.monotonic() - began
+        other = holder(waited)
+        if other is not None and waited > _PATIENCE:
+            raise LockedError(
+                f"--out {out}: in use by another run, process {other}; pass another --out, or stop that run"
+            )
+        if waited > _QUIET and not is_logged:
+            is_logged = True
+            _LOG.warning("waiting for the end of another run with this --out, process %s", other or "unknown")
+        time.sleep(_POLL)
+    return taken
+
+
+class Folder:
+    """The checkpoints of a run in a folder that all ranks share, which rank 0 locks.
+
+    `folder` is that of the run, `root` the path or URL of its checkpoints. `leads`: this rank removes files
+    that several ranks have written. All ranks create it and call `proved` and `writer`, only rank 0 `steps`,
+    `set_aside` and `remove`.
     """
 
     remedy = "free space or repair the disk"
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self.folder, self.root, self.ranks = folder, str(folder), ranks
+    def __init__(self, folder: Path, limit: float = 1800.0) -> None:
+        self.folder, self.ranks, self.root = folder, ranks(limit), str(folder / CHECKPOINTS)
+        self.leads = self.ranks.rank == 0
         self._held = contextlib.ExitStack()
-        self.token = secrets.token_hex(4)  # a writer of a killed run and this run never share a folder
+        # With a token of its own, a writer of a killed run and this run never share a folder.
+        self.token: str = self.ranks.on_first(self._begin)
 
-    def begin(self) -> str:
+    def _begin(self) -> str:
         """Lock the folder and remove what was not committed; return the token of this run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path, began, waits = self.folder.parent / _HOLDER, time.monotonic(), False
-        while True:
+        folder, process = self.folder / CHECKPOINTS, self.folder / ".process"
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def take() -> bool | None:
             with contextlib.suppress(LockedError):
-                self._held.enter_context(lock(self.folder))
-                break
-            holder = path.read_text() if path.exists() else "which has just begun"
-            if time.monotonic() > began + _LOCK_PATIENCE:
-                out = self.folder.parent
-                raise LockedError(f"--out {out}: in use by another run, process {holder}; pass another --out")
-            if not waits:
-                waits, text = True, "waiting %.0f s for the end of another run with this --out, process %s"
-                _LOG.warning(text, _LOCK_PATIENCE, holder)
-            time.sleep(0.5)
-        path.write_text(f"{socket.gethostname()}:{os.getpid()}")
-        for left in [left for left in self.folder.iterdir() if _PARTIAL.fullmatch(left.name)]:
+                self._held.enter_context(lock(folder))
+                return True
+            return None
+
+        def holder(_: float) -> str:
+            return process.read_text() if process.exists() else "which has just begun"
+
+        wait_for_claim(str(self.folder), take, holder)
+        process.write_text(f"{socket.gethostname()}:{os.getpid()}")
+        for left in [left for left in folder.iterdir() if _PARTIAL.fullmatch(left.name)]:
             remove(left)
-        return self.token
+        return secrets.token_hex(4)
+
+    def path(self, step: int) -> Path:
+        """The local folder of a checkpoint."""
+        return self.folder / CHECKPOINTS / folder_name(step)
 
     def steps(self) -> list[int]:
-        return steps(self.folder)
+        return steps(self.folder / CHECKPOINTS)
 
-    def is_old(self, step: int) -> bool:
-        return is_old(self.folder / folder_name(step))
-
-    def prove(self, step: int) -> Path:
-        """The folder of a checkpoint whose digests are right; CheckpointError: it is damaged."""
-        folder, ranks = self.folder / folder_name(step), self.ranks
-        shares = ranks.on_all(lambda: damaged(folder, ranks.rank, ranks.world_size))
+    @contextlib.contextmanager
+    def proved(self, step: int) -> Iterator[Path]:
+        """The local folder of a checkpoint whose digests are right; CheckpointError: it is damaged."""
+        shares = self.ranks.on_all(lambda: damaged(self.path(step), self.ranks.rank, self.ranks.world_size))
         if wrong := sorted({name for share in shares for name in share}):
-            raise as_error(folder, wrong)
-        return folder
-
-    def drop(self, folder: Path) -> None:
-        """The local copy of a checkpoint is not needed any more; here it is the checkpoint."""
+            raise as_error(self.path(step), wrong)
+        yield self.path(step)
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged checkpoint, so that it counts no more; return its new path."""
-        folder = self.folder / folder_name(step)
-        aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
-        commit(folder, aside)
+        aside = self.path(step).with_name(f"{folder_name(step)}.damaged-{secrets.token_hex(4)}")
+        commit(self.path(step), aside)
         return str(aside)
 
     def writer(self, step: int, state: bytes) -> CommitWriter:
-        final = self.folder / folder_name(step)
-        return CommitWriter(final.with_name(f"{final.name}.partial-{self.token}"), final, state)
-
-    def discard(self, writer: CommitWriter) -> None:
-        """Make the space of a failed write free."""
-        if self.ranks.rank == 0 and writer.partial.exists():
-            remove(writer.partial)
+        return CommitWriter(self.path(step), self.token, state)
 
     def remove(self, step: int) -> None:
-        remove(self.folder / folder_name(step))
+        remove(self.path(step))
 
     def close(self) -> None:
+        """Release the folder, once no rank writes any more."""
         self._held.close()

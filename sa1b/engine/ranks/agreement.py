@@ -12,13 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
-import torch.distributed as dist
 from isal import isal_zlib
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from sa1b.engine.checkpoint.run_files import check_files
+from sa1b.engine.checkpoint.folder import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError
@@ -42,21 +41,16 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
         raise UsageError(
             f"--out {folder}: {error} (--data.deadline); check the disk or the server of its mount"
         ) from None
-    if rank_info.world_size == 1:
-        return
-    names: list[str] = [f".shared-{secrets.token_hex(8)}"]
-    dist.broadcast_object_list(names, src=0)
-    token = folder / names[0]
+    token = folder / rank_info.gather(f".shared-{secrets.token_hex(8)}")[0]
     if rank_info.rank == 0:
         token.touch()
-    dist.barrier()
+    rank_info.gather(None)
     end = time.monotonic() + _SHOWN_AFTER
     while not token.exists() and time.monotonic() < end and rank_info.rank > 0:
         list(folder.iterdir())  # listing makes NFS refresh the folder
         time.sleep(0.05)
-    observation = (token.exists(), f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})")
-    of_all = [observation] * rank_info.world_size
-    dist.all_gather_object(of_all, observation)
+    where = f"{rank_info.rank} (host {socket.gethostname()}, {folder.resolve()})"
+    of_all = rank_info.gather((token.exists(), where))
     token.unlink(missing_ok=True)
     if others := [where for seen, where in of_all if not seen]:
         raise UsageError(
@@ -78,14 +72,6 @@ def _check_files(folder: Path) -> None:
             f"--out {folder}: cannot be {what} ({error.strerror}); pass a folder that this user can write"
         ) from None
     check_files(FolderStore(folder), str(folder))
-
-
-def hosts(rank_info: RankInfo) -> list[str]:
-    """The machine of each rank; collective."""
-    names = [socket.gethostname()] * rank_info.world_size
-    if rank_info.world_size > 1:
-        dist.all_gather_object(names, names[0])
-    return names
 
 
 class DisagreementError(Sa1bError):
@@ -115,8 +101,7 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}"
         own[name.removeprefix("module.")] = described, shard, isal_zlib.crc32(values)  # without DDP's prefix
-    of_all = [own] * rank_info.world_size
-    dist.all_gather_object(of_all, own)
+    of_all = rank_info.gather(own)
     for name in dict.fromkeys(name for one in of_all for name in one):
         first: dict[int, tuple[int, str]] = {}
         for rank, one in enumerate(of_all):

@@ -60,11 +60,6 @@ def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
             f"another program listens at port {port} of {here}",
             f"end it (ss -ltnp 'sport = :{port}' names it), or set MASTER_PORT to a free port on every rank",
         )
-    if serves and not _is_here(host):
-        return (
-            f"{host} is an address of another machine, and rank 0, which has the store, runs on {here}",
-            f"set MASTER_ADDR to a name or address of {here} on every rank, or start rank 0 on {host}",
-        )
     if isinstance(error, OverdueError):
         return (
             f"{host}:{port} accepts connections and does not answer ({error})",
@@ -73,23 +68,9 @@ def fault(error: Exception, *, serves: bool) -> tuple[str, str]:
         )
     return (
         f"{host}:{port}: {(str(error).splitlines() or [type(error).__name__])[0]}",
-        f"check that rank 0 runs, that the name resolves on {here} (getent hosts), and that no firewall "
-        f"blocks the port (nc -zv {host} {port})",
+        f"check that rank 0 runs on {host}, that the name resolves on {here} (getent hosts), and that no "
+        f"firewall blocks the port (nc -zv {host} {port})",
     )
-
-
-def _is_here(host: str) -> bool:
-    """Whether a name or address is one of this machine; True if it is not known."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    except socket.gaierror:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _store(rank: int, world_size: int, wait: timedelta) -> Store:
@@ -135,18 +116,15 @@ def start(config: ParallelConfig) -> RankInfo:
         # Checkpoints are saved from the CPU in parallel with training, so GPUs need gloo too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         wait = timedelta(seconds=config.timeout_first)
-        if world_size == 1:
-            alone = HashStore()  # a group of one process needs no address and no port
-            dist.init_process_group(
-                backend, store=alone, rank=0, world_size=1, timeout=wait, device_id=_bound(device)
-            )
-        else:
-            store = fresh_store(rank, world_size, wait)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=wait, device_id=_bound(device)
-            )
-            if device.type == "cuda":
-                _refuse_shared_gpus(store, rank, world_size, device)
+        # A group of one process needs no address and no port.
+        store = HashStore() if world_size == 1 else fresh_store(rank, world_size, wait)
+        # On the bound device, NCCL connects immediately; it is also that of collectives that name none.
+        bound = device if device.type == "cuda" else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=wait, device_id=bound
+        )
+        if bound is not None:
+            _refuse_shared_gpus(store, rank, world_size, bound)
         _created.append(dist.group.WORLD)
     replicas = replicas_on(world_size, config.replicas)
     mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
@@ -196,11 +174,6 @@ def _device(config: ParallelConfig, local_rank: int) -> torch.device:
     # The device is set first, so that allocations on "the current device" are not made on the first GPU.
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _bound(device: torch.device) -> torch.device | None:
-    """The device on which NCCL connects immediately, and for collectives that name no device."""
-    return device if device.type == "cuda" else None
 
 
 def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.device) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sa1b.errors import CheckpointError, Sa1bError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
@@ -33,14 +35,19 @@ class RankInfo:
         """Number of ranks over which one copy of the model is sharded."""
         return self.mesh["shard"].size() if self.mesh else 1
 
-
-T = TypeVar("T")
+    def gather(self, value: T) -> list[T]:
+        """A value of each rank, on all ranks; collective."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome(Generic[T]):
     value: T | None
-    error: str | None
+    error: str | None = None
+    kind: type[CheckpointError] = CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,8 @@ class Ranks:
 
     def on_all(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return the results of all ranks, in the order of ranks.
-        CheckpointError: it failed on any rank; the message contains the errors of all ranks.
+        CheckpointError: it failed on any rank; the message contains the errors of all ranks, and the error
+        has the class of one that is a subclass.
         """
         outcome = _attempt(work)
         outcomes: list[_Outcome[T]] = [outcome] * self.world_size
@@ -81,7 +89,9 @@ def ranks(limit: float = 1800.0) -> Ranks:
 
 def _attempt(work: Callable[[], T]) -> _Outcome[T]:
     try:
-        return _Outcome(work(), None)
+        return _Outcome(work())
+    except CheckpointError as error:
+        return _Outcome(None, str(error), type(error))
     except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
         return _Outcome(None, _text(error))
 
@@ -89,7 +99,8 @@ def _attempt(work: Callable[[], T]) -> _Outcome[T]:
 def _values(outcomes: list[_Outcome[T]]) -> list[T]:
     # Ranks often fail with the same message.
     if errors := list(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)):
-        raise CheckpointError("; ".join(errors))
+        kinds = [outcome.kind for outcome in outcomes if outcome.kind is not CheckpointError]
+        raise (kinds or [CheckpointError])[0]("; ".join(errors))
     return [cast(T, outcome.value) for outcome in outcomes]
 
 

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from sa1b.engine.config import Config
 from sa1b.engine.model import by_source, declared, worst_image
-from sa1b.engine.precision import Precision, autocast, grad_scaler
+from sa1b.engine.precision import autocast, grad_scaler
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.optim import freeze, make_optimizer
@@ -45,25 +44,6 @@ def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def forward_backward(
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    divisor: float,
-    precision: Precision,
-    rank_info: RankInfo,
-    scaler: GradScaler,
-) -> dict[str, Tensor]:
-    """Add the gradient of a micro-batch's loss; return the model's sums, without gradient.
-
-    In the context of `micro_batch`. The loss is divided by `divisor`, see `loss_divisor`; the caller must
-    divide its count by it too.
-    """
-    with unused_named(module), autocast(precision, rank_info.device):
-        sums: dict[str, Tensor] = module(*inputs)
-    torch.autograd.backward(scaler.scale(sums["loss"] / divisor))
-    return {name: value.detach() for name, value in sums.items()}
 
 
 def seed_generators(seed: int, step: int, rank: int, number: int) -> None:
@@ -219,11 +199,16 @@ class TrainStep:
         self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of a step, see `worst_image`
 
     def forward_backward(self, batch: Batch, step: int = 0, number: int = 1) -> dict[str, Tensor]:
-        """Add the gradient of micro-batch `number`, from 1; return the model's sums without gradient."""
+        """Add the gradient of micro-batch `number`, from 1; return the model's sums without gradient. In the
+        context of `micro_batch`.
+        """
         config, kinds = self.config, getattr(self.model, "image_figures", ())
         seed_generators(config.seed, step, self.rank_info.rank, number)
         inputs, precision = self.model.inputs(batch, config.seed), config.parallel.precision
-        sums = forward_backward(self.module, inputs, self.divisor, precision, self.rank_info, self.scaler)
+        with unused_named(self.module), autocast(precision, self.rank_info.device):
+            sums: dict[str, Tensor] = self.module(*inputs)
+        torch.autograd.backward(self.scaler.scale(sums["loss"] / self.divisor))
+        sums = {name: value.detach() for name, value in sums.items()}
         totals = {name: sums[name] for name in (*self.model.figures, "count")}
         self._images = [] if number == 1 else self._images
         if kinds and "of_images" in sums:

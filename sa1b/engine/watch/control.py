@@ -129,13 +129,8 @@ class Control:
 
     def poll(self) -> bool:
         """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
-        self.any_rank(False)
+        self._gather(torch.zeros(0, dtype=torch.float64, device=self._rank_info.device), [])
         return self.stopping
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank. Collective."""
-        none = torch.zeros(0, dtype=torch.float64, device=self._rank_info.device)
-        return any(row[0] for row in self._gather(none, [float(flag)]))
 
     def _gather(self, values: Tensor, numbers: list[float]) -> list[list[float]]:
         """Gather the values and numbers of each rank, together with requests and failures."""

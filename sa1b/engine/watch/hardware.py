@@ -12,7 +12,6 @@ it, else by PCIe.
 import difflib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,23 +106,22 @@ class Cluster:
     price: float | None  # dollars for a GPU hour
 
     def __post_init__(self) -> None:
-        for flag, number in (("nodes", self.nodes), ("gpus", self.gpus), ("cpus", self.cpus)):
-            Range(1).check(f"--{flag}", number)
-        for flag, value, unit in (
-            ("tflops", self.flops, 1e12),
-            ("link-rate", self.link, 1e9),
-            ("gpu-memory", self.gpu_memory, 1e9),
-            ("network-gbit", self.network, 1e9 / 8),
-            ("decode-rate", self.decode_rate, 1),
-            ("storage-rate", self.storage, 1e9),
+        positive, gigabytes = Range(above=0, below=math.inf), self.gpu_memory / 1e9
+        for flag, value, unit, limits in (
+            ("nodes", self.nodes, 1, Range(1)),
+            ("gpus", self.gpus, 1, Range(1)),
+            ("cpus", self.cpus, 1, Range(1)),
+            ("tflops", self.flops, 1e12, positive),
+            ("link-rate", self.link, 1e9, positive),
+            ("gpu-memory", self.gpu_memory, 1e9, positive),
+            ("network-gbit", self.network, 1e9 / 8, positive),
+            ("decode-rate", self.decode_rate, 1, positive),
+            ("storage-rate", self.storage, 1e9, positive),
+            ("mfu", self.mfu, 1, Range(above=0, most=1)),
+            ("reserved", self.reserved, 1e9, Range(0, gigabytes, unit=", the --gpu-memory")),
+            ("price", self.price, 1, Range(0, below=math.inf)),
         ):
-            Range(above=0, below=math.inf).check(f"--{flag}", None if value is None else value / unit)
-        Range(above=0, most=1).check("--mfu", self.mfu)
-        Range(0, 1).check("--exposed", self.exposed)
-        Range(0, 1).check("--fragmentation", self.fragmentation)
-        most = self.gpu_memory / 1e9
-        Range(0, most, unit=", the --gpu-memory").check("--reserved", self.reserved / 1e9)
-        Range(0, below=math.inf).check("--price", self.price)
+            limits.check(f"--{flag}", value if value is None or unit == 1 else value / unit)
 
     @property
     def world_size(self) -> int:
@@ -144,7 +142,6 @@ SAMPLED = (
     *("cpu_utilisation", "memory_gb"),
 )
 _INTERVAL = 1.0  # seconds
-_PATIENCE = 5.0  # seconds; the driver of a broken GPU may never answer
 # Of torch, through the module `pynvml` (package nvidia-ml-py).
 _GPU: dict[str, Callable[[torch.device], float]] = {
     "gpu_utilisation": lambda device: torch.cuda.utilization(device) / 100,
@@ -155,7 +152,7 @@ _GPU: dict[str, Callable[[torch.device], float]] = {
 
 
 class Sampler:
-    """Samples a device in a thread, each second, until `close`.
+    """Samples of a device, at most one each second.
 
     `gpu_utilisation`: part of the time in which a kernel ran, 0 to 1. `gpu_memory_gb`: used memory of the GPU
     by all programs, GB (10^9 bytes). `gpu_power_w`: watts. `gpu_clock_mhz`: of its multiprocessors.
@@ -164,44 +161,26 @@ class Sampler:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._latest = {name: math.nan for name in SAMPLED if name.startswith("gpu") == self._on_gpu}
+        self._device, self._latest = device, dict[str, float]()
         self._before = time.perf_counter(), time.process_time()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="sa1b-sampler", daemon=True)
-        self._thread.start()
 
     def latest(self) -> dict[str, float]:
         """The last sample; unknown values are NaN. The names depend on the kind of device only."""
+        before, now = self._before, (time.perf_counter(), time.process_time())
+        if not self._latest or now[0] - before[0] >= _INTERVAL:
+            self._before, reads = now, _GPU
+            if self._device.type != "cuda":
+                busy = (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
+                reads = {"cpu_utilisation": lambda _: busy, "memory_gb": _resident}
+            self._latest = {name: self._read(read) for name, read in reads.items()}
         return dict(self._latest)
 
-    def close(self) -> None:
-        """End the thread; one that waits for the driver ends with the process."""
-        self._end.set()
-        self._thread.join(_PATIENCE)
-
-    def _work(self) -> None:
-        while True:
-            self._latest = self._of_gpu() if self._on_gpu else self._of_process()
-            if self._end.wait(_INTERVAL):
-                return
-
-    def _of_gpu(self) -> dict[str, float]:
-        sample = dict.fromkeys(_GPU, math.nan)
-        for name, read in _GPU.items():
-            try:
-                sample[name] = read(self._device)
-            except Exception:  # without pynvml or the driver, or not supported by this GPU
-                continue
-        return sample
-
-    def _of_process(self) -> dict[str, float]:
-        before, self._before = self._before, (time.perf_counter(), time.process_time())
-        busy = (self._before[1] - before[1]) / max(self._before[0] - before[0], 1e-9)
-        sample = {"cpu_utilisation": busy, "memory_gb": math.nan}
+    def _read(self, read: Callable[[torch.device], float]) -> float:
         try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            sample["memory_gb"] = pages * os.sysconf("SC_PAGESIZE") / 1e9
-        except (OSError, ValueError, IndexError):  # systems without /proc
-            pass
-        return sample
+            return read(self._device)
+        except Exception:  # without pynvml, the driver or /proc, or not supported by this GPU
+            return math.nan
+
+
+def _resident(_: torch.device) -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e9

@@ -1,4 +1,4 @@
-"""Records of a run: JSON lines, a progress line, and what its callbacks get."""
+"""Records of a run: JSON lines, a progress line, callbacks, the best score, and windows of steps."""
 
 import json
 import math
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
@@ -29,6 +28,7 @@ from sa1b.engine.watch.phase import PARTS, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
+from sa1b.stream.bottleneck import LoaderSettings, LoaderWindow
 from sa1b.version import __version__, code_digest
 
 
@@ -81,7 +81,7 @@ class Metrics:
         settings: of the run, for the server.
 
     Attributes:
-        evaluations: The scores of each evaluation in metrics.jsonl by its step; empty on other ranks.
+        evaluations: The scores of each evaluation by its step; on other ranks, of this start only.
         result: Score or loss of the last step.
     """
 
@@ -139,12 +139,12 @@ class Metrics:
 
     def evaluation(self, step: int, scores: Mapping[str, float], seconds: float, how: dict[str, Any]) -> None:
         """Record and print an evaluation after `step` steps; `how`: see `EvaluationConfig.how`."""
+        self.evaluations[step] = dict(scores)
         if not self._first:
             return
         self._append({"step": step, "evaluation": {**scores, **how}, "seconds": seconds})
         for callback in self._callbacks:
             callback.evaluation(step, scores, seconds)
-        self.evaluations[step] = dict(scores)
         self.result = score_line({**scores, **how})
         self.say(f"step {step}: {self.result}")
 
@@ -154,10 +154,6 @@ class Metrics:
             self._append({"step": step, kind: summary})
             for callback in self._callbacks:
                 callback.window(step, kind, summary)
-
-    def lacks_evaluation(self, step: int) -> bool:
-        """Whether metrics.jsonl has no evaluation after this step; False on ranks other than 0."""
-        return self._first and step not in self.evaluations
 
     def say(self, line: str) -> None:
         """Print a line on stdout above the progress line; rank 0 only."""
@@ -301,47 +297,93 @@ def peak_memory(device: torch.device) -> int:
 class BestScore:
     """The best score of a run, and the evaluations since then; the same on all ranks.
 
-    `step`: step of the best score; None: without --evaluation.best, or before the first evaluation.
+    `evaluations`: the scores of each evaluation by its step, to which the run adds. A score that is not a
+    number is no better. UsageError: an evaluation has no score of the name of --evaluation.best.
     """
 
-    def __init__(self, config: EvaluationConfig) -> None:
-        self._config = config
-        self.step: int | None = None
-        self.score, self.since = -math.inf, 0
+    def __init__(self, config: EvaluationConfig, evaluations: dict[int, dict[str, float]]) -> None:
+        self._config, self.evaluations = config, evaluations
 
-    def add(self, step: int, scores: Mapping[str, float]) -> None:
-        """Add an evaluation; a score that is not a number is no better. UsageError: it has no such score."""
-        name = self._config.best
-        if name is None:
-            return
-        if isinstance(scores.get(name, ""), str):
-            raise UsageError(f"--evaluation.best {name}: not a score; choose from {', '.join(scores)}")
-        self.since += 1
-        if scores[name] is not None and scores[name] > self.score:
-            self.step, self.score, self.since = step, scores[name], 0
+    def share(self, rank_info: RankInfo) -> None:
+        """Take the evaluations before this start, which rank 0 has read; collective."""
+        self.evaluations.update(rank_info.gather(self.evaluations)[0])
+
+    def _found(self) -> tuple[int | None, float, int]:
+        """Step of the best score, the score, and the number of evaluations since."""
+        step, best, since, name = None, -math.inf, 0, self._config.best
+        for at, scores in sorted(self.evaluations.items()):
+            if name is None:
+                break
+            if isinstance(scores.get(name, ""), str):
+                raise UsageError(f"--evaluation.best {name}: not a score; choose from {', '.join(scores)}")
+            since += 1
+            if scores[name] is not None and scores[name] > best:
+                step, best, since = at, scores[name], 0
+        return step, best, since
+
+    @property
+    def step(self) -> int | None:
+        """None: without --evaluation.best, or before the first evaluation."""
+        return self._found()[0]
 
     @property
     def exhausted(self) -> bool:
         """Whether --evaluation.patience ends the run, because of `why`."""
-        return 0 < self._config.patience <= self.since
+        return 0 < self._config.patience <= self._found()[2]
 
     @property
     def why(self) -> str:
-        return f"{counted(self.since, 'evaluation')} without a better score (--evaluation.patience)"
-
-    def share(self, earlier: Mapping[int, Mapping[str, float]], rank_info: RankInfo) -> None:
-        """Add the evaluations before this start, by step, that rank 0 has read; collective."""
-        of_first = [earlier]
-        if rank_info.world_size > 1:
-            dist.broadcast_object_list(of_first, src=0)
-        for step, scores in sorted(of_first[0].items()):
-            self.add(step, scores)
+        return f"{counted(self._found()[2], 'evaluation')} without a better score (--evaluation.patience)"
 
     def lines(self, out: str) -> list[str]:
         """What is printed at the end of the run in `out`."""
-        if self.step is None:
+        step, score, _ = self._found()
+        if step is None:
             return []
-        folder = f"{out}/checkpoints/{folder_name(self.step)}"
-        at = folder if self.step else "the weights before the first step"
-        lines = [f"best: {at} with {self._config.best} {self.score:.4g}"]
+        at = f"{out}/checkpoints/{folder_name(step)}" if step else "the weights before the first step"
+        lines = [f"best: {at} with {self._config.best} {score:.4g}"]
         return [*lines, f"stopped: {self.why}"] if self.exhausted else lines
+
+
+class Window:
+    """The ranks that waited longest for data, and computed longest, in each `size` steps; on rank 0.
+
+    The first step of the process also fills the loaders and is in no window. A wait for data above
+    `sa1b.stream.bottleneck.DATA_WAIT` of the time is printed once, with the stage of the loader that limits.
+    """
+
+    def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
+        self._hosts, self._size, self._metrics = hosts, size, metrics
+        self._loader = LoaderWindow(loader)
+        self._steps, self._seconds = -1, 0.0
+        self._waits, self._forward = [0.0] * len(hosts), [0.0] * len(hosts)
+
+    def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
+        """Add a step of so many seconds, with the numbers of the ranks; see `Run.numbers`."""
+        self._steps += 1
+        if self._steps == 0:
+            self._loader.start(ranks)
+            return
+        self._seconds += seconds
+        for rank, (wait, forward) in enumerate(zip(ranks["data_wait"], ranks["forward"], strict=True)):
+            self._waits[rank] += wait
+            self._forward[rank] += forward
+        if self._steps < self._size:
+            return
+        summary: dict[str, Any] = {"steps": self._steps, "data_wait": self._longest(self._waits)}
+        summary["forward"] = self._longest(self._forward)
+        clocks = [math.inf if math.isnan(clock) else clock for clock in ranks.get("gpu_clock_mhz", ())]
+        if clocks and min(clocks) < math.inf:
+            rank = clocks.index(min(clocks))
+            summary["gpu_clock"] = {"rank": rank, "host": self._hosts[rank], "mhz": clocks[rank]}
+        self._metrics.window(step, "ranks", summary)
+        line, message = self._loader.end(ranks, [wait / max(self._seconds, 1e-9) for wait in self._waits])
+        self._metrics.window(step, "loader", line)
+        if message is not None:
+            self._metrics.say(message)
+        self._steps, self._seconds = 0, 0.0
+        self._waits, self._forward = [0.0] * len(self._hosts), [0.0] * len(self._hosts)
+
+    def _longest(self, seconds: Sequence[float]) -> dict[str, Any]:
+        rank = seconds.index(max(seconds))
+        return {"rank": rank, "host": self._hosts[rank], "seconds": round(seconds[rank] / self._steps, 6)}

@@ -33,6 +33,7 @@ from torch import nn
 
 PARTS = ("data", "compute", "sync", "update", "checkpoint")
 OTHER = "other"
+EVALUATION = "evaluation"
 T = TypeVar("T")
 
 
@@ -94,8 +95,8 @@ class Phases:
             yield number, item
 
     def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self.began
+        """Seconds since the step began, without those of an evaluation after it."""
+        return time.perf_counter() - self.began - self.seconds[EVALUATION]
 
 
 class ForwardTime:

@@ -1,8 +1,7 @@
 """A profile of some steps of a run: a Chrome trace and a table of the costliest operations of each rank.
 
-    profiler = StepProfiler(config.logging.profile, config.folder, rank_info, control, metrics.say)
+    profiler = StepProfiler(config.logging, step, config.folder, rank_info, control, metrics.say)
     for step in ...:
-        profiler.before(step)
         ...
         profiler.after(step)
     profiler.close()
@@ -21,19 +20,21 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from sa1b.console import counted
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control
+from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.storage.atomic import write_whole
 
 
 class StepProfiler:
     """Records steps and writes RUN/trace-<rank>.json and RUN/operations-<rank>.txt after the last one.
 
-    `steps` are first and last, counted from 0; None: nothing is recorded. If training starts at `first` or
-    later, its first step warms up, and the record starts after it. `say` prints a line on rank 0.
+    `step`: the next step. If it is the first one of --logging.profile or later, it warms up, and the record
+    starts after it. `say` prints a line on rank 0.
     """
 
     def __init__(
         self,
-        steps: tuple[int, int] | None,
+        config: LoggingConfig,
+        step: int,
         run: Path,
         rank_info: RankInfo,
         control: Control,
@@ -42,39 +43,33 @@ class StepProfiler:
         self._trace, self._table = (
             run / name for name in (f"trace-{rank_info.rank}.json", f"operations-{rank_info.rank}.txt")
         )
-        self._steps, self._recorded, self._rank_info = steps, 0, rank_info
-        self._device = "CUDA" if rank_info.device.type == "cuda" else "CPU"
-        self._control, self._say = control, say
+        self._recorded, self._rank_info, self._control, self._say = 0, rank_info, control, say
+        self._is_gpu = rank_info.device.type == "cuda"
         self._profile: profile | None = None
-
-    def before(self, step: int) -> None:
-        """Call this before each step."""
-        if self._steps is None or self._profile is not None:
-            return
-        first, last = self._steps = max(self._steps[0], step + 1), self._steps[1]
-        if first > last:
-            self._steps = None
-            return
-        self._profile = profile(
-            activities={ProfilerActivity.CPU, getattr(ProfilerActivity, self._device)},
-            schedule=schedule(wait=first - 1 - step, warmup=1, active=last - first + 1, repeat=1),
-            on_trace_ready=self._write,
-        )
-        self._profile.start()
+        first, self._last = config.profile or (1, 0)
+        self._first = max(first, step + 1)
+        if self._first <= self._last:
+            active = self._last - self._first + 1
+            self._profile = profile(
+                activities={ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_gpu else [])},
+                schedule=schedule(wait=self._first - 1 - step, warmup=1, active=active, repeat=1),
+                on_trace_ready=self._write,
+            )
+            self._profile.start()
 
     def after(self, step: int) -> None:
         """Call this after each step."""
-        if self._profile is not None and self._steps is not None:
-            self._recorded += step >= self._steps[0]
+        if self._profile is not None:
+            self._recorded += step >= self._first
             self._profile.step()  # calls _write after the last recorded step
-            if step >= self._steps[1]:
+            if step >= self._last:
                 self.close()
 
     def close(self) -> None:
         """Write the steps recorded so far, unless they are written."""
         if self._profile is not None:
             self._profile.stop()
-        self._profile, self._steps = None, None
+        self._profile = None
 
     def _write(self, recorded: profile) -> None:
         if self._recorded:  # else the run was stopped after the warm-up
@@ -93,7 +88,7 @@ class StepProfiler:
         self._say(f"profile: costliest operations in {self._table}, trace in {self._trace}{others}")
 
     def _costliest(self, recorded: profile) -> str:
-        time = "cpu_time_total" if self._device == "CPU" else "device_time_total"
+        time, device = ("device_time_total", "GPU") if self._is_gpu else ("cpu_time_total", "CPU")
         # Rows of a GPU are its kernels. Their time is also the time of the operation that started them.
         rows: list[tuple[float, float, Any]] = [
             (getattr(one, f"self_{time}") / 1e3, getattr(one, time) / 1e3, one)
@@ -104,7 +99,7 @@ class StepProfiler:
         of_all = sum(own for own, _, _ in rows) or 1.0
         lines = [
             f"the 10 costliest operations in {counted(self._recorded, 'step')} of rank "
-            f"{self._rank_info.rank}, by their own time on the {'CPU' if self._device == 'CPU' else 'GPU'}",
+            f"{self._rank_info.rank}, by their own time on the {device}",
             f"{'operation':<60}{'calls':>10}{'own ms':>12}{'share':>8}{'total ms':>12}",
         ]
         for own, total, one in rows[:10]:

@@ -124,7 +124,7 @@ def explain(error: Exception, rank: int, world_size: int, images: int = 1, *, st
         return f"{trace}{where}: {type(error).__name__}: {text}\n"
     line = f"rank {rank} ends because another rank ended or does not answer ({reason})"
     line = "; ".join([line, *getattr(error, "__notes__", [])])
-    if starting and re.search(r"tim(ed|ing) ?out|timeout|did not answer", text, re.IGNORECASE):
+    if starting and _TIMED_OUT.search(text):
         names = ", ".join(name for _, name in socket.if_nameindex())
         line += (
             "; if the ranks run, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on each machine to the "

@@ -107,7 +107,8 @@ class Watchdog:
             time.sleep(_TOLD)  # torchrun prints the reason of the rank that it finds first
 
     def _watch(self) -> None:
-        while not self._end.wait(self._beat):
+        # The folder of the run is made late, and a rank may hang in a step soon after.
+        while not self._end.wait(self._beat if self._stacks else min(self._beat, 0.05)):
             timeout = self._parallel.timeout_first if self._phases.steps <= 1 else self._parallel.timeout
             limit, own, now = self._stall or timeout * 2 / 3, self._state(), time.monotonic()
             idle, long = own["seconds"], max(3 * self._beat, limit / 2)
