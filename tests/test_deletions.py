@@ -42,6 +42,7 @@ STORE = "what its caller names"
 
 REASONS = {
     "programs/annotate/images.py scan": PROCESS,
+    "stream/maker.py __init__": "memory that has no name, which is made larger",
     "programs/query/verb_query.py _write_parquet": TEMPORARY,
     "engine/checkpoint/bucket.py _pull": COPY,
     "engine/checkpoint/bucket.py close": "the scratch folder of a run's URL, whose files are in the bucket",

@@ -562,12 +562,13 @@ def test_21_the_default_micro_batch_is_the_whole_share_of_a_step(dataset: Path) 
     assert (plan["micro_batch"], plan["micro_batches"]) == (8, 1)
 
 
-def test_24_a_loader_takes_at_most_eight_threads_by_default(
+def test_24_one_process_of_a_loader_takes_at_most_eight_threads_by_default(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     stream = sa1b.Stream(dataset, global_batch=2, masks=0, image_size=16)
-    assert "threads 8" in repr(sa1b.Loader(stream, quiet=True))
+    assert "processes 8, threads 2" in repr(sa1b.Loader(stream, quiet=True))
+    assert ": threads 8, prefetch 2" in repr(sa1b.Loader(stream, processes=1, quiet=True))
     assert "threads 12" in repr(sa1b.Loader(stream, threads=12, quiet=True))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
     assert "threads 3" in repr(sa1b.Loader(stream, quiet=True))

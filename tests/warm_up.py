@@ -4,6 +4,7 @@ import gc
 import tempfile
 from pathlib import Path
 
+import sa1b.stream.preload
 import sa1b.verify.verify  # noqa: F401
 from tests.ingest import inside
 from tests.shards import tiny

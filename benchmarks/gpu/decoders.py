@@ -49,8 +49,7 @@ def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:
     found: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        for i in range(len(pending)):
-            pending.pick(i)
+        pending.pick(0, len(pending))
         found += [one.image for one in pending.picked if one is not None and one.image is not None]
         if len(found) >= count:
             break

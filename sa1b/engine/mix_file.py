@@ -22,7 +22,10 @@ from sa1b.errors import UsageError
 from sa1b.stream.mix import Mix
 
 # Settings of a step or a process, which all sources share.
-_SHARED = {"mix", "global_batch", "micro_batch", "target_size", "threads", "prefetch", "decode", "text_width"}
+_SHARED = {
+    *("mix", "global_batch", "micro_batch", "target_size", "text_width"),
+    *("threads", "processes", "prefetch", "decode"),
+}
 
 
 class _Source(msgspec.Struct):

@@ -68,8 +68,11 @@ class DataConfig:
         block_size: Neighbouring images that are read together, for disks that are slow at random reads.
         target_size: Size in pixels of the square in which losses and scores are computed; by default a
             quarter of the image size, which is the size of the decoder's masks.
-        threads: Threads of each rank that read and decode; by default its share of the CPUs, at most 8.
-        prefetch: Micro-batches that are prepared in advance.
+        threads: Threads of each process of the loader; by default 2, and with one process the rank's share of
+            the CPUs, at most 8.
+        processes: Processes of each rank that read and decode; by default 1 if its share is below 4 CPUs,
+            else as many as occupy them with their threads. 1: threads of the training process.
+        prefetch: Micro-batches that are prepared in advance; at least two for each of several processes.
         decode: Where JPEG files are decoded: cpu, or gpu (needs the extra gpu). auto: on the CPU, until rates
             on a GPU are known. Pixels differ slightly, so keep one choice for a whole run.
         endpoint: URL of an object store other than Amazon's, by default $AWS_ENDPOINT_URL; without that
@@ -101,6 +104,7 @@ class DataConfig:
     block_size: Annotated[int, Range(1)] = 1
     target_size: Annotated[int | None, Range(1)] = None
     threads: Annotated[int | None, Range(1)] = None
+    processes: Annotated[int | None, Range(1)] = None
     prefetch: Annotated[int, Range(1)] = 2
     decode: Literal["auto", "cpu", "gpu"] = "auto"
     endpoint: str | None = None

@@ -326,7 +326,6 @@ def _noted(name: str, tensor: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """Bytes of the buffer as a tensor of the same type and shape as another."""
     return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 

@@ -4,13 +4,16 @@ import contextlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable
+from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sa1b.arguments import BadValue, whole_number
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
+from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import Decoder
 from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
 from sa1b.stream.pending import PendingBatch, SampleSource, submit
@@ -27,6 +30,7 @@ class BatchStream(IterableDataset[Batch]):
     plan: Plan
     iterations: Iterations
     stats: PipelineStats
+    damage_log: DamageLog
     options: SampleOptions  # of a mixture: those of its first source, with the most masks of all
     decoder: Decoder
 
@@ -94,7 +98,7 @@ class BatchStream(IterableDataset[Batch]):
 
     @position.setter
     def position(self, position: int) -> None:
-        self.iterations.position = checked_position(position)
+        self.iterations.resume(checked_position(position), position)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of an epoch. The first epoch is 0.
@@ -111,7 +115,7 @@ class BatchStream(IterableDataset[Batch]):
         The next iteration is the next epoch, even if this one is not read to its end. An endless stream
         continues after the last batch passed to `taken`: UsageError if a DataLoader with workers read it.
         """
-        return self.iterations.begin(None if self.plan.endless else self.plan.epoch_end)
+        return self.iterations.begin(self.plan)
 
     def taken(self, batch: Batch) -> Batch:
         """Record that this process has used `batch`; an endless stream continues after it."""
@@ -125,21 +129,20 @@ class BatchStream(IterableDataset[Batch]):
                 f"decoder={self.options.decoder!r}: decodes on a GPU, which worker processes of a "
                 "DataLoader cannot share; read with sa1b.Loader(stream, device='cuda')"
             )
-        return StreamIterator(self.plan, self.iterations, self.read, self.begin)
+        return StreamIterator(self.plan, self.iterations, self.read)
 
     def read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
         """Read micro-batches, the next one while one is decoded."""
         return closed_at_exit(self._read(pieces))
 
     def _read(self, pieces: Iterable[MicroBatch]) -> Generator[Batch]:
-        in_flight: deque[PendingBatch] = deque()
+        submitted = map(self.submit, pieces)
         with self.used():
+            in_flight = deque[PendingBatch]()
             try:
-                for piece in pieces:
-                    in_flight.append(self.submit(piece))
-                    if len(in_flight) > _PREFETCH:
-                        yield self.taken(in_flight.popleft().finish())
-                while in_flight:  # the end of an epoch
+                in_flight.extend(islice(submitted, _PREFETCH))
+                while in_flight:
+                    in_flight.extend(islice(submitted, 1))
                     yield self.taken(in_flight.popleft().finish())
             finally:
                 for pending in in_flight:
@@ -148,6 +151,19 @@ class BatchStream(IterableDataset[Batch]):
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch concurrently."""
         return submit(self.sources(), self.plan.order, piece)
+
+    def where(self, position: int) -> str:
+        """Image, shard and offset of the sample at a position, for messages; not of a substitute."""
+        (which,), local, _ = self.plan.order.locate(np.array([position]))
+        source = self.sources()[int(which)]
+        return source.where(source.rows(local)[0])
+
+    def span(self, piece: MicroBatch) -> str:
+        """The samples of a micro-batch, for messages."""
+        if piece.start == piece.stop:
+            return "in an empty batch"
+        samples = f"{self.where(piece.start)}, to {self.where(piece.stop - 1)}"
+        return f"in the batch of positions {piece.start} to {piece.stop - 1}: {samples}"
 
     @contextlib.contextmanager
     def used(self) -> Generator[None]:

@@ -1,9 +1,9 @@
-"""What limits a loader or a training step, and what to change: one table of thresholds, one of remedies.
+"""What limits a loader or a training step, and the one remedy that costs least.
 
 `sa1b bench` names the limit of a loader, a training run the limit of the rank that waits longest for data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,9 +20,9 @@ BUSY = tuple(f"busy_{name}" for name in STAGES)  # names of the numbers that ran
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """The settings of a loader that its remedies depend on."""
+    """The settings of a loader that its remedy depends on."""
 
-    threads: int
+    threads: int  # of each process
     cpus: int  # processors that the rank may use
     is_local: bool  # the dataset directory is a local folder
     cached: bool  # reads from a URL are kept on a local disk
@@ -31,6 +31,7 @@ class LoaderSettings:
     on_gpu: bool  # masks are rasterised on a GPU
     decodes_on_gpu: bool = False  # JPEG files are decoded there
     trains: bool = True  # the loader feeds a training run: its flags begin with `--data.`
+    processes: int = 1
 
     @classmethod
     def of(cls, loader: Loader, **changes: Any) -> Self:
@@ -46,101 +47,41 @@ class LoaderSettings:
             "image_size": stream.options.image_size,
             "on_gpu": loader.device.type == "cuda",
             "decodes_on_gpu": stream.decoder.device.type != "cpu",
+            "processes": loader.processes,
         }
         return cls(**settings | changes)
 
-    @property
-    def flags(self) -> str:
-        """The beginning of the flags of `sa1b train` or `sa1b bench`."""
-        return "--data." if self.trains else "--"
 
-    @property
-    def has_idle_cpus(self) -> bool:
-        return self.threads < self.cpus
-
-    @property
-    def is_larger(self) -> bool:
-        """Whether the stored images are larger than the loaded ones."""
-        return self.stored is None or self.stored > self.image_size
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """What to change if one of `limits`, stages of a loader, limits."""
-
-    limits: tuple[str, ...]
-    text: str  # {s.NAME} is a value of the settings; `remedies` has the other words
-    applies: Callable[[Any], bool] = lambda settings: True  # whether it fits the settings
-
-
-_READ, _DEVICE = ("read", "storage"), ("collate", "device")
-_CPU = ("pick", "decode")
-_THREADS = "add threads ({s.flags}threads, now {s.threads} for {cpus})"
-_PROCESSORS = "give {whom} more than {cpus}"
-REMEDIES = (
-    # Of several that apply, the cheapest comes first.
-    Remedy(_READ, "raise --data.prefetch", lambda s: s.trains),
-    Remedy(
-        _READ,
-        "pass --data.block-size 16 to a new run if the disk is slow at random reads",
-        lambda s: s.trains and s.is_local,
-    ),
-    Remedy(
-        _READ,
-        "raise {s.flags}cache-bytes if the cache does not hold all shards",
-        lambda s: not s.is_local and s.cached,
-    ),
-    Remedy(
-        _READ, "cache the data on a local disk with {s.flags}cache", lambda s: not s.is_local and not s.cached
-    ),
-    Remedy(("storage",), "use faster storage"),
-    Remedy(("read",), "use faster storage", lambda s: s.is_local and s.trains),
-    # `sa1b bench` has measured that storage delivers more than the loader takes.
-    Remedy(("read",), _THREADS, lambda s: s.has_idle_cpus and not s.trains),
-    Remedy(("read",), _PROCESSORS, lambda s: not s.has_idle_cpus and not s.trains),
-    Remedy(_CPU, _THREADS, lambda s: s.has_idle_cpus),
-    Remedy(_CPU, _PROCESSORS, lambda s: not s.has_idle_cpus),
-    Remedy(_DEVICE, _THREADS, lambda s: s.has_idle_cpus and not s.on_gpu),
-    Remedy(_DEVICE, _PROCESSORS, lambda s: not s.has_idle_cpus and not s.on_gpu),
-    Remedy(("pick",), "lower {s.flags}masks"),
-    Remedy(
-        ("decode", "storage"),
-        "reshard to {s.image_size} px: {reshard} ... --image-size {s.image_size}",
-        lambda s: s.is_larger,
-    ),
-    Remedy(
-        ("decode",), "decode on the GPU: {s.flags}decode gpu", lambda s: s.on_gpu and not s.decodes_on_gpu
-    ),
-    Remedy(_DEVICE, "lower {dense}"),
-    Remedy(_DEVICE, "lower {s.flags}masks"),
-    Remedy(
-        _DEVICE,
-        "lower --data.prefetch, because the GPU is busy with the model",
-        lambda s: s.on_gpu and s.trains,
-    ),
-    Remedy(("device",), "rasterise masks on a GPU: --device cuda", lambda s: not s.on_gpu and not s.trains),
-)
-
-
-def remedies(limit: str, settings: LoaderSettings) -> list[str]:
+def remedy(limit: str, settings: LoaderSettings) -> str:
     """What to change if a stage of a loader limits, or measured storage ("storage")."""
-    words = {
-        "reshard": command("reshard"),
-        "cpus": counted(settings.cpus, "processor"),
-        "dense": "--data.target-size" if settings.trains else "--dense",
-        "whom": "each rank" if settings.trains else "the loader",
-    }
-    return [
-        remedy.text.format(s=settings, **words)
-        for remedy in REMEDIES
-        if limit in remedy.limits and remedy.applies(settings)
-    ]
-
-
-def advice(limit: str, settings: LoaderSettings) -> str:
-    """The remedies of a loader in one line."""
-    *others, last = remedies(limit, settings)
-    return f"{', '.join(others)} or {last}" if others else last
+    flags, cpus = "--data." if settings.trains else "--", counted(settings.cpus, "processor")
+    is_larger = settings.stored is None or settings.stored > settings.image_size
+    reshard = (
+        f"reshard to {settings.image_size} px: {command('reshard')} ... --image-size {settings.image_size}"
+    )
+    now = f"now {settings.processes} x {settings.threads} for {cpus}"
+    more = f"add processes or threads ({flags}processes, {flags}threads, {now})"
+    has_idle_cpus = settings.processes * settings.threads < settings.cpus
+    if limit in ("storage", "read") and not settings.is_local:
+        if settings.cached:
+            return f"raise {flags}cache-bytes if the cache does not hold all shards"
+        return f"cache the data on a local disk with {flags}cache"
+    if limit == "storage":
+        return reshard if is_larger else "use faster storage"
+    if limit == "read" and settings.trains:
+        return "raise --data.prefetch, or pass --data.block-size 16 to a new run"
+    if has_idle_cpus and not (limit in ("collate", "device") and settings.on_gpu):
+        also = limit == "decode" and is_larger and settings.trains  # the CPUs of a rank may not be enough
+        return f"{more} or {reshard}" if also else more
+    if limit == "decode" and is_larger:
+        return reshard
+    if limit == "decode" and settings.on_gpu and not settings.decodes_on_gpu:
+        return f"decode on the GPU: {flags}decode gpu"
+    if limit == "device":
+        return f"lower {'--data.target-size' if settings.trains else '--dense'}"
+    if limit in ("pick", "collate"):
+        return f"lower {flags}masks"
+    return f"give {'each rank' if settings.trains else 'the loader'} more than {cpus}"
 
 
 def limit_of(storage: float, loader: float, busy: Mapping[str, float]) -> str:
@@ -187,5 +128,5 @@ class LoaderWindow:
         self._reported = limit
         where = f" on rank {rank}" if len(waits) > 1 else ""
         return line, (
-            f"data wait {waits[rank] * 100:.0f} %{where}: {limit} limits; {advice(limit, self._settings)}"
+            f"data wait {waits[rank] * 100:.0f} %{where}: {limit} limits; {remedy(limit, self._settings)}"
         )

@@ -59,8 +59,8 @@ class ColumnError(Sa1bError):
 
 class Column:
     """A joined column in a converted file, by `key`: "image_id" or "mask_id". The path or URL of the source
-    is for messages. `missing` and `looked_up`: ids without a value, and all ids, that this process has looked
-    up.
+    is for messages. `values`: all values, an Arrow array. `missing` and `looked_up`: ids without a value, and
+    all ids, that this process has looked up.
     """
 
     # Measured with a million captions of 130 bytes, read completely in four spawned workers: each worker
@@ -77,29 +77,14 @@ class Column:
         self.missing = self.looked_up = 0
         with pa.memory_map(str(path)) as file:
             batch = pa.ipc.open_file(file).get_batch(0)
-        self.key: str = batch.schema.names[0]
+        self.key: Any = batch.schema.names[0]
         self._ids: npt.NDArray[np.int64] = batch.column(0).to_numpy()  # a view of the mapped file
-        self._values = batch.column(1)
+        self.values: pa.Array = batch.column(1)
 
     @property
     def kind(self) -> "pa.DataType":
         """Arrow's type of the values."""
-        return self._values.type
-
-    def has_values(self) -> bool:
-        """Whether any row has a value: no null, and no empty list."""
-        values = self._values
-        while hasattr(values.type, "value_type") and values.null_count < len(values):
-            values = values.flatten()
-        return bool(values.null_count < len(values))
-
-    def innermost_length(self) -> int:
-        """Length of the first list of numbers, in a column of lists or of lists of lists; 0 if none."""
-        values = self._values
-        while hasattr(values.type, "value_type") and hasattr(values.type.value_type, "value_type"):
-            values = values.flatten()
-        kept = values.drop_null()
-        return len(kept[0]) if len(kept) else 0
+        return self.values.type
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -112,7 +97,7 @@ class Column:
         import pyarrow as pa
 
         rows, has_row = self._rows(ids)
-        values: list[Any] = self._values.take(pa.array(rows, mask=~has_row)).to_pylist()
+        values: list[Any] = self.values.take(pa.array(rows, mask=~has_row)).to_pylist()
         before = self.looked_up
         self.missing += values.count(None)
         self.looked_up += len(values)
@@ -163,50 +148,42 @@ def open_columns(
         from sa1b.shards.file_names import names_of
 
         names = names_of(dataset)
-    how = _How(key, texts, names, argument)
-    return {name: _open(name, source, storage_options, how) for name, source in join.items()}
+    return {
+        name: _open(source, storage_options, _Wanted(name, argument.format(name), key, texts, names))
+        for name, source in join.items()
+    }
 
 
-class _How(NamedTuple):  # how a source is converted
+class _Wanted(NamedTuple):
+    """A column, and the arguments of `open_columns` that decide how its source is converted."""
+
+    name: str
+    argument: str
     key: str | None
     texts: bool
     names: "FileNames | None"
-    argument: str
-
-    def record(self) -> list[Any]:
-        """What decides about the result, for the name of the converted file."""
-        given = [] if self.key is None else [self.key]
-        return [*given, self.texts, *([] if self.names is None else [self.names.digest])]
 
 
-def _open(name: str, source: Any, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
+def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     import pyarrow as pa
 
-    argument = how.argument.format(name)
-
+    argument = wanted.argument
     if isinstance(source, Column):
         return source
-    if not isinstance(name, str) or name in ("", *KEYS):
+    if not isinstance(wanted.name, str) or wanted.name in ("", *KEYS):
         raise ColumnError(f"{argument}: must be the name of a column other than {' and '.join(KEYS)}")
-    if isinstance(source, pa.Table):
-        return _open_table(name, source, how)
-    if not isinstance(source, str | os.PathLike):
-        raise ColumnError(
-            f"{argument}: {type(source).__name__} is not a source; pass a path, a URL or a pyarrow table"
-        )
-    return _open_file(name, os.fspath(source), storage_options, how)
-
-
-def _open_table(name: str, table: "pa.Table", how: _How) -> Column:
-    """Convert a table in memory to a file of this process: workers map the file and do not copy it."""
-    source = "the pyarrow table"
-    batch = _sorted(table, name, f"{how.argument.format(name)}: {source}", how)
-    descriptor, path = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")
+    if isinstance(source, str | os.PathLike):
+        return _open_file(os.fspath(source), storage_options, wanted)
+    if not isinstance(source, pa.Table):
+        kind = type(source).__name__
+        raise ColumnError(f"{argument}: {kind} is not a source; pass a path, a URL or a pyarrow table")
+    batch = _sorted(source, f"{argument}: the pyarrow table", wanted)
+    descriptor, name = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")  # workers map it: no copies
     os.close(descriptor)
-    with naming_path(Path(path)):
-        _write(batch, Path(path))
-    column = Column(name, Path(path), source)
-    weakref.finalize(column, _remove, path, os.getpid())
+    with naming_path(Path(name)):
+        _write(batch, Path(name))
+    column = Column(wanted.name, Path(name), "the pyarrow table")
+    weakref.finalize(column, _remove, name, os.getpid())
     return column
 
 
@@ -216,14 +193,13 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None, how: _How) -> Column:
+def _open_file(source: str, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     from sa1b.shards.tables import ENDINGS
 
-    argument = how.argument.format(name)
+    name, argument, key, texts, names = wanted
     if not source.lower().endswith(ENDINGS):
-        raise ColumnError(
-            f"{argument}: {source} is no table; its name must end with one of {', '.join(ENDINGS)}"
-        )
+        endings = ", ".join(ENDINGS)
+        raise ColumnError(f"{argument}: {source} is no table; its name must end with one of {endings}")
     source = plain_root(source)
     if "://" not in source:
         source = str(Path(source).absolute())
@@ -232,22 +208,20 @@ def _open_file(name: str, source: str, storage_options: Mapping[str, Any] | None
         try:
             size = reader.size(file)
         except MissingError as error:
-            raise MissingError(
-                f"{argument}: {source} does not exist; give the path of a table", url=source
-            ) from error
-        state = [
-            size,
-            Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options),
-        ]
-        folder = cache_folder() / "columns" / _digest([source, name, *how.record()])
-        final = folder / f"{_digest([_VERSION, *state])}.arrow"
+            why = f"{argument}: {source} does not exist; give the path of a table"
+            raise MissingError(why, url=source) from error
+        changed = Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options)
+        converted_by = [source, name, key, texts, None if names is None else names.digest]
+        folder = cache_folder() / "columns" / _digest([part for part in converted_by if part is not None])
+        final = folder / f"{_digest([_VERSION, size, changed])}.arrow"
         if not final.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with lock(folder, wait=True):
                 if not final.exists():  # no other process has converted it meanwhile
                     for stale in folder.glob("*.partial"):
                         stale.unlink()
-                    _convert(name, source, reader, file, size, final=final, how=how)
+                    with _local(source, reader, size, folder) as path:
+                        _convert(path, source, final, wanted)
     return Column(name, final, source)
 
 
@@ -259,81 +233,63 @@ def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
         system, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
         return repr(sorted((key, str(value)) for key, value in system.info(path).items()))
     except Exception as error:
-        raise ColumnError(
-            f"{url}: cannot be read ({type(error).__name__}: {error}); check the URL and the credentials"
-        ) from error
-
-
-def _convert(name: str, source: str, reader: Reader, file: str, size: int, final: Path, how: _How) -> None:
-    temporary = final.with_suffix(".partial")
-    with naming_path(temporary), _local(source, reader, file, size, final.parent) as path:
-        batch = _sorted(_read(path, name, source, how), name, source, how)
-        _write(batch, temporary)
-        flush(temporary)
-        commit(temporary, final)
+        why = f"{type(error).__name__}: {error}"
+        raise ColumnError(f"{url}: cannot be read ({why}); check the URL and the credentials") from error
 
 
 @contextlib.contextmanager
-def _local(source: str, reader: Reader, file: str, size: int, folder: Path) -> Iterator[str]:
-    """A local file with the bytes of the source."""
+def _local(source: str, reader: Reader, size: int, folder: Path) -> Iterator[str]:
     if reader.is_local:
         yield source
         return
-    copy = folder / file.rpartition("/")[2]
+    copy = folder / source.rpartition("/")[2]
     try:
-        with copy.open("wb") as output:
-            for data in reader.read_ranges(pieces_of(file, size)):
-                output.write(data)
+        with naming_path(copy), copy.open("wb") as output:
+            output.writelines(reader.read_ranges(pieces_of(copy.name, size)))
         yield str(copy)
     finally:
         copy.unlink(missing_ok=True)
 
 
-def _read(path: str, name: str, source: str, how: _How) -> "pa.Table":
-    """The keys and the column of a local file."""
+def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
     import pyarrow as pa
 
     from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
-    try:
-        return read_table(path, dict.fromkeys((*KEYS, *IMAGE_COLUMNS, name)), name, how.texts)
-    except (pa.ArrowException, ValueError) as error:
-        raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+    temporary, read = final.with_suffix(".partial"), dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
+    with naming_path(temporary):
+        try:
+            table = read_table(path, read, wanted.name, wanted.texts)
+        except (pa.ArrowException, ValueError) as error:
+            raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+        _write(_sorted(table, source, wanted), temporary)
+        flush(temporary)
+        commit(temporary, final)
 
 
-def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordBatch":
-    """Ids, int64, ascending, and values of a table."""
+def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch":
+    """Ids, int64, ascending, and values of a table; `source` names it in messages."""
     import pyarrow as pa
 
     from sa1b.shards.image_ids import collected, image_column, is_text, with_ids
     from sa1b.shards.tables import answers_of
 
-    key = how.key
+    name, headings = wanted.name, table.schema.names
+    known = ", ".join(headings) or "none"
     for heading in (*KEYS, name):
-        if table.schema.names.count(heading) > 1:
-            raise ColumnError(
-                f"{source}: has {table.schema.names.count(heading)} columns {heading!r}; rename all but one"
-            )
-    if name not in table.schema.names:
-        known = ", ".join(table.schema.names) or "none: the table is empty"
+        if (times := headings.count(heading)) > 1:
+            raise ColumnError(f"{source}: has {times} columns {heading!r}; rename all but one")
+    if name not in headings:
         raise ColumnError(f"{source}: no column {name!r}; choose from {known}")
-    if key is not None and key not in table.schema.names:
-        raise ColumnError(
-            f"{source}: no column {key!r} to join {name!r} by; choose from {', '.join(table.schema.names)}"
-        )
-    column = key or next(
-        (candidate for candidate in KEYS if candidate in table.schema.names), image_column(table.schema)
-    )
+    if wanted.key is not None and wanted.key not in headings:
+        raise ColumnError(f"{source}: no column {wanted.key!r} to join {name!r} by; choose from {known}")
+    column = wanted.key or next((key for key in KEYS if key in headings), image_column(table.schema))
     if column is None:
-        what = f"has {', '.join(table.schema.names)}" if len(table) else "the table has no rows"
-        raise ColumnError(
-            f"{source}: {what}, and no column to join {name!r} by; name one 'mask_id', 'image_id', or, with "
-            "names of files, 'file_name'"
-        )
+        way = "name one mask_id, image_id or, with names of files, file_name"
+        raise ColumnError(f"{source}: has {known}, and no column to join {name!r} by; {way}")
     kind = table.schema.field(column).type
-    key = "mask_id" if column == "mask_id" else "image_id"
-    if key == "image_id" and is_text(kind):
-        table, others = with_ids(table, column, how.names)
+    if column != "mask_id" and is_text(kind):
+        table, others = with_ids(table, column, wanted.names)
         if others and not len(table):
             way = "write such as sa_7.jpg or, of images alone, the path in their source"
             raise ColumnError(f"{source}: no row of column {column!r} names an image; {way}")
@@ -341,33 +297,27 @@ def _sorted(table: "pa.Table", name: str, source: str, how: _How) -> "pa.RecordB
             left = f"{others:,} of {others + len(table):,} rows of column {column!r} name no image"
             warnings.warn(f"{source}: {left}; they are left out", stacklevel=4)
     elif not pa.types.is_integer(kind):
-        what = f"column {column!r} is {kind}" if len(table) else "the table has no rows"
-        raise ColumnError(f"{source}: {what}; ids are integers or names such as sa_7.jpg")
-    if table[column].null_count:
-        raise ColumnError(
-            f"{source}: column {column!r} has no id in {table[column].null_count:,} rows; remove these rows"
-        )
+        raise ColumnError(f"{source}: column {column!r} is {kind}; ids are integers or such as sa_7.jpg")
+    if nulls := table[column].null_count:
+        raise ColumnError(f"{source}: column {column!r} has no id in {nulls:,} rows; remove these rows")
     try:
         ids = table[column].cast(pa.int64()).to_numpy()
-        given = (answers_of(table[name]) if how.texts else None) or table[name]
+        given = (answers_of(table[name]) if wanted.texts else None) or table[name]
         values = given.cast(_large(given.type)).combine_chunks()
     except pa.ArrowException as error:
         raise ColumnError(f"{source}: {error}") from error
     order = np.argsort(ids, kind="stable")
-    ids = ids[order]
-    values = values.take(pa.array(order))
+    ids, values = ids[order], values.take(pa.array(order))
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
-    if (
-        len(repeated)
-        and how.texts
-        and pa.types.is_large_string(getattr(values.type, "value_type", values.type))
-    ):
+    if len(repeated):
+        one_or_list = getattr(values.type, "value_type", values.type)
+        if not (wanted.texts and pa.types.is_large_string(one_or_list)):
+            raise ColumnError(
+                f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; repeated rows "
+                f"in all: {len(repeated):,}; keep one row of each, or collect the values of an id in a list"
+            )
         ids, values = collected(ids, values)
-    elif len(repeated):
-        raise ColumnError(
-            f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; repeated rows in "
-            f"all: {len(repeated):,}; keep one row for each id, or collect the values of an id in a list"
-        )
+    key = "mask_id" if column == "mask_id" else "image_id"
     return pa.record_batch([pa.array(ids), values], names=[key, name])
 
 

@@ -61,9 +61,8 @@ class MultiCrop:
     groups: tuple[CropGroup, ...] = (CropGroup(2, 224, (0.32, 1.0)), CropGroup(6, 96, (0.05, 0.32)))
 
     def __post_init__(self) -> None:
-        groups = self.groups
-        is_tuple = isinstance(groups, tuple) and len(groups) > 0
-        if not is_tuple or not all(isinstance(group, CropGroup) for group in groups):
+        is_tuple = isinstance(self.groups, tuple) and len(self.groups) > 0
+        if not is_tuple or not all(isinstance(group, CropGroup) for group in self.groups):
             raise BadValue(f"groups={self.groups!r} must be a tuple of CropGroup, at least one")
 
     @property
@@ -98,17 +97,15 @@ class MultiCrop:
 @cache
 def _sheet(groups: tuple[CropGroup, ...]) -> tuple[int, list[tuple[int, int, int]]]:
     """The side of the smallest square for rows of crops, and group, row and column of each crop."""
-    sizes = sorted(
-        ((crop_group.size, i) for i, crop_group in enumerate(groups) for _ in range(crop_group.count)),
-        key=lambda it: -it[0],
-    )
+    sizes = [(group.size, i) for i, group in enumerate(groups) for _ in range(group.count)]
+    sizes.sort(key=lambda it: -it[0])
     side = sizes[0][0]
     while True:
         places, row, column, height = [], 0, 0, sizes[0][0]
-        for size, group in sizes:
+        for size, number in sizes:
             if column + size > side:
                 row, column, height = row + height, 0, size
-            places.append((group, row, column))
+            places.append((number, row, column))
             column += size
         if row + height <= side:
             return side, places

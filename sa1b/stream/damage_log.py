@@ -2,10 +2,10 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
@@ -23,6 +23,14 @@ class DamageLimitError(Sa1bError):
     """Too many samples are damaged to continue training on this dataset."""
 
 
+class Damage(list[dict[str, Any]]):
+    """Takes the place of a damage log where samples are read ahead: arguments of `DamageLog.damaged`."""
+
+    def damaged(self, **line: Any) -> None:
+        """Keep a line for later."""
+        self.append(line)
+
+
 class DamageLog:
     """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
 
@@ -36,19 +44,16 @@ class DamageLog:
 
     Attributes:
         replay: of a training run: the command that shows the step of a position, for lines and warning.
-        waits: of a training run: lines wait for `write`, because a prefetched sample may never be used.
     """
 
     replay: Callable[[int], str] | None = None
-    waits = False
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path = path
         self.rank = rank
         self._file = path.absolute()  # the process may change its folder
-        self._start = _size(self._file) if start is None else start  # bytes of lines that are not counted
+        self._start = len(self._bytes()) if start is None else start  # of lines that are not counted
         self._lock = ForkLock()
-        self._waiting: list[tuple[int, int, dict[str, object]]] = []  # with position and samples read
         self._unwritten: list[dict[str, object]] = []
         self._said = False
 
@@ -67,12 +72,13 @@ class DamageLog:
         once: bool = False,
         source: str | None = None,
     ) -> None:
-        """Write a line, now or, if this log `waits`, by `write`. The first one is a warning of the logger
-        `sa1b`; every one, if the file cannot be written.
+        """Write a line, unless this rank has logged the image at this position before, as when a step is
+        repeated after a restart. The first line of a process is a warning of the logger `sa1b`; every one,
+        if the file cannot be written.
 
         `read` are the samples that this rank has read, with those before a restart: the file contains their
-        damaged samples too. With `once`, an image that this rank has logged before is skipped. A log that
-        waits has no line of a repeated step twice. `source` is the name of a source of a mixture.
+        damaged samples too. With `once`, an image is logged at one position only. `source` is the name of a
+        source of a mixture.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
@@ -87,37 +93,21 @@ class DamageLog:
             **({} if source is None else {"source": source}),
             **({} if self.replay is None else {"replay": self.replay(position)}),
         }
+        same = ("source", "image_id") if once else ("source", "image_id", "position")
         with self._lock:
-            same = ("source", "image_id") if once else ("source", "image_id", "position")
-            known = self.entries() if once or self.waits else []
-            known += [other for *_, other in self._waiting] if once else []
+            known = self.entries(0 if once else self._start)
             if not any(all(other.get(name) == line.get(name) for name in same) for other in known):
-                self._waiting.append((position, read, line))
-            elif once:
-                return
-            count = len(self.entries(self._start)) + sum(at <= position for at, *_ in self._waiting)
-        if self.waits:
-            self._check(count, read)
-        else:
-            self.write(position + 1)
-
-    def write(self, stop: int, *, over: bool = False) -> None:
-        """Write the waiting lines of positions below `stop`. DamageLimitError: see `damaged`, which has
-        raised it before if it is `over`.
-        """
-        with self._lock:
-            due = sorted((one for one in self._waiting if one[0] < stop), key=lambda one: one[0])
-            self._waiting = [one for one in self._waiting if one[0] >= stop]
-            for *_, line in due:
                 try:
                     self._append(line)
-                    self._say(line)
                 except OSError as error:
-                    self._keep(line, error)
-            count = len(self.entries(self._start)) if due or over else 0
-        self._check(count, 0 if over or not due else due[-1][1])
-
-    def _check(self, count: int, read: int) -> None:
+                    if not self._unwritten:
+                        _LOG.warning(
+                            f"sa1b: the damage log cannot be written at {self._file} ({error.strerror}); "
+                            "damaged samples are listed here instead. Set another path with damage_log="
+                        )
+                    self._unwritten.append(line)
+                    _LOG.warning(f"sa1b: damaged sample {json.dumps(line)}")
+            count = len(self.entries(self._start))
         if count > max(LEAST, FRACTION * read):
             raise DamageLimitError(
                 f"rank {self.rank}: {count} damaged samples, more than {LEAST} and 0.1 % of what was "
@@ -127,19 +117,21 @@ class DamageLog:
 
     def entries(self, start: int = 0) -> list[dict[str, object]]:
         """Lines of this rank from byte `start` on, and those that this process could not write."""
-        try:
-            with self._reading() as file:
-                file.seek(start if start <= _size(self._file) else 0)  # another program may have truncated it
-                lines = [line for raw in file.read().splitlines() if (line := _parsed(raw)) is not None]
-        except OSError:  # the file is not readable
-            lines = []
+        data = self._bytes()
+        written = data[start if start <= len(data) else 0 :]  # another program may have truncated it
+        lines = [line for raw in written.splitlines() if (line := _parsed(raw)) is not None]
         return [line for line in lines if line.get("rank") == self.rank] + self._unwritten
 
-    def _reading(self) -> BinaryIO:
-        """The file for reading; an empty one if it is missing, a pipe or a terminal."""
-        return Path(self._file if self._file.is_file() else os.devnull).open("rb")
+    def _bytes(self) -> bytes:
+        with suppress(OSError):  # it is not readable
+            if self._file.is_file():  # not a pipe or a terminal
+                return self._file.read_bytes()
+        return b""
 
-    def _say(self, line: dict[str, object]) -> None:
+    def _append(self, line: dict[str, object]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        cut = not (b"\n" + self._bytes()).endswith(b"\n")  # by another program or a full disk
+        append_line(self._file, "\n" * cut + json.dumps(line))
         if not self._said:
             self._said = True
             _LOG.warning(
@@ -147,28 +139,6 @@ class DamageLog:
                 f"{line['image_id']}); all damaged samples are listed in {self.path}"
                 + (f"; `{line['replay']}` shows its step" if "replay" in line else "")
             )
-
-    def _append(self, line: dict[str, object]) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._reading() as file:
-            cut = file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
-        append_line(self._file, "\n" * cut + json.dumps(line))  # another program or a full disk cut a line
-
-    def _keep(self, line: dict[str, object], error: OSError) -> None:
-        if not self._unwritten:
-            _LOG.warning(
-                f"sa1b: the damage log cannot be written at {self._file} ({error.strerror}); "
-                "damaged samples are listed here instead. Set another path with damage_log="
-            )
-        self._unwritten.append(line)
-        _LOG.warning(f"sa1b: damaged sample {json.dumps(line)}")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _parsed(text: bytes) -> dict[str, object] | None:

@@ -114,6 +114,7 @@ class Stream(BatchStream):
         text: Any = None,
         **options: Any,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "options")}
         if order not in ("shuffle", "sequential"):
             raise BadValue(f"order={order!r} must be 'shuffle' or 'sequential'")
         if epochs is not None and (isinstance(epochs, bool) or epochs != 1):
@@ -150,26 +151,8 @@ class Stream(BatchStream):
         found_rank, found_size = process_rank()
         rank = found_rank if rank is None else whole_number("rank", rank)
         world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
-        self._arguments = {
-            "root": root,
-            "global_batch": global_batch,
-            "micro_batch": micro_batch,
-            "view": view,
-            "order": order,
-            "epochs": epochs,
-            "seed": seed,
-            "block_size": block_size,
-            "damage_log": damage_log,
-            "rank": rank,
-            "world_size": world_size,
-            "deadline": deadline,
-            "storage_options": storage_options,
-            "cache": cache,
-            "cache_bytes": cache_bytes,
-            "join": join,
-            "text": text,
-            **options,
-        }
+        given |= {"rank": rank, "world_size": world_size, "damage_log": damage_log}
+        self._arguments = {name: value for name, value in given.items() if name != "layers"} | options
         self.epochs = epochs
         self.view_name = None if view is None else str(view)
         self.seed = seed

@@ -1,14 +1,10 @@
 """Decoders: JPEG files into images of the padded square, in the memory of a batch.
 
-A decoder is an object with the interface of `Decoder`. Streams and loaders use nothing else, so a new back
-end is a class and an entry in `sa1b.stream.decoders.DECODERS`:
-
-    cpu           simplejpeg (libjpeg-turbo) and OpenCV, one image per thread
-    torchcodec    nvJPEG, a micro-batch at a time, on the GPU; see sa1b.stream.decoders
+A new decoder is a class with the interface of `Decoder`, and an entry in `sa1b.stream.decoders.DECODERS`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
@@ -24,6 +20,8 @@ from sa1b.errors import BadSample
 from sa1b.shards import MAX_STORED_PIXELS, jpeg
 from sa1b.shards.jpeg import Edges, resample, scratch
 from sa1b.stream.transform import Frame
+
+Window = tuple[int, int, int, int]  # x, y, width, height in pixels of the source image
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,6 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
     its exact edges, so that the image is aligned with its masks. BadSample: the file is not a JPEG, or
     decoding it fails or causes a warning. MemoryError: no memory for the pixels.
     """
-    size = buffer.shape[0]
-    rows, columns = frame.taken
-    _, _, width, height = frame.window
-    target = buffer[:rows, :columns]
     try:
         # Check the header first: the decoder allocates memory according to it.
         stored = simplejpeg.decode_jpeg_header(data)[:2]
@@ -109,54 +103,43 @@ def decode(data: bytes | memoryview, frame: Frame, buffer: npt.NDArray[np.uint8]
         raise jpeg.decoder_error(error) from None
     if stored[0] * stored[1] > MAX_STORED_PIXELS:
         raise BadSample("absurd_size", f"JPEG says {stored[1]} x {stored[0]} pixels")
-    if frame.crops:
-        _decode_crops(data, frame, stored, buffer)
-        return
+    # What is cut out, whether it is mirrored, and its place.
+    parts = [(it.window, it.flip, buffer[it.row :, it.column :][: it.size, : it.size]) for it in frame.crops]
+    rows, columns = buffer.shape[:2] if parts else frame.taken
+    if parts:
+        buffer[:] = 0
+    else:
+        parts = [(frame.window, frame.flip, buffer[:rows, :columns])]
     # A stored image of the right size and the buffer's full width is decoded directly into the buffer.
-    in_place = stored == (rows, size) and columns == size and frame.is_whole and not frame.flip
+    in_place = stored == (rows, columns) and columns == len(buffer) and frame.is_whole
+    in_place = in_place and not frame.flip and not frame.crops
+    # The smallest scale that enlarges no part.
+    least = (
+        max(-(-len(target) * frame.height // window[3]) for window, _, target in parts),
+        max(-(-target.shape[1] * frame.width // window[2]) for window, _, target in parts),
+    )
     into = buffer if in_place else scratch("decode", *stored)
-    least = -(-rows * frame.height // height), -(-columns * frame.width // width)
     image, eighths = jpeg.decode_scaled(data, stored, least, into)
-    if not in_place:
-        edges = window_edges(frame, stored, eighths)
-        image = resample(image, edges, rows, columns, None if frame.flip else target)
-        if frame.flip:
-            cv2.flip(image, 1, dst=target)
-        elif image is not target:
-            target[:] = image
+    for window, flip, target in [] if in_place else parts:
+        edges = window_edges(frame, window, stored, eighths)
+        part = resample(image, edges, len(target), target.shape[1], None if flip else target)
+        if flip:
+            cv2.flip(part, 1, dst=target)
+        elif part is not target:
+            target[:] = part
     if frame.pixels is not None:
-        target[:] = frame.pixels(target.copy())
+        buffer[:rows, :columns] = frame.pixels(buffer[:rows, :columns].copy())
     buffer[rows:] = 0
     buffer[:rows, columns:] = 0
 
 
-def _decode_crops(
-    data: bytes | memoryview, frame: Frame, stored: tuple[int, int], buffer: npt.NDArray[np.uint8]
-) -> None:
-    """Decode once, at the smallest scale that enlarges no crop; each crop is resampled from that."""
-    high = max(-(-crop.size * frame.height // crop.window[3]) for crop in frame.crops)
-    wide = max(-(-crop.size * frame.width // crop.window[2]) for crop in frame.crops)
-    image, eighths = jpeg.decode_scaled(data, stored, (high, wide), scratch("decode", *stored))
-    buffer[:] = 0
-    for crop in frame.crops:
-        target = buffer[crop.row : crop.row + crop.size, crop.column : crop.column + crop.size]
-        edges = window_edges(replace(frame, window=crop.window, crops=()), stored, eighths)
-        made = resample(image, edges, crop.size, crop.size)
-        if crop.flip:
-            cv2.flip(made, 1, dst=target)
-        else:
-            target[:] = made
-    if frame.pixels is not None:
-        buffer[:] = frame.pixels(buffer.copy())
-
-
-def window_edges(frame: Frame, stored: tuple[int, int], eighths: int = 8) -> Edges:
-    """The top, bottom, left and right edge of a frame's window in an image decoded at n/8 of its stored size.
+def window_edges(frame: Frame, window: Window, stored: tuple[int, int], eighths: int = 8) -> Edges:
+    """The top, bottom, left and right edge of a window in an image decoded at n/8 of its stored size.
 
     Edges are in its pixels and may lie between them: a stored image may be smaller than its source, and n/8
     of its size need not be whole. `stored` is height and width in the file.
     """
-    x, y, width, height = frame.window
+    x, y, width, height = window
     down, across = stored[0] * eighths, stored[1] * eighths
     top, bottom = (edge * down / (8 * frame.height) for edge in (y, y + height))
     left, right = (edge * across / (8 * frame.width) for edge in (x, x + width))
@@ -169,24 +152,21 @@ def paint(pixels: Tensor, stored: tuple[int, int], frame: Frame, target: Tensor)
     its pixels outside of the frame become 0.
     """
     rows, columns = frame.taken
-    edges = window_edges(frame, stored)
+    edges = window_edges(frame, frame.window, stored)
     top, bottom, left, right = (int(edge) for edge in edges)
     whole = (top, bottom, left, right) == edges
-    if whole and (bottom - top, right - left) == (rows, columns):
-        part = pixels[top:bottom, left:right]
-    else:
+    part = pixels[top:bottom, left:right] if whole else pixels
+    if not whole or part.shape[:2] != (rows, columns):
+        source = part.permute(2, 0, 1)[None].float()
         if whole:
-            source = pixels[top:bottom, left:right].permute(2, 0, 1)[None].float()
-            resized = interpolate(
-                source, (rows, columns), mode="bilinear", align_corners=False, antialias=True
-            )
+            resized = interpolate(source, (rows, columns), mode="bilinear", antialias=True)
         else:
-            resized = _shifted(pixels.permute(2, 0, 1)[None].float(), edges, rows, columns)
+            resized = _shifted(source, edges, rows, columns)
         part = resized[0].permute(1, 2, 0).round_().clamp_(0, 255).to(torch.uint8)
     target[:rows, :columns] = part.flip(1) if frame.flip else part
     if frame.pixels is not None:  # a function of numpy: the image goes to the host and back
-        host = target[:rows, :columns].cpu().numpy().copy()
-        target[:rows, :columns] = torch.from_numpy(np.ascontiguousarray(frame.pixels(host)))
+        changed = frame.pixels(target[:rows, :columns].cpu().numpy().copy())
+        target[:rows, :columns] = torch.from_numpy(np.ascontiguousarray(changed))
     target[rows:] = 0
     target[:rows, columns:] = 0
 

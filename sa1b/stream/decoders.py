@@ -1,8 +1,5 @@
 """The decoders by name: that of the CPU, and torchcodec, which decodes a micro-batch in the memory of a GPU.
 
-    decoder = decoder("torchcodec")
-    errors = decoder.decode(images, out)    # out: uint8 [n, S, S, 3] on the GPU
-
 torchcodec is `torchcodec.decoders.decode_jpeg`, from version 0.16 on. It decodes baseline files on the JPEG
 engine of the GPU, if it has one, and other files with kernels. Its faults, and how each is found:
 
@@ -25,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -74,9 +71,8 @@ class CudaLane:
     #     its memory was allocated on its stream, and the allocator reuses memory on the same stream only
     #     the host waits for all work of the lane before the engine writes
     #
-    # A pool (torch.cuda.MemPool) would not add to this. While a thread allocates from one, the allocator
-    # treats all threads as if a CUDA graph were captured: it forgets what `Tensor.record_stream` says, and
-    # would hand out the memory of batches that the caller's stream still reads.
+    # A pool (torch.cuda.MemPool) would do harm: while a thread allocates from one, the allocator forgets what
+    # `Tensor.record_stream` says, and would hand out batches that the caller's stream still reads.
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -143,39 +139,26 @@ class GpuDecoder:
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """See `Decoder`."""
-        sizes = [_size_for_gpu(image) for image in images]
-        on_gpu = [i for i, size in enumerate(sizes) if size is not None]
-        done = self._decode_on_gpu(images, [(i, size) for i, size in enumerate(sizes) if size], out)
-        errors: list[BadSample | None] = [None] * len(images)
-        for i in sorted(set(range(len(images))) - done):
-            errors[i] = _decode_on_cpu(images[i], out[i])
-        self._count(gpu=len(done), cpu=len(images) - len(on_gpu))
-        return errors
+        sizes = {i: size for i, image in enumerate(images) if (size := _size_for_gpu(image))}
+        done = self._decode_on_gpu(images, sizes, out) if sizes else set()
+        self._count(gpu=len(done), cpu=len(images) - len(sizes))
+        return [None if i in done else _decode_on_cpu(image, out[i]) for i, image in enumerate(images)]
 
-    def _decode_on_gpu(
-        self, images: Sequence[EncodedImage], sizes: list[tuple[int, Size]], out: Tensor
-    ) -> set[int]:
-        """Decode images of given stored sizes into `out`; return those that were decoded."""
-        if not sizes:
-            return set()
+    def _decode_on_gpu(self, images: Sequence[EncodedImage], sizes: dict[int, Size], out: Tensor) -> set[int]:
+        """Decode the images that `sizes` has the stored sizes of; returns those that were decoded."""
         with self._borrowed(out.device) as lane, lane.current():
-            decoded = decoded_on([images[i].jpeg for i, _ in sizes], [size for _, size in sizes], lane)
-            right = [
-                None if pixels is None or tuple(pixels.shape) != (*size, 3) else pixels
-                for pixels, (_, size) in zip(decoded, sizes, strict=True)
-            ]
-            good = written(right)
+            decoded = decoded_on([images[i].jpeg for i in sizes], list(sizes.values()), lane)
+            good = written(decoded)
             lane.follow()  # `out` may still be in use by earlier work of the caller's stream
-            for (i, size), pixels, is_good in zip(sizes, right, good, strict=True):
+            for i, pixels, is_good in zip(sizes, decoded, good, strict=True):
                 if pixels is not None and is_good:
-                    paint(pixels, size, images[i].frame, out[i])
-        skipped = sum(pixels is not None for pixels in right) - sum(good)
-        self._count(skipped=skipped, refused=len(sizes) - sum(good) - skipped)
-        return {i for (i, _), is_good in zip(sizes, good, strict=True) if is_good}
+                    paint(pixels, sizes[i], images[i].frame, out[i])
+        refused = sum(pixels is None for pixels in decoded)
+        self._count(skipped=len(sizes) - sum(good) - refused, refused=refused)
+        return set(compress(sizes, good))
 
     @contextmanager
     def _borrowed(self, device: torch.device) -> Iterator[CudaLane]:
-        """A lane for this thread alone."""
         with self._permits:
             with self._lock:
                 idle = self._idle[device]
@@ -191,16 +174,19 @@ class GpuDecoder:
         lane, size = self._make_lane(device), (48, 64)
         test = np.full((*size, 3), 40, np.uint8)
         file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
+        cause: Exception | None = None
         try:
             with lane.current():
                 (image,) = decoded_on([file], [size], lane)
-                works = image is not None and bool((image.float() - 40).abs().max() < 8)
+                if image is not None and (image.float() - 40).abs().max() < 8:
+                    return lane
+            reason = "no image" if image is None else "wrong pixels"
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DecoderError(_does_not_work(device, reason)) from error
-        if not works:
-            raise DecoderError(_does_not_work(device, "no image" if image is None else "wrong pixels"))
-        return lane
+            reason, cause = _first_line(error), error
+        raise DecoderError(
+            f"decoder='torchcodec' on {device}: does not decode a test image ({reason}); update torchcodec "
+            "and the driver, or decode on the CPU: decode='cpu'"
+        ) from cause
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
@@ -214,11 +200,8 @@ class GpuDecoder:
             )
 
 
-def _does_not_work(device: torch.device, reason: str) -> str:
-    return (
-        f"decoder='torchcodec': does not decode a test image on {device} ({reason}); update torchcodec and "
-        "the driver, or decode on the CPU: decode='cpu'"
-    )
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def decoded_on(files: Sequence[File], sizes: Sequence[Size], lane: CudaLane) -> list[Tensor | None]:
@@ -226,21 +209,23 @@ def decoded_on(files: Sequence[File], sizes: Sequence[Size], lane: CudaLane) -> 
 
     Returns:
         For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
-        with POISON before the JPEG engine could write into it; None if the file was not decoded.
+        with POISON before the JPEG engine could write into it; None if it was not decoded to this size.
     """
     decoded: list[Tensor | None] = [None] * len(files)
     left = list(range(len(files)))
     for _ in range(2):  # the second time, the memory of the first one is free as well
         spans = _filled_spans([(3, *sizes[i]) for i in left], lane)
         lane.synchronize()  # now neither a kernel that fills memory nor one that reads it is left
-        outside = []
-        for i, image in zip(left, _all(_copied([files[i] for i in left], lane), lane), strict=True):
-            if image is not None and _inside(image, spans):
+        images, outside = _all(_copied([files[i] for i in left], lane), lane), []
+        for i, image in zip(left, images, strict=True):
+            if image is None or image.shape != (3, *sizes[i]):
+                continue
+            start = image.data_ptr()
+            if any(first <= start and start + image.nbytes <= last for first, last in spans):
                 decoded[i] = image.permute(1, 2, 0)
-            elif image is not None:
+            else:
                 outside.append(i)
-        left = outside
-        if not left:
+        if not (left := outside):
             break
     return decoded
 
@@ -269,21 +254,15 @@ def _filled_spans(shapes: list[tuple[int, ...]], lane: CudaLane) -> list[Size]:
     return spans
 
 
-def _inside(image: Tensor, spans: list[Size]) -> bool:
-    start = image.data_ptr()
-    return any(first <= start and start + image.nbytes <= last for first, last in spans)
-
-
 def _copied(files: Sequence[File], lane: CudaLane) -> list[Tensor]:
     """The files in memory that can be written, without EXIF segments, by which torchcodec turns images."""
     parts = [list(without_exif(file)) for file in files]
     ends = list(accumulate((sum(map(len, part)) for part in parts), initial=0))
     memory = lane.host(ends[-1])
     array = memory.numpy()
-    position = 0
-    for piece in chain.from_iterable(parts):
-        array[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
-        position += len(piece)
+    np.concatenate(
+        [np.frombuffer(piece, np.uint8) for part in parts for piece in part], out=array[: ends[-1]]
+    )
     return [memory[start:stop] for start, stop in pairwise(ends)]
 
 
@@ -309,13 +288,11 @@ def _size_for_gpu(image: EncodedImage) -> Size | None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(image.jpeg)
     except ValueError:
         return None  # the CPU's decoder reports the reason
-    if height * width > MAX_STORED_PIXELS or min(height, width) < _LEAST:
-        return None
-    if colours not in _COLOURS or image.jpeg[-2:] != _END:
-        return None
+    suits = min(height, width) >= _LEAST and height * width <= MAX_STORED_PIXELS
+    suits = suits and colours in _COLOURS and image.jpeg[-2:] == _END
     down = frame.window[3] * height / frame.height / frame.taken[0]
     across = frame.window[2] * width / frame.width / frame.taken[1]
-    return (height, width) if max(down, across) <= _REDUCTION else None
+    return (height, width) if suits and max(down, across) <= _REDUCTION else None
 
 
 def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:
@@ -338,9 +315,9 @@ def written(images: Sequence[Tensor | None]) -> list[bool]:
     parts, side = [], _CORNER
     for image in images:
         if image is not None:
-            top, left = (image.shape[0] - side) // 2, (image.shape[1] - side) // 2
-            parts += [image[:side, :side], image[:side, -side:], image[-side:, :side], image[-side:, -side:]]
-            parts.append(image[top : top + side, left : left + side])
+            down, right = image.shape[0] - side, image.shape[1] - side
+            places = (0, 0), (0, right), (down, 0), (down, right), (down // 2, right // 2)
+            parts += [image[row : row + side, column : column + side] for row, column in places]
     if not parts:
         return [False] * len(images)
     untouched = (torch.stack(parts) == POISON).flatten(1).all(1).view(-1, 5).any(1)
@@ -353,10 +330,9 @@ def decode_jpeg() -> Callable[..., list[Tensor]]:
     try:
         decode: Callable[..., list[Tensor]] = import_module("torchcodec.decoders").decode_jpeg
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadValue(
-            f"decode='gpu': needs torchcodec 0.16 or later ({reason}); pip install 'sa1b[gpu]', or pass "
-            "decode='cpu'"
+            f"decode='gpu': needs torchcodec 0.16 or later ({_first_line(error)}); pip install 'sa1b[gpu]', "
+            "or pass decode='cpu'"
         ) from None
     return decode
 

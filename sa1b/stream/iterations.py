@@ -22,10 +22,11 @@ import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -36,7 +37,6 @@ from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
 from sa1b.stream.worker_memory import prepare_worker
 
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
-T = TypeVar("T")
 _BYTES = 4096  # of the state, which a write of one page replaces as a whole
 _REMEMBERED = 8  # largest number of iterations that worker processes may start at the same time
 _ENDLESS = (
@@ -49,10 +49,6 @@ _UNKNOWN = (
     "were used; pass the last one: state_dict(batch)"
 )
 
-# Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank. Where each
-# of them begins depends on `micro_batch`.
-_SAME = ("rank", "world_size", "global_batch", "micro_batch", "count", "worker", "workers")
-
 
 class Iterations:
     """The position at which the next iteration begins, shared with worker processes."""
@@ -63,28 +59,23 @@ class Iterations:
     #   begun     by the workers, the last ones: [seed, position, workers]. The seed identifies the iterator,
     #             bit i of `workers` says that worker i has begun. Position None: all workers refuse it
 
-    def __init__(self, position: int = 0) -> None:
-        self._open(_anonymous_file())
-        self._write({"position": position, "used": position, "begun": []})
-
-    def _open(self, file: BinaryIO) -> None:
-        self._file, self._lock = file, ForkLock()
-        weakref.finalize(self, file.close).atexit = False
+    def __init__(self, position: int = 0, inherited: int | None = None) -> None:
+        self._lock = ForkLock()
+        self._file = _anonymous_file() if inherited is None else inherited
+        weakref.finalize(self, os.close, self._file).atexit = False
+        if inherited is None:
+            self._write({"position": position, "used": position, "begun": []})
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is None:  # copied, not pickled for a worker process
             return Iterations, (self.position,)
-        return _inherited, (DupFd(self._file.fileno()),)
+        return _inherited, (DupFd(self._file),)
 
     @property
     def position(self) -> int:
         """Position of the next iteration."""
         with self._state() as state:
             return int(state["position"])
-
-    @position.setter
-    def position(self, position: int) -> None:
-        self.resume(position, position)
 
     def resume(self, position: int | None, used: int | None) -> None:
         """Set the position of the next iteration (None: keep it), and that after the last used batch."""
@@ -102,28 +93,30 @@ class Iterations:
             raise UsageError(_UNKNOWN)
         return int(used)
 
-    def begin(self, following: Callable[[int], int] | None) -> int:
-        """The position at which an iteration of this process begins.
+    def begin(self, plan: Plan) -> int:
+        """The position at which an iteration of this process begins; the next one is the next epoch.
 
-        `following` maps the start of an iteration to that of the next one. None is an endless iteration: the
-        position does not change, and the caller sets it when it takes batches. UsageError if worker processes
-        have read an endless iteration: the used batches are unknown.
+        An endless plan does not change the position: the caller sets it when it takes batches. UsageError if
+        worker processes have read an endless iteration: the used batches are unknown.
         """
         worker = get_worker_info()
         with self._state() as state:
-            position = state["position"]
-            if following is None and state["used"] is None:
-                position = None
-            if worker is None:
-                state["used"] = position
-            elif (joined := _joined(state["begun"], worker)) is not None:
-                position, following = joined[1], None
+            position = None if plan.endless and state["used"] is None else state["position"]
+            # An iterator is identified by `seed - id`, the random number that the DataLoader takes from
+            # torch's generator for its workers. Persistent workers keep this number, and each of them begins
+            # the iterations in the same order. If the generator is reset before each iteration, new workers
+            # have the same number. A worker id that has joined an iteration already then begins the next one.
+            iterator, bit = (worker.seed - worker.id, 1 << worker.id) if worker else (None, 0)
+            joined = [one for one in state["begun"] if one[0] == iterator and not one[2] & bit]
+            if joined:
+                position = joined[-1][1]
+                joined[-1][2] |= bit
             else:
-                state["used"] = None
-                begun = [worker.seed - worker.id, position, 1 << worker.id]
-                state["begun"] = [*state["begun"], begun][-_REMEMBERED:]
-            if following is not None:
-                state["position"] = following(state["position"])
+                state["used"] = None if worker else position
+                if worker:
+                    state["begun"] = [*state["begun"], [iterator, position, bit]][-_REMEMBERED:]
+                if not plan.endless:
+                    state["position"] = plan.epoch_end(state["position"])
             self._write(state)
         if position is None:
             raise UsageError(_ENDLESS)
@@ -137,25 +130,12 @@ class Iterations:
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
-                yield json.loads(os.pread(self._file.fileno(), _BYTES, 0))
+                yield json.loads(os.pread(self._file, _BYTES, 0))
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def _write(self, state: dict[str, Any]) -> None:
-        os.pwrite(self._file.fileno(), json.dumps(state).encode().ljust(_BYTES), 0)
-
-
-def _joined(begun: list[list[int]], worker: Any) -> list[int] | None:
-    """The iteration that another worker of this worker's iterator has begun; this worker is added to it."""
-    # An iterator is identified by `seed - id`, the random number that the DataLoader takes from torch's
-    # generator for its workers. Persistent workers keep this number, and each of them begins the iterations
-    # in the same order. If the generator is reset before each iteration, new workers have the same number. A
-    # worker id that has joined an iteration already then begins the next one.
-    for iteration in reversed(begun):
-        if iteration[0] == worker.seed - worker.id and not iteration[2] >> worker.id & 1:
-            iteration[2] |= 1 << worker.id
-            return iteration
-    return None
+        os.pwrite(self._file, json.dumps(state).encode().ljust(_BYTES), 0)
 
 
 class StreamIterator(Iterator[Batch]):
@@ -172,115 +152,88 @@ class StreamIterator(Iterator[Batch]):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        iterations: Iterations,
-        read: Callable[[Iterable[MicroBatch]], Generator[Batch]],
-        begin: Callable[[], int],
+        self, plan: Plan, iterations: Iterations, read: Callable[[Iterable[MicroBatch]], Generator[Batch]]
     ) -> None:
-        self._plan, self._iterations = plan, iterations
-        self._read, self._begin_iteration = read, begin
+        self._plan, self._iterations, self._read = plan, iterations, read
         info = get_worker_info()
         self._worker, self._workers = (info.id, info.num_workers) if info else (0, 1)
-        self._begun: int | None = None  # position at which the iteration began
+        # Batch i of a rank comes from worker i mod `workers`, and `count` batches are a step of the rank.
+        # Where each of them begins depends on `micro_batch`.
+        sizes = ("rank", "world_size", "global_batch", "micro_batch", "count")
+        self._identity = {name: getattr(plan, name) for name in sizes}
+        self._identity |= {"worker": self._worker, "workers": self._workers}
         self._used = 0
         self._batches: Generator[Batch] | None = None
         self._ended = False
         if info:
             prepare_worker()
 
+    @cached_property
+    def _begun(self) -> int:
+        return self._iterations.begin(self._plan)
+
     def __next__(self) -> Batch:
         if self._batches is None:
             if self._ended:
                 raise StopIteration
-            self._ended = True  # also if the iteration cannot begin
-            self._batches = self._read(self._pieces())
+            self._ended = True  # also if the iteration cannot begin: a DataLoader asks for more at once
+            start, rest, ended = self._next_step()
+            pieces = iter(()) if ended else self._plan.micro_batches(start)
+            self._batches = self._read(islice(pieces, rest, None, self._workers))
         batch = next(self._batches)
         self._used += 1
         return batch
 
     def close(self) -> None:
         """End the iteration before its last batch: cancel its reads."""
-        self._ended = True
-        if self._batches is not None:
-            self._batches.close()
+        if self._batches is None:
+            self._batches = self._read(())
+        self._batches.close()
 
-    def _pieces(self) -> Iterator[MicroBatch]:
-        """This process's micro-batches that are not used yet."""
-        plan = self._plan
-        start, rest = self._next_step()
-        if not plan.endless and start >= plan.epoch_end(self._begin()):
-            return iter(())
-        return islice(plan.micro_batches(start), rest, None, self._workers)
-
-    def _next_step(self) -> tuple[int, int]:
-        plan, begun = self._plan, self._begin()
-        steps, rest = divmod(self._worker + self._used * self._workers, plan.count)
-        start = begun + steps * plan.global_batch
-        return start if plan.endless else min(start, plan.epoch_end(begun)), rest
+    def _next_step(self) -> tuple[int, int, bool]:
+        """The step of the next batch, the number of the batch in it, and whether the iteration has ended."""
+        steps, rest = divmod(self._worker + self._used * self._workers, self._plan.count)
+        start = self._begun + steps * self._plan.global_batch
+        if self._plan.endless or start < (end := self._plan.epoch_end(self._begun)):
+            return start, rest, False
+        return end, 0, True
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch; `following`: position at which the next iteration begins."""
-        begun = self._begin()
-        return {
-            **self._identity(),
-            "begun": begun,
-            "used": self._used,
-            "following": self._iterations.position,
-        }
+        state = {**self._identity, "begun": self._begun, "used": self._used}
+        return {**state, "following": self._iterations.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an iteration before its first batch; ResumeError if ranks, workers or sizes differ."""
-        identity = self._identity()
-        if state.keys() != {*identity, "begun", "used", "following"}:
+        if state.keys() != {*self._identity, "begun", "used", "following"}:
             raise ResumeError(
                 f"load_state_dict({state!r}): not the state of an iteration; pass what state_dict() of the "
                 "StatefulDataLoader returned"
             )
-        if different := [name for name in _SAME if state[name] != identity[name]]:
-            changes = ", ".join(f"{name} {state[name]}, now {identity[name]}" for name in different)
+        now = self._identity
+        if changes := [f"{key} {state[key]}, now {now[key]}" for key in now if state[key] != now[key]]:
             raise ResumeError(
-                f"load_state_dict(): {changes}; resume with the same ranks, workers and batch sizes, or save "
-                "stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"
+                f"load_state_dict(): {', '.join(changes)}; resume with the same ranks, workers and batch "
+                "sizes, or save stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"
             )
-        try:
-            begun, used, following = (
-                checked_position(state[name], name) for name in ("begun", "used", "following")
-            )
-        except ValueError as error:
-            raise ResumeError(
-                f"load_state_dict(): {error}; the state is damaged, use an earlier one"
-            ) from None
-        self._begun, self._used = begun, used
+        self._begun = checked_position(state["begun"], "begun")
+        self._used = checked_position(state["used"], "used")
+        following = checked_position(state["following"], "following")
         self._iterations.resume(following, None if get_worker_info() else self._next_step()[0])
-
-    def _begin(self) -> int:
-        if self._begun is None:
-            self._begun = self._begin_iteration()
-        return self._begun
-
-    def _identity(self) -> dict[str, Any]:
-        plan = self._plan
-        values = (
-            *(plan.rank, plan.world_size, plan.global_batch, plan.micro_batch, plan.count),
-            *(self._worker, self._workers),
-        )
-        return dict(zip(_SAME, values, strict=True))
 
 
 def _inherited(descriptor: Any) -> Iterations:
-    iterations = Iterations.__new__(Iterations)
-    iterations._open(os.fdopen(descriptor.detach(), "r+b", buffering=0))
-    return iterations
+    return Iterations(inherited=descriptor.detach())
 
 
-def _anonymous_file() -> BinaryIO:
+def _anonymous_file() -> int:
     if sys.platform == "linux":  # in memory, so that no temporary folder is needed
-        return os.fdopen(os.memfd_create("sa1b-iterations"), "r+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
+        return os.memfd_create("sa1b-iterations")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
-def closed_at_exit(batches: Generator[T]) -> Generator[T]:
+def closed_at_exit(batches: Generator[Batch]) -> Generator[Batch]:
     """The generator, which is closed when the process exits, while the modules that it needs exist."""
     _RUNNING.add(batches)
     return batches

@@ -97,12 +97,7 @@ class TrainingData(lightning.Callback):
         self._steps, self._is_partial = trainer.global_step, False
 
     def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: lightning.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the position after a step of the optimizer; batches of an unfinished step do not count."""
         self._is_partial = trainer.global_step == self._steps
@@ -118,9 +113,7 @@ class TrainingData(lightning.Callback):
             )
         self._state, self._steps = self._stream.state_dict(batch), trainer.global_step
 
-    def on_save_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Warn of a checkpoint between two steps of the optimizer."""
         if self._is_partial:
             warnings.warn(

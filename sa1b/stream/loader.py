@@ -1,45 +1,50 @@
-"""`sa1b.Loader`: reads a stream with threads of one process and prefetches batches to the device.
+"""`sa1b.Loader`: reads a stream with processes and threads, and prefetches batches to the device.
 
-    loader = sa1b.Loader(stream, threads=8, device="cuda", dense=256)
+    loader = sa1b.Loader(stream, device="cuda", dense=256)
     for epoch in range(3):
         for batch in loader:
             ...
             save({"stream": loader.state_dict()})
 
-There are three stages. Each stage works on later batches than the stage after it:
-
-    pick        waits for the bytes of a sample, which are read in the background, and chooses its masks
-    decode      decodes the JPEG into the batch's memory, which is pinned if the device is a GPU, or
-                decodes and resizes all images of the batch on the GPU (`decode="gpu"`)
-    to device   collates; on a GPU also packs and copies, on a separate CUDA stream; rasterises the masks
-
-One pool of threads runs all stages, the oldest batch first. Reading, decoding JPEG and zstandard, and
-processing runs release the GIL, so threads can share one copy of the sample table. The caller only waits
-until a batch is complete and makes its own CUDA stream wait for it. The sequence is exactly that of
-`sa1b.Stream`.
-
-Measured on a CPU with 3 threads: the caller computes for 0.4 s on each batch of 8 images of 1500 pixels with
-32 masks at 256, and waits 1.3 ms for a batch (median). If collating and rasterising start only when the
-caller asks for the batch, it waits 16 ms.
+A job is a batch: its number, a slot of memory, and its positions. It goes to the process that has fewest
+jobs, which reads, chooses, decodes and collates into the slot; see sa1b.stream.maker. With one process, the
+same jobs run in threads of the training process. The caller's thread gives out jobs, takes the batches in the
+order of their positions, and brings each to the device, one batch ahead; see sa1b.stream.device. The sequence
+is exactly that of `sa1b.Stream`. Threads of one process wait for the interpreter's lock, which an image holds
+for a tenth of its time or more: a machine with many processors needs several processes.
 """
 
 import contextlib
 import logging
-from collections.abc import Generator
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sa1b.arguments import BadValue, check_arguments, number, whole_number
+from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.decoders import decoder_for
+from sa1b.stream.device import HELD, DeviceStage
 from sa1b.stream.iterations import closed_at_exit
-from sa1b.stream.pipeline import BatchPipeline, PipelineSettings
-from sa1b.stream.ragged import BufferPool, MaskBufferPool, SideStream
+from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
+from sa1b.stream.pending import READ
+from sa1b.stream.processes import AHEAD, Processes, batch_in, sent, server
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
+
+_THREADS = 2  # of each of several processes
+_FEW = 4  # processors below which one process is enough
+_LATE = 5.0  # seconds after the deadline in which a read ends by itself with its own error
+_LOOK = 1.0  # seconds after which a caller who waits looks what the others do
+_LOG = logging.getLogger("sa1b")
 
 
 class Loader:
@@ -47,20 +52,25 @@ class Loader:
 
     Args:
         stream: the stream or mixture to read, from its current position.
-        threads: threads that read and decode; by default one for each CPU that this rank may use, see
-            sa1b.workers.available_cpus, and at most 8: 16 cores read 604 images/s with 8, 554 with 16.
-        prefetch: batches that are in flight or complete while the caller uses another one, at least 1.
+        threads: threads of each process that read and decode; by default 2, and with one process one for each
+            CPU that this rank may use, see sa1b.workers.available_cpus, and at most 8.
+        processes: processes that read and decode; 1: threads of this process do. By default 1 below 4 CPUs of
+            this rank, else as many as occupy them with their threads. One process is used, and the line that
+            is logged says so, if JPEG files are decoded on the GPU, outside of Linux, and if a transform is
+            defined in the program itself: a process does not import `__main__`, so neither a script without
+            `if __name__ == "__main__"` nor a notebook is run again.
+        prefetch: batches that are in flight or complete while the caller uses another one, at least 1; with
+            several processes, at least two for each process.
         device: device of the batches; "cuda" copies from pinned memory on a separate CUDA stream.
         dense: also rasterise the masks on the device at this size, in pixels: `batch.dense`, see `Batch`.
-        decode: "cpu", or "gpu": JPEG files are decoded and resized on `device`, with the first library of
-            sa1b.stream.jpeg_libraries that is installed (`pip install 'sa1b[gpu]'`). The stream takes the
-            decoder over, and its state records it, because pixels differ between decoders. "auto": the
-            decoder of the stream, by default that of the CPU.
+        decode: "cpu", or "gpu": JPEG files are decoded and resized on `device` by torchcodec (`pip install
+            'sa1b[gpu]'`). The stream takes the decoder over, and its state records it, because pixels differ
+            between decoders. "auto": the decoder of the stream, by default that of the CPU.
         read_only: promise that the caller never writes into `batch.dense`. On a CPU only the parts with masks
             are then cleared before the memory is reused, which takes a fifth of the time at 1024 pixels. If
             the caller writes into it anyway, the values appear in later batches.
         stall_seconds: seconds after which a sample that is not loaded is logged as a warning, with its shard.
-        quiet: do not log threads and memory, which the logger "sa1b" has once, at level INFO.
+        quiet: do not log processes, threads and memory, which the logger "sa1b" has once, at level INFO.
 
     Raises:
         ValueError: an argument is invalid, or the device is not available; the message names it.
@@ -72,6 +82,7 @@ class Loader:
         stream: BatchStream,
         *,
         threads: int | None = None,
+        processes: int | None = None,
         prefetch: int = 2,
         device: torch.device | str = "cpu",
         dense: int | None = None,
@@ -80,20 +91,20 @@ class Loader:
         stall_seconds: float = 60.0,
         quiet: bool = False,
     ) -> None:
-        self.stream = stream
         if not isinstance(stream, BatchStream):
             raise BadValue(
                 f"stream={stream!r} must be a sa1b.Stream or sa1b.Mix: Loader(Stream(root, global_batch=256))"
             )
-        self.threads = min(8, available_cpus()) if threads is None else whole_number("threads", threads, 1)
-        self.prefetch = prefetch = whole_number("prefetch", prefetch, 1)
-        self.device = _device(device)
-        self.dense = dense = None if dense is None else whole_number("dense", dense, 1)
-        stall_seconds = number("stall_seconds", stall_seconds, above=0)
-        self._cuda = self.device.type == "cuda"
-        if self._cuda and not torch.cuda.is_available():
+        self.stream, self.device, self.read_only = stream, _device(device), read_only
+        threads = None if threads is None else whole_number("threads", threads, 1)
+        processes = None if processes is None else whole_number("processes", processes, 1)
+        self.prefetch = whole_number("prefetch", prefetch, 1)
+        self.dense = None if dense is None else whole_number("dense", dense, 1)
+        self._stall_seconds = number("stall_seconds", stall_seconds, above=0)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and not torch.cuda.is_available():
             raise BadValue("device='cuda': torch finds no GPU; pass device='cpu'")
-        if decode == "gpu" and not self._cuda:
+        if decode == "gpu" and not on_gpu:
             raise BadValue(
                 f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
             )
@@ -103,58 +114,207 @@ class Loader:
                 f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
                 f"not on {self.device}; pass device={stream.decoder.device.type!r}"
             )
-        self._pipeline: BatchPipeline | None = None  # of the current iteration
-        # One for all iterations: memory that torch has allocated for a stream is reused by that stream only.
-        self._side: SideStream | None = None
-        size = stream.options.image_size
-        images = stream.plan.micro_batch
-        # Memory for the batches in flight, the caller's batch, and its previous batch if it is still
-        # referenced.
-        self._settings = PipelineSettings(
-            stream=stream,
-            threads=self.threads,
-            device=self.device,
-            dense=dense,
+        cpus = available_cpus()
+        if processes is None:
+            processes = 1 if cpus < _FEW else max(1, cpus // (threads or _THREADS))
+        self._sent, alone = (b"", "") if processes == 1 else sent(stream)
+        self.processes = 1 if alone else processes
+        self.threads = threads or (_THREADS if self.processes > 1 else min(8, cpus))
+        self._ahead = max(self.prefetch + 1, AHEAD * self.processes if self.processes > 1 else 0)
+        self._stage = DeviceStage(
+            self.device,
+            self.dense,
             read_only=read_only,
-            stall_seconds=stall_seconds,
-            images=BufferPool(images * size * size * 3, prefetch + 3),
-            masks=MaskBufferPool(images * stream.options.masks, dense or 0, prefetch + 3),
+            masks=stream.plan.micro_batch * stream.options.masks,
+            keep=self.prefetch + 3,
+            stats=stream.stats,
         )
+        self._makers: Threads | Processes | None = None
+        self._new_slots()
+        if self.processes > 1:
+            server()  # it imports for seconds, while the caller builds the model
         if not quiet:
-            used = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+            used = f"one process, because {alone}; " if alone else ""
+            used += f"{self.processes} processes of " if self.processes > 1 else ""
+            used += f"{self.threads} thread{'' if self.threads == 1 else 's'}"
             _note(f"sa1b.Loader: {used}, {self._memory()}")
 
     def __repr__(self) -> str:
         dense = "" if self.dense is None else f", masks at {self.dense} pixels"
-        settings = f"threads {self.threads}, prefetch {self.prefetch}, {self.device}{dense}"
+        processes = "" if self.processes == 1 else f"processes {self.processes}, "
+        settings = f"{processes}threads {self.threads}, prefetch {self.prefetch}, {self.device}{dense}"
         return f"Loader({self.stream!r}: {settings})"
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Iterate over one epoch, the next one in each iteration; see `Stream` for epochs=None."""
+        """Iterate over one epoch, the next one in each iteration; see `Stream` for epochs=None. An iteration
+        ends when another one of the same loader begins.
+        """
         return closed_at_exit(self._batches())
 
     def _batches(self) -> Generator[Batch, None, None]:
-        begun = self.stream.begin()
-        pieces = self.stream.plan.micro_batches(begun)
-        if self._cuda and self._side is None:
-            self._side = SideStream(self.device)
-        self._pipeline = pipeline = BatchPipeline(self._settings, self._side)
-        with contextlib.ExitStack() as ending:
-            ending.enter_context(self.stream.used())
-            ending.callback(self._end, pipeline)
+        pieces = enumerate(self.stream.plan.micro_batches(self.stream.begin()))
+        ends = False
+        with self._iteration() as (iteration, makers):
             while True:
-                while len(pipeline.pending) < self.prefetch + 1 and (piece := next(pieces, None)) is not None:
-                    pipeline.submit(piece)
-                if not pipeline.pending:
-                    return
-                pipeline.look()
-                batch = self.stream.taken(pipeline.take())
-                yield batch
+                if iteration != self._slots.iteration[0]:
+                    raise UsageError(
+                        f"iteration {iteration} of this loader: has ended, because another one of the same "
+                        "loader has begun; make a loader for each"
+                    )
+                while not ends and len(self._flying) < self._ahead and makers.has_room:
+                    if (slot := self._free_slot()) is None:
+                        break
+                    if (following := next(pieces, None)) is None:
+                        ends = True
+                        break
+                    self._slots.progress(slot)[:] = 0
+                    self._flying.append(Job(following[0], iteration, slot, following[1]))
+                    makers.begin(self._flying[-1])
+                if not self._flying:
+                    if ends:
+                        return
+                    self._receive(_LOOK)  # all slots are those of jobs of an earlier iteration
+                    continue
+                job = self._flying[0]
+                made = self._wait_for(job)
+                for line in made.damage:
+                    self.stream.damage_log.damaged(**line)
+                if made.error is not None:
+                    raise made.error
+                try:
+                    batch = (made.ready or self._to_device(made))()
+                except Exception as error:
+                    error.add_note(self.stream.span(job.piece))
+                    raise
+                self._flying.popleft()
+                del self._made[job.number], made
+                self._receive(0)
+                self._begin_next(job.number + 1)
+                yield self.stream.taken(batch)
                 del batch  # its memory may be used for the next one
 
-    def _end(self, pipeline: BatchPipeline) -> None:
-        self._pipeline = None
-        pipeline.close()
+    @contextlib.contextmanager
+    def _iteration(self) -> Iterator[tuple[int, Threads | Processes]]:
+        """The number of an iteration that begins, and what makes its batches."""
+        self._drop_jobs()
+        if isinstance(self._makers, Threads):
+            self._close(self._makers)  # those of an iteration that was left without an end
+        iteration = int(self._slots.iteration[0])
+        workers = min(available_cpus(), self.processes * self.threads)
+        with contextlib.ExitStack() as ending:
+            ending.enter_context(self._stage.used(self._slots.array, workers))
+            if self.processes > 1:
+                if not isinstance(self._makers, Processes) or self._makers.have_ended:
+                    self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
+            else:
+                ending.enter_context(self.stream.used())
+                side = self._stage.side
+                on_gpu = None if self.stream.decoder.device.type == "cpu" else side
+                threads = Threads(self.stream, self.threads, self._slots, packs=side is not None, side=on_gpu)
+                self._makers = threads
+                ending.callback(self._close, threads)
+            try:
+                yield iteration, self._makers
+            finally:
+                if iteration == self._slots.iteration[0]:
+                    self._drop_jobs()
+
+    def _close(self, threads: Threads) -> None:
+        """End the threads of an iteration. If one hangs, it may still write into the slots."""
+        if threads.close():
+            threads.jobs.clear()
+        elif threads is self._makers:
+            self._new_slots()
+
+    def _drop_jobs(self) -> None:
+        """From now on, batches of earlier jobs are dropped when they arrive."""
+        self._slots.iteration[0] += 1
+        self._made.clear()
+        self._flying.clear()
+
+    def _new_slots(self) -> None:
+        size, count = self.stream.options.image_size, self.stream.plan.micro_batch
+        shared, elsewhere = self.processes > 1, self.stream.decoder.device.type != "cpu"
+        self._slots = Slots(
+            self._ahead + HELD,
+            (count, size, size, 3),
+            self.stream.options.masks,
+            shared=shared,
+            elsewhere=elsewhere,
+        )
+        self._made = dict[int, Made]()  # by number; batches that wait for their turn
+        self._flying = deque[Job]()  # jobs whose batches the caller has not taken
+
+    def _free_slot(self) -> int | None:
+        """A slot that nothing uses. Waits for a copy to a GPU if there is no other."""
+        while True:
+            used = self._stage.slots_in_use()
+            used |= {made.job.slot for made in self._made.values() if made.job and made.batch is not None}
+            used |= self._makers.jobs.keys() if self._makers else set()
+            free = next((slot for slot in range(len(self._slots)) if slot not in used), None)
+            if free is not None or not self._stage.wait_for_copy():
+                return free
+
+    def _begin_next(self, number: int) -> None:
+        """Begin to copy and to rasterise the next batch, if it is made, while the caller works."""
+        made = self._made.get(number)
+        if made is not None and made.error is None:
+            try:
+                made.ready = self._to_device(made, ahead=True)
+            except Exception as error:
+                error.add_note(self.stream.span(self._flying[0].piece))
+                made.error = error  # raised in its turn
+
+    def _wait_for(self, job: Job) -> Made:
+        """The batch of a job. Logs a sample that is late. UnavailableError, StalledError: after the deadline;
+        WorkerError: a process has ended or is stopped.
+        """
+        began = time.perf_counter()
+        self.stream.stats.requested(self._waiting(), len(self._made))
+        progress, before, limit = self._progress(job), -1, self.stream.deadline + _LATE
+        since = said = time.monotonic()  # of the last progress, of the last line
+        while job.number not in self._made:
+            self._receive(min(_LOOK, self._stall_seconds, limit))
+            now, done = time.monotonic(), int(progress.sum())
+            if done != before:
+                before, since, said = done, now, now
+            elif job.number in self._made:
+                break
+            elif now - since >= limit:
+                raise overdue(self.stream, job, progress, now - since)
+            elif now - said >= self._stall_seconds:
+                said = now
+                late = f"{waits_for(self.stream, job, progress)} for over {self._stall_seconds:g} s"
+                _LOG.warning(f"sa1b.Loader: waiting for {late}")
+        self.stream.stats.waited(time.perf_counter() - began)
+        return self._made[job.number]
+
+    def _receive(self, seconds: float) -> None:
+        """Take what was made, waiting at most `seconds` for the first."""
+        assert self._makers is not None
+        for made in self._makers.receive(seconds):
+            self.stream.stats.count(made.busy)
+            self.stream.stats.elsewhere.update(made.cache)
+            assert made.job is not None
+            if made.job.iteration == self._slots.iteration[0]:
+                self._made[made.job.number] = made
+
+    def _to_device(self, made: Made, *, ahead: bool = False) -> Callable[[], Batch]:
+        """Begin the way of a batch to the device; the result waits for its end."""
+        job, batch = made.job, made.batch
+        assert job is not None
+        assert batch is not None
+        memory = self._slots.memory(job.slot)
+        whole = torch.from_numpy(memory)  # the tensors are its views: views by numpy would not keep `memory`
+        if isinstance(batch, bytes):
+            batch = batch_in(whole, batch)
+        elif self.device.type == "cpu":
+            images = whole[: batch.images.nbytes].view(len(batch), *self._slots.images[1:])
+            batch = replace(batch, images=images.permute(0, 3, 1, 2))
+        if self.device.type == "cpu":
+            batch = replace(batch, buffer=None)
+        made.batch = None
+        return self._stage.begin(batch, memory, job.slot, ahead=ahead)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch. Raises TypeError for an endless stream (epochs=None)."""
@@ -189,28 +349,37 @@ class Loader:
 
         Any thread may call this while another one iterates.
         """
-        pipeline = self._pipeline
-        return None if pipeline is None else pipeline.reading()
+        for job in tuple(self._flying):
+            if job.number not in self._made and job.piece.stop > job.piece.start:
+                return waits_for(self.stream, job, self._progress(job))
+        return None
+
+    def _waiting(self) -> dict[str, int]:
+        """The samples in flight that wait to be read and to be decoded, and the complete batches."""
+        progress = [self._progress(job) for job in self._flying if job.number not in self._made]
+        unread = sum(int((samples < READ).sum()) for samples in progress)
+        read = sum(int((samples == READ).sum()) for samples in progress)
+        return {"read": unread, "decode": read, "device": len(self._made)}
+
+    def _progress(self, job: Job) -> npt.NDArray[np.uint8]:
+        return self._slots.progress(job.slot)[: job.piece.stop - job.piece.start]
 
     def _memory(self) -> str:
-        """The memory that batches take."""
-        size, images = self.stream.options.image_size, self.stream.plan.micro_batch
-        image_bytes = images * size * size * 3
-        mask_bytes = images * self.stream.options.masks * (self.dense or 0) ** 2
-        # While the caller asks for the next batch, it holds one, and prefetch + 1 are in flight. On a CPU,
-        # only the next one of these has dense masks.
-        whole = self.prefetch + 2
-        on_cpu = self.device.type == "cpu"
+        size, images, masks = self.stream.options.image_size, self.stream.plan.micro_batch, self.dense or 0
+        # While the caller asks for the next batch, it holds one, and the others are in flight. On a CPU, only
+        # the next one of these has dense masks.
+        whole, on_cpu = self._ahead + 1, self.device.type == "cpu"
         place = "of memory" if on_cpu else "on the device"
-        of_images = f"{whole * image_bytes / 1e6:,.0f} MB {place} for images"
+        of_images = f"{whole * images * size * size * 3 / 1e6:,.0f} MB {place} for images"
         text = f"{whole} batches of up to {images} images, {of_images}"
-        if self.dense:
+        if masks:
+            mask_bytes = images * self.stream.options.masks * masks**2
             text += f" and {(2 if on_cpu else whole) * mask_bytes / 1e6:,.0f} MB for masks"
         if on_cpu:
             return text
         if self.stream.decoder.device.type != "cpu":
             return f"{text}, decoded there by {self.stream.options.decoder}"
-        return f"{text}, {(self.prefetch + 1) * image_bytes / 1e6:,.0f} MB of pinned memory"
+        return f"{text}, {self._slots.array.nbytes / 1e6:,.0f} MB of pinned memory"
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -223,10 +392,9 @@ def _device(device: torch.device | str) -> torch.device:
 @cache
 def _note(text: str) -> None:
     """Log a line, visible by default: on stderr where the program has not set up logging."""
-    log = logging.getLogger("sa1b")
-    if log.hasHandlers() or log.level or logging.lastResort is None:
-        log.info(text)
+    if _LOG.hasHandlers() or _LOG.level or logging.lastResort is None:
+        _LOG.info(text)
     else:
         logging.lastResort.handle(
-            log.makeRecord(log.name, logging.INFO, __file__, 0, text, args=(), exc_info=None)
+            _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, text, args=(), exc_info=None)
         )

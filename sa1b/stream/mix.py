@@ -11,8 +11,9 @@ that of its own stream at position n: its view, seed, epochs, masks, strategy an
 """
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,6 @@ from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import MAX_POSITION, ResumeError, checked_position
 from sa1b.stream.stats import PipelineStats
 
-_SAME = ("global_batch", "micro_batch", "rank", "world_size")  # of the plans of all streams
-_OPTIONS = ("image_size", "decoder")  # and of their options
 Weights = Mapping[str, Any]
 
 
@@ -64,7 +63,7 @@ class Mix(BatchStream):
         self.streams = _checked_streams(sources)
         if until not in (None, "first", "all"):
             raise BadValue(f"until={until!r} must be None, 'first' or 'all'")
-        self._arguments = {"sources": dict(sources), "schedule": schedule, "until": until}
+        self._arguments: dict[str, Any] = {"sources": dict(sources), "schedule": schedule, "until": until}
         first = next(iter(self.streams.values()))
         counts = tuple(stream.plan.order.count for stream in self.streams.values())
         order: Mixture | Concatenated
@@ -78,18 +77,16 @@ class Mix(BatchStream):
         else:
             phases = self._phases({name: weight for name, (_, weight) in sources.items()}, schedule or {})
             order = Mixture(counts, phases, until)
-        plan = first.plan
-        self.plan = replace(plan, order=order)
+        self.plan = replace(first.plan, order=order)
         masks = max(stream.options.masks for stream in self.streams.values())
         self.options, self.decoder = replace(first.options, masks=masks), first.decoder
         self.damage_log = first.damage_log
         if damage_log is not None:
-            self.damage_log = DamageLog(Path(path("damage_log", damage_log)), plan.rank, start=None)
+            self.damage_log = DamageLog(Path(path("damage_log", damage_log)), self.plan.rank, start=None)
         self.stats = PipelineStats(cache=first.stats.cache)
         self.iterations = Iterations()
 
     def _phases(self, weights: Weights, schedule: Mapping[Any, Weights]) -> tuple[Phase, ...]:
-        """The weights from position 0 on, and those of the schedule."""
         if not isinstance(schedule, Mapping):
             raise BadValue(
                 f"schedule={schedule!r} must be a mapping of positions to weights: "
@@ -107,8 +104,9 @@ class Mix(BatchStream):
                 phases.append(Phase(start, later))
         return tuple(phases)
 
-    def __reduce__(self) -> tuple[Callable[..., "Mix"], tuple[Any, ...]]:
-        return _reopen, (self._arguments, self.iterations, self.damage_log)
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"iterations": self.iterations, "damage_log": self.damage_log}
+        return partial(Mix, **self._arguments), (), state
 
     def __repr__(self) -> str:
         order = self.plan.order
@@ -122,11 +120,8 @@ class Mix(BatchStream):
         """The weights at a position of the mixture, as whole numbers without a common divisor."""
         order = self.plan.order
         assert isinstance(order, Mixture)
-        phase = max(
-            (candidate for candidate in order.phases if candidate.start <= position),
-            key=lambda candidate: candidate.start,
-        )
-        return dict(zip(self.streams, phase.weights, strict=True))
+        weights = [phase.weights for phase in order.phases if phase.start <= position]
+        return dict(zip(self.streams, weights[-1], strict=True))
 
     def seen(self, position: int) -> dict[str, int]:
         """Samples of each source before a position of the mixture. Divided by the samples of the source,
@@ -151,10 +146,10 @@ class Mix(BatchStream):
         ]
 
     def state_at(self, position: int) -> dict[str, Any]:
-        order, sources = self.plan.order, {}
-        for name, stream in self.streams.items():
-            sources[name] = {key: value for key, value in stream.state_at(0).items() if key != "position"}
-        phases = order.phases if isinstance(order, Mixture) else ()
+        sources = {name: stream.state_at(0) for name, stream in self.streams.items()}
+        for state in sources.values():
+            del state["position"]
+        phases = self.plan.order.phases if isinstance(self.plan.order, Mixture) else ()
         return {
             "position": position,
             "phases": [[phase.start, dict(zip(sources, phase.weights, strict=True))] for phase in phases],
@@ -217,11 +212,11 @@ def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Str
         streams[name] = pair[0]
     (first_name, first), *others = streams.items()
     for name, stream in others:
-        if stream is first or any(stream is other for key, other in streams.items() if key != name):
+        if sum(stream is other for other in streams.values()) > 1:
             raise BadValue(f"sources[{name!r}]: is the stream of another source; make one for each source")
-        for argument in (*_SAME, *_OPTIONS, "order"):
-            value, first_value = _value(stream, argument), _value(first, argument)
-            if value != first_value:
+        shared = _shared_arguments(stream)
+        for argument, first_value in _shared_arguments(first).items():
+            if (value := shared[argument]) != first_value:
                 raise BadValue(
                     f"{argument}: the sources {first_name} and {name} have {first_value!r} and {value!r}; "
                     "pass the same to all streams of a mixture"
@@ -232,11 +227,9 @@ def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Str
 
 def _check_columns(streams: Mapping[str, Stream]) -> None:
     """ValueError if joined columns or texts of different sources cannot be in one batch."""
-    kinds: dict[str, tuple[str, tuple[Any, ...]]] = {}  # column, or "text" -> source and kind
+    kinds: dict[str, tuple[str, Any]] = {}  # column, or "text" -> source and kind
     for source, stream in streams.items():
-        columns: dict[str, tuple[Any, ...]] = {
-            f"join[{name!r}]": (column.key,) for name, column in stream.columns.items()
-        }
+        columns: dict[str, Any] = {f"join[{name!r}]": (it.key,) for name, it in stream.columns.items()}
         if (text := stream.text) is not None:
             tokenizer = None if text.tokenizer is None else text.tokenizer.name
             columns["text"] = (text.column.key, text.width, tokenizer)
@@ -249,19 +242,14 @@ def _check_columns(streams: Mapping[str, Stream]) -> None:
                 )
 
 
-def _value(stream: Stream, argument: str) -> Any:
-    """The value of an argument that all streams of a mixture share."""
-    if argument == "order":
-        return "sequential" if isinstance(stream.plan.order, Sequential) else "shuffle"
-    return getattr(stream.options if argument in _OPTIONS else stream.plan, argument)
+def _shared_arguments(stream: Stream) -> dict[str, Any]:
+    """The arguments that are the same for all streams of a mixture."""
+    of_plan = ("global_batch", "micro_batch", "rank", "world_size")
+    shared = {name: getattr(stream.plan, name) for name in of_plan}
+    shared |= {name: getattr(stream.options, name) for name in ("image_size", "decoder")}
+    return shared | {"order": "sequential" if isinstance(stream.plan.order, Sequential) else "shuffle"}
 
 
 def _text(phases: Sequence[tuple[int, Mapping[str, int]]]) -> str:
     parts = [f"{':'.join(map(str, weights.values()))} from position {start}" for start, weights in phases]
     return f"the weights {', '.join(parts)}"
-
-
-def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: Any) -> Mix:
-    mix = Mix(**arguments)
-    mix.iterations, mix.damage_log = iterations, damage_log
-    return mix

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd, isfinite, lcm
+from math import gcd, lcm
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -92,14 +92,12 @@ class Mixture:
         """Samples of each source before a position."""
         number = sum(phase.start <= position for phase in self.phases) - 1
         phase = self.phases[number]
-        return tuple(
-            (np.array(self.before[number]) + _prefix(phase.weights, position - phase.start)).tolist()
-        )
+        here = _prefix(phase.weights, position - phase.start)
+        return tuple((np.array(self.before[number]) + here).tolist())
 
     def position_of(self, source: int, index: int) -> int | None:
         """The position of a sample of a source, counted over its epochs; None if it is never used."""
-        ends = [*self.before[1:], None]
-        for phase, before, after in zip(self.phases, self.before, ends, strict=True):
+        for phase, before, after in zip(self.phases, self.before, (*self.before[1:], None), strict=True):
             weight = phase.weights[source]
             if weight and (after is None or index < after[source]):
                 turn, rank = divmod(index - before[source], weight)
@@ -109,8 +107,7 @@ class Mixture:
 
     def check_step(self, position: int) -> None:
         """ValueError if a step may not begin at this position: it is negative."""
-        if position < 0:
-            raise BadValue(f"position={position} must not be negative")
+        checked_positions(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +138,10 @@ def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
     """
     weights = [fraction_of(value) for value in values]
     scale = lcm(*(weight.denominator for weight in weights))
-    whole = [int(weight * scale) for weight in weights]
-    divisor = gcd(*whole)
+    divisor = gcd(*(int(weight * scale) for weight in weights))
     if not divisor:
         raise BadValue("weights: all are 0; at least one source must have a positive weight")
-    whole = [weight // divisor for weight in whole]
+    whole = [int(weight * scale) // divisor for weight in weights]
     if sum(whole) > MAX_PERIOD:
         raise BadValue(
             f"weights={', '.join(map(str, values))}: repeat after {sum(whole):,} positions, and the limit is "
@@ -157,7 +153,7 @@ def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
 def fraction_of(value: object) -> Fraction:
     """The weight of a source. ValueError: it is negative or no number."""
     valid = isinstance(value, int | float | str | Fraction | np.integer | np.floating)
-    if valid and not isinstance(value, bool) and not (isinstance(value, float) and not isfinite(value)):
+    if valid and not isinstance(value, bool):
         try:
             if (weight := Fraction(str(value))) >= 0:
                 return weight
@@ -167,7 +163,6 @@ def fraction_of(value: object) -> Fraction:
 
 
 def _prefix(weights: tuple[int, ...], positions: int) -> Int64:
-    """Samples of each source in the first `positions` positions of a phase."""
     sources, _ = _period(weights)
     turn, rest = divmod(positions, len(sources))
     return turn * np.array(weights, np.int64) + np.bincount(sources[:rest], minlength=len(weights))
@@ -180,6 +175,4 @@ def _period(weights: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], Int64]:
     ranks = np.arange(len(sources))
     if len(weights) > 1:
         order_kernels.fill_period(np.array(weights, np.int64), sources, ranks)
-    sources.setflags(write=False)
-    ranks.setflags(write=False)
     return sources, ranks

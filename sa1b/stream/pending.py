@@ -1,12 +1,14 @@
-"""A micro-batch on its way from storage to the device, and where its samples come from.
+"""A micro-batch on its way from storage to tensors, and where its samples come from.
 
 pending = submit(sources, order, piece)     the reads of all samples are in flight
-pending.pick(i)                             waits for the bytes of sample i and chooses its masks
-pending.decode(start, stop)                 decodes samples, or substitutes of damaged ones, into `images`
+pending.pick(start, stop)                   waits for the bytes of samples and chooses their masks
+pending.decode(start, stop)                 decodes them, or substitutes of damaged ones, into `images`
 pending.collate()                           the batch
+
+Threads may each call `pick` and `decode` for a share of the samples.
 """
 
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,20 +20,18 @@ import torch
 from torch import Tensor
 
 from sa1b.errors import BadSample, ShardError
-from sa1b.limit import Outcome
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.columns import Column
-from sa1b.stream.damage_log import DamageLog
+from sa1b.stream.damage_log import Damage, DamageLog
 from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
-from sa1b.stream.ragged import PinnedBuffer
 from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
-from sa1b.stream.stats import PipelineStats
+from sa1b.stream.stats import Busy, PipelineStats
 from sa1b.stream.text import TextColumn, Texts, merged
 from sa1b.stream.transform import Frame
 from sa1b.stream.worker_memory import image_memory
@@ -39,7 +39,7 @@ from sa1b.views.predicate import ORIGIN_FIELDS
 from sa1b.views.view import View
 
 MAX_SUBSTITUTES = 100
-_NAMED = 3  # samples that the error of a batched decoder names
+READ, DECODED = 1, 2  # the progress of a sample; 0 before
 _REPLACED = "the source may have been replaced or dropped since the dataset was opened; open it again"
 
 
@@ -55,7 +55,7 @@ class SampleSource:
     decoder: Decoder
     columns: dict[str, Column]
     text: TextColumn | None
-    damage_log: DamageLog
+    damage_log: DamageLog | Damage
     stats: PipelineStats
     name: str | None = None  # in a mixture
 
@@ -125,22 +125,15 @@ class PendingBatch:
     rows: list[int]  # of the sample table; of a damaged sample, that of its substitute
     valid: list[bool]  # False for padding and, once decoded, for a damaged sample of a sequential stream
     reads: list[PendingRead]
-    number: int = 0  # counted from the first batch of an iteration
     # uint8 [B, S, S, 3], on the decoder's device; whoever decodes allocates it
     images: Tensor = field(default_factory=lambda: torch.empty(0))
-    pinned: PinnedBuffer | None = None  # memory for the copy to a GPU; None on a CPU
     picked: list[PickedSample | None] = field(init=False)  # results of pick, None if not done
     samples: list[SampleMasks | None] = field(init=False)  # results of decode
-    left: int = field(init=False)  # unfinished jobs of the current stage, if the next needs all
-    # index of a sample -> error. The batch fails with the error of the lowest index
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    # the complete batch, and the CUDA event after which it is on its GPU
-    outcome: Outcome[tuple[Batch, Any]] = field(default_factory=Outcome)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    progress: npt.NDArray[np.uint8] = field(init=False)  # [B], READ or DECODED; other processes may see it
 
     def __post_init__(self) -> None:
         self.picked, self.samples = [None] * len(self), [None] * len(self)
-        self.left = len(self)
+        self.progress = np.zeros(len(self), np.uint8)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -158,90 +151,79 @@ class PendingBatch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
         size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
         self.images = image_memory((count, size, size, 3), decoder.device)
-        # All picks first: between two decodings, their code and data would leave the processor's caches.
-        for i in range(count):
-            self.pick(i)
-        together = count if decoder.batched else 1
-        for start in range(0, count, together or 1):
-            self.decode(start, start + together)
-        with self.named():
-            return self.collate()
+        # All choices first: between two decodings, their code and data would leave the processor's caches.
+        busy = self.pick(0, count)
+        busy.merge(self.decode(0, count))
+        began = time.perf_counter()
+        batch = self.collate()
+        busy.add("collate", 0, time.perf_counter() - began)
+        self.source.stats.count(busy)
+        return batch
 
-    def pick(self, i: int) -> None:
-        """Wait for sample i and choose its masks. Threads may call it concurrently, once for each sample.
-        Raises DamageLimitError, or a StorageError if the storage is not available.
+    def pick(self, start: int, stop: int) -> Busy:
+        """Wait for the bytes of samples and choose their masks. Raises DamageLimitError, or a StorageError if
+        the storage is not available.
         """
-        self.picked[i] = self._pick(i, 0, self.rows[i], self.reads[i])
+        busy = Busy()
+        for i in range(start, stop):
+            self.picked[i] = self._pick(i, 0, self.rows[i], self.reads[i], busy)
+            self.progress[i] = READ
+        return busy
 
-    def decode(self, start: int, stop: int) -> None:
-        """Decode the images of picked samples or of their substitutes: one sample, or all if the decoder
-        takes a micro-batch at a time. Raises the errors of `pick`.
-        """
-        samples, out = (
-            [sample for sample in self.picked[start:stop] if sample is not None],
-            self.images[start:stop],
-        )
+    def decode(self, start: int, stop: int) -> Busy:
+        """Decode the images of picked samples or of their substitutes. Raises the errors of `pick`."""
+        busy = Busy()
+        samples = [sample for sample in self.picked[start:stop] if sample is not None]
         self.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
+        out = self.images[start:stop]
         if all(sample.image is not None for sample in samples):
-            errors = self._decode(samples, out)
+            errors = self._decode(samples, out, busy)
         else:
-            errors = [self._decode([sample], out[n, None])[0] for n, sample in enumerate(samples)]
+            errors = [self._decode([sample], out[n, None], busy)[0] for n, sample in enumerate(samples)]
         for n in range(len(samples)):
             while (error := errors[n]) is not None:
-                samples[n] = self._substitute(samples[n].index, samples[n].attempt, samples[n].row, error)
-                (errors[n],) = self._decode([samples[n]], out[n, None])
+                samples[n] = self._substitute(
+                    samples[n].index, samples[n].attempt, samples[n].row, error, busy
+                )
+                (errors[n],) = self._decode([samples[n]], out[n, None], busy)
         self.samples[start:stop] = [sample.masks for sample in samples]
+        self.progress[start:stop] = DECODED
+        return busy
 
-    def _decode(self, samples: list[PickedSample], out: torch.Tensor) -> list[BadSample | None]:
+    def _decode(self, samples: list[PickedSample], out: torch.Tensor, busy: Busy) -> list[BadSample | None]:
         images = [sample.image for sample in samples if sample.image is not None]
         if not images:
             out.zero_()
             return [None] * len(samples)
-        source = self.source
-        try:
-            with source.stats.busy("decode", sum(len(image.jpeg) for image in images), items=len(images)):
-                return source.decoder.decode(images, out)
-        except Exception as error:
-            together = len(samples) > 1
-            failing = [
-                sample
-                for n, sample in enumerate(samples)
-                if not together or self._fails(sample, out[n, None])
-            ]
-            for sample in failing[:_NAMED]:
-                self.note(error, sample.index)
-            if not failing:
-                error.add_note(f"in {self._span()}, decoded together")
-            raise
+        began = time.perf_counter()
+        with self._named():
+            errors = self.source.decoder.decode(images, out)
+        size = sum(len(image.jpeg) for image in images)
+        busy.add("decode", size, time.perf_counter() - began, items=len(images))
+        return errors
 
-    def _fails(self, sample: PickedSample, out: torch.Tensor) -> bool:
-        """Whether the decoder raises an error for this sample alone."""
-        try:
-            assert sample.image is not None
-            self.source.decoder.decode([sample.image], out)
-        except Exception:
-            return True
-        return False
-
-    def _pick(self, i: int, attempt: int, row: int, read: PendingRead) -> PickedSample:
-        source = self.of(i)
+    def _pick(self, i: int, attempt: int, row: int, read: PendingRead, busy: Busy) -> PickedSample:
+        source, began = self.of(i), time.perf_counter()
         options, seed, epoch = source.options, source.seed, self.local[i] // source.plan.order.count
         try:
-            with source.stats.busy("read", int(source.dataset.table.jpg_bytes[row])):
-                jpeg, annotations = read.result()
-            with source.stats.busy("pick"):
-                condition = source.view.masks_where
-                usable = None if condition is None else condition.masks(annotations)
-                masks = pick_masks(annotations, options, seed, epoch, usable=usable)
+            jpeg, annotations = read.result()
+            there = time.perf_counter()
+            busy.add("read", int(source.dataset.table.jpg_bytes[row]), there - began)
+            condition = source.view.masks_where
+            usable = None if condition is None else condition.masks(annotations)
+            masks = pick_masks(annotations, options, seed, epoch, usable=usable)
+            busy.add("pick", 0, time.perf_counter() - there)
             return PickedSample(i, attempt, row, EncodedImage(jpeg, masks.frame), masks)
         except ShardError as error:
             damage = error
         except Exception as error:
             self.note(error, i)
             raise
-        return self._substitute(i, attempt, row, damage)
+        return self._substitute(i, attempt, row, damage, busy)
 
-    def _substitute(self, i: int, attempt: int, row: int, damage: ShardError | BadSample) -> PickedSample:
+    def _substitute(
+        self, i: int, attempt: int, row: int, damage: ShardError | BadSample, busy: Busy
+    ) -> PickedSample:
         """Log a damaged sample and pick its replacement."""
         source, position = self.of(i), self.piece.start + i
         order = source.plan.order
@@ -257,7 +239,7 @@ class PendingBatch:
         index = order.substitute(self.local[i], attempt)
         self.rows[i] = row = int(source.view.table_rows(np.array([index]))[0])
         (read,) = source.read([row])
-        return self._pick(i, attempt + 1, row, read)
+        return self._pick(i, attempt + 1, row, read, busy)
 
     def note(self, error: Exception, i: int) -> None:
         """Add position, image and shard of sample i to an error."""
@@ -266,19 +248,17 @@ class PendingBatch:
             error.add_note(_REPLACED)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Add the samples of the batch to errors that concern all of them."""
+    def _named(self) -> Iterator[None]:
+        """Add the samples of the batch to errors that may concern all of them."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"in {self._span()}")
+            span = "in an empty batch"
+            if self.rows:
+                positions = f"{self.piece.start} to {self.piece.stop - 1}"
+                span = f"in the batch of positions {positions}: {self.where(0)}, to {self.where(-1)}"
+            error.add_note(span)
             raise
-
-    def _span(self) -> str:
-        if not self.rows:
-            return "an empty batch"
-        first, last = self.where(0), self.where(-1)
-        return f"the batch of positions {self.piece.start} to {self.piece.stop - 1}: {first}, to {last}"
 
     def where(self, i: int) -> str:
         """Image, shard and offset of sample i, for messages."""
@@ -286,6 +266,10 @@ class PendingBatch:
 
     def collate(self) -> Batch:
         """The batch of all samples, once they are decoded."""
+        with self._named():
+            return self._collate()
+
+    def _collate(self) -> Batch:
         piece = self.piece
         samples = [sample for sample in self.samples if sample is not None]
         batch = collate(self.images, samples, range(piece.start, piece.stop), self.valid, piece.position)
@@ -316,29 +300,6 @@ class PendingBatch:
             return replace(batch, extra=extra)
         count = len(ids) if texts[0][1].key == "image_id" else len(image)
         return replace(batch, extra=extra, texts=merged(texts, count))
-
-    def is_last(self) -> bool:
-        """Count a finished job; return True for the last one."""
-        with self._lock:
-            self.left -= 1
-            return self.left == 0
-
-    def unfinished(self) -> list[int]:
-        """The samples that are not decoded, those that are not read first."""
-        left = [i for i, sample in enumerate(self.samples) if sample is None]
-        return sorted(left, key=lambda i: self.picked[i] is not None)
-
-    def fail(self, error: BaseException | None = None) -> None:
-        """End the batch with `error`; by default with the first error of a sample, when all samples before it
-        are done.
-        """
-        with self._lock:
-            for i, sample in enumerate(self.samples):
-                error = error or self.errors.get(i)
-                if error is not None or sample is None:
-                    break
-            if error is not None and not self.outcome.done:
-                self.outcome.set(error=error)
 
     def cancel(self) -> None:
         """Cancel all pending reads."""
@@ -372,7 +333,6 @@ def submit(
 def _put(
     extra: dict[str, list[Any]], name: str, values: list[Any], rows: npt.NDArray[np.int64], count: int
 ) -> None:
-    """Put the values of a joined column at these rows of `count`; the others are None."""
     column = extra.setdefault(name, [None] * count)
     for row, value in zip(rows.tolist(), values, strict=True):
         column[row] = value

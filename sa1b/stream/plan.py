@@ -53,8 +53,8 @@ class Plan:
         """Micro-batches in an epoch, the same number on every rank; TypeError if the order is endless."""
         if self.endless:
             raise BadType("len(stream): an endless stream (epochs=None) has no length; use steps_per_epoch")
-        before = (self.steps_per_epoch - 1) * self.global_batch
-        return (self.steps_per_epoch - 1) * self.count + self._count(self._step_size(before))
+        full = self.steps_per_epoch - 1
+        return full * self.count + self._count(self._step_size(full * self.global_batch))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -76,9 +76,8 @@ class Plan:
         end = self.epoch_end(position)
         while self.endless or position < end:
             size = self._step_size(position)
-            start, stop = self._slice(position, size)
             count = self.count if size == self.global_batch else self._count(size)
-            pieces = micro_batches(start, stop, self.micro_batch, count)
+            pieces = micro_batches(*self._slice(position, size), self.micro_batch, count)
             after = position + size if self.endless else min(position + size, end)
             for i, (first, last) in enumerate(pieces):
                 yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
@@ -100,11 +99,9 @@ class Plan:
         return min(self.global_batch, self.epoch_end(position) - position)
 
     def _count(self, samples: int) -> int:
-        """Number of micro-batches of a step with this number of samples."""
         return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
 
     def _slice(self, position: int, samples: int) -> tuple[int, int]:
-        """This rank's positions in a step."""
         return rank_slice(position, samples, self.rank, self.world_size, block_size=self.block_size)
 
 
@@ -142,9 +139,6 @@ class ResumeError(Sa1bError):
     def __init__(self, message: str, argument: str | None = None) -> None:
         super().__init__(message)
         self.argument = argument
-
-    def __reduce__(self) -> tuple[type["ResumeError"], tuple[str, str | None]]:
-        return ResumeError, (str(self), self.argument)
 
 
 _PASS = "pass what state_dict() returned"
@@ -202,12 +196,10 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
 
 
 def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *, grown: bool) -> ResumeError:
-    argument = "view" if name in ("ids_sha256", "masks_where") else name
+    argument, remedy = "view", "pass the view that the state was saved with"
     if name == "ids_sha256":
         differs = f"other images ({_short(saved)}) than {view} ({_short(current)})"
-        remedy = (
-            f"pass the view that the state was saved with; `{command('view')}` prints the digests of views"
-        )
+        remedy += f"; `{command('view')}` prints the digests of views"
         if grown:
             remedy = (
                 f"if sources were added to {root} since, make a view of the images that it was trained on "
@@ -215,11 +207,11 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
                 "images and its sequence when a directory grows"
             )
     elif name == "masks_where":
-        differs = f"condition on masks {_condition(saved)}, {view} {_condition(current)}"
-        remedy = "pass the view that the state was saved with, as view"
+        before, now = ("none" if text is None else repr(text) for text in (saved, current))
+        differs, remedy = f"condition on masks {before}, {view} {now}", f"{remedy}, as view"
     else:
         differs = f"{name} {saved}, this stream {current}"
-        remedy = f"pass {name}={saved!r}"
+        argument, remedy = name, f"pass {name}={saved!r}"
     return ResumeError(
         f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "
         f"{remedy}",
@@ -228,15 +220,10 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
 
 
 def _layers(layers: Any) -> str:
-    """Names and digests of layers. A saved state may have any value here."""
-    try:
+    try:  # a saved state may have any value here
         return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
     except (TypeError, ValueError):
         return f"layers {reprlib.repr(layers)}"
-
-
-def _condition(text: Any) -> str:
-    return "none" if text is None else repr(text)
 
 
 def _short(digest: Any) -> str:

@@ -1,8 +1,7 @@
-"""Pipeline statistics: items, bytes, busy seconds and queue depth of each stage, and the limiting stage."""
+"""Pipeline statistics: items, bytes, busy seconds and waiting work of each stage, and the limiting stage."""
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +18,22 @@ class Stage:
     items: int = 0  # samples for read, pick and decode; batches for collate and device
     bytes: int = 0  # of files for read and decode, of images for device
     seconds: float = 0.0  # busy time
-    # jobs that waited for a thread, mean over requests; read counts those of pick: one job does both
-    depth: float = 0.0
+    depth: float = 0.0  # samples, for device batches, that wait for the stage at a request for a batch, mean
+
+
+class Busy(dict[str, Stage]):
+    """Counters of the stages of some work, by name. One thread writes into it."""
+
+    def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
+        """Count `items` items with `size` bytes in total."""
+        stage = self.setdefault(name, Stage())
+        stage.items += items
+        stage.bytes += size
+        stage.seconds += seconds
+
+    def merge(self, other: "Busy") -> None:
+        for name, stage in other.items():
+            self.add(name, stage.bytes, stage.seconds, items=stage.items)
 
 
 class Snapshot(dict[str, Any]):
@@ -49,40 +62,35 @@ class Snapshot(dict[str, Any]):
 class PipelineStats:
     """All stages of one stream or loader; safe to share between threads."""
 
-    stages: dict[str, Stage] = field(default_factory=lambda: {name: Stage() for name in STAGES})
+    stages: Busy = field(default_factory=lambda: Busy({name: Stage() for name in STAGES}))
     waited_seconds: float = 0.0  # that the caller waited for batches
     ready: float = 0.0  # complete batches at a request for a batch, mean
-    looks: int = 0  # requests for a batch
+    requests: int = 0  # for a batch
     cache: RangeCache | None = None  # the local cache of the dataset directory, which counts its reads
+    elsewhere: Counter[str] = field(default_factory=Counter)  # its counts in processes of a loader
     _lock: ForkLock = field(default_factory=ForkLock)
 
-    @contextmanager
-    def busy(self, name: str, size: int = 0, *, items: int = 1) -> Iterator[None]:
-        """Count `items` items with `size` bytes in total, and the time of the block."""
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
+    def count(self, busy: Busy) -> None:
         with self._lock:
-            stage = self.stages[name]
-            stage.items += items
-            stage.bytes += size
-            stage.seconds += seconds
+            self.stages.merge(busy)
 
-    def look(self, depths: Mapping[str, int], ready: int) -> None:
-        """Record the current number of waiting jobs before each stage and of complete batches."""
+    def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
         with self._lock:
-            self.looks += 1
-            self.ready += (ready - self.ready) / self.looks
+            self.stages.add(name, size, seconds, items=items)
+
+    def requested(self, depths: Mapping[str, int], ready: int) -> None:
+        """Record, at a request for a batch, what waits for each stage and how many batches are complete."""
+        with self._lock:
+            self.requests += 1
+            self.ready += (ready - self.ready) / self.requests
             for name, stage in self.stages.items():
-                stage.depth += (depths.get(name, 0) - stage.depth) / self.looks
+                stage.depth += (depths.get(name, 0) - stage.depth) / self.requests
 
     def waited(self, seconds: float) -> None:
-        """Add seconds that the caller waited for a batch."""
         with self._lock:
             self.waited_seconds += seconds
 
     def busy_seconds(self) -> dict[str, float]:
-        """Busy seconds of each stage so far."""
         with self._lock:
             return {name: stage.seconds for name, stage in self.stages.items()}
 
@@ -95,19 +103,22 @@ class PipelineStats:
     def snapshot(self) -> Snapshot:
         """The statistics of all stages, and the limiting stage.
 
-        `stages`: name -> items, bytes, busy seconds, queue depth. `limiting`: the stage with the most busy
+        Of each stage: items, bytes, busy seconds, waiting work. `limiting`: the stage with the most busy
         seconds. `limiting_share`: its share of all busy seconds, from 0 to 1; the other stages would take
         1 - share of the time. `waited_seconds`: seconds that the caller of a Loader waited, about 0 if the
-        caller is the bottleneck. `ready_batches`: complete batches at a request for a batch, mean; about
-        `prefetch` if the caller is the bottleneck. `cache`: reads of this process from the local cache
-        (`hits`), from the store (`misses`), and from the store of shards that the limit of the cache leaves
-        out (`outside`); None without a cache.
+        caller is the bottleneck. `ready_batches`: complete batches at a request for a batch, mean. `cache`:
+        reads of this process, and of the processes of its Loader, from the local cache (`hits`), from the
+        store (`misses`), and from the store of shards that the limit of the cache leaves out (`outside`);
+        None without a cache.
         """
         with self._lock:
             snapshot = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
             seconds = {name: stage.seconds for name, stage in self.stages.items()}
             snapshot["waited_seconds"], snapshot["ready_batches"] = self.waited_seconds, self.ready
-        snapshot["cache"] = None if self.cache is None else asdict(self.cache.counts())
+        snapshot["cache"] = None
+        if self.cache is not None:
+            own = asdict(self.cache.counts())
+            snapshot["cache"] = {name: count + self.elsewhere[name] for name, count in own.items()}
         snapshot["limiting"], shares = limiting(seconds)
         snapshot["limiting_share"] = max(shares.values())
         return snapshot

@@ -135,25 +135,26 @@ class TextColumn:
 
         from sa1b.shards.image_ids import is_text
 
-        kind, is_list = self.column.kind, _is_list
-        several = is_list(kind) and (is_list(kind.value_type) or is_text(kind.value_type))
-        value_kind = kind.value_type if several else kind
-        if not is_text(value_kind) and not (
-            is_list(value_kind) and pa.types.is_floating(value_kind.value_type)
-        ):
+        kind, source, name = self.column.kind, self.column.source, self.column.name
+        innermost, lists = kind, 0
+        while hasattr(innermost, "value_type"):
+            innermost, lists = innermost.value_type, lists + 1
+        embeds = pa.types.is_floating(innermost)
+        several = lists - embeds == 1  # an embedding is a list itself
+        if not (embeds or is_text(innermost)) or lists - embeds not in (0, 1):
             raise ColumnError(
-                f"{self.column.source}: column {self.column.name!r} is {kind}; texts are strings or lists of "
-                "strings, embeddings are lists of float or lists of these"
+                f"{source}: column {name!r} is {kind}; texts are strings or lists of strings, embeddings "
+                "lists of float or lists of these"
             )
-        if not self.column.has_values():
-            raise ColumnError(
-                f"{self.column.source}: column {self.column.name!r} has no value in any of its "
-                f"{len(self.column):,} rows; pass a table with texts"
-            )
-        embeds = is_list(value_kind)
+        texts = self.column.values.flatten() if several else self.column.values
+        row = texts.is_valid().index(True).as_py()
+        first = [] if row < 0 else texts[row].as_py()
+        if first == []:
+            where = f"column {name!r} has no value in any of its {len(self.column):,} rows"
+            raise ColumnError(f"{source}: {where}; pass a table with texts")
         object.__setattr__(self, "several", several)
         object.__setattr__(self, "tokenizer", None if embeds else open_tokenizer(self.options.tokenizer))
-        object.__setattr__(self, "width", self.column.innermost_length() if embeds else 0)
+        object.__setattr__(self, "width", len(first) if embeds else 0)
 
     def __reduce__(self) -> tuple[type["TextColumn"], tuple[Text, Column]]:
         return TextColumn, (self.options, self.column)
@@ -185,11 +186,8 @@ class TextColumn:
             chosen = below(words, np.maximum(counts, 1)).tolist()
             values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
         if self.tokenizer is None:
-            texts = self._of_vectors(values, ids)
-        else:
-            key = _key_of(self.column)
-            texts = texts_of(values, self.tokenizer, self.options.length, key)
-        return texts, values
+            return self._of_vectors(values, ids), values
+        return texts_of(values, self.tokenizer, self.options.length, self.column.key), values
 
     def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
         vectors = np.zeros((len(values), self.width), np.float32)
@@ -197,25 +195,19 @@ class TextColumn:
         for row, value in enumerate(values):
             if value is None:
                 continue
-            if len(value) != self.width or None in value:
-                raise ColumnError(
-                    f"{self.column.source}: {self.column.key} {ids[row]} has an embedding of {len(value)} "
-                    f"numbers, others have {self.width}; all must have the same length and no null"
-                )
-            vectors[row] = value
-            keys[row] = _key(vectors[row].tobytes())
-        strange = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(strange):
-            raise ColumnError(
-                f"{self.column.source}: {self.column.key} {ids[strange[0]]} has an embedding with NaN or an "
-                "infinite number; remove its row"
-            )
+            vector = np.array(value, np.float32)  # a null becomes NaN
+            if len(value) != self.width or not np.isfinite(vector).all():
+                lengths = f"of {len(value)} numbers, others have {self.width}"
+                fault = lengths if len(value) != self.width else "with NaN or an infinite number"
+                which = f"{self.column.key} {ids[row]} has an embedding {fault}"
+                raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
+            vectors[row], keys[row] = vector, _key(vector.tobytes())
         return Texts(
             tokens=torch.zeros(0, dtype=torch.int32),
             offsets=torch.zeros(len(values) + 1, dtype=torch.int64),
             vectors=torch.from_numpy(vectors),
             keys=torch.tensor(keys, dtype=torch.int64),
-            key=_key_of(self.column),
+            key=self.column.key,
             length=self.options.length,
         )
 
@@ -253,10 +245,6 @@ def merged(parts: Sequence[tuple[npt.NDArray[np.int64], Texts]], count: int) -> 
     return Texts(tokens=tokens, offsets=offsets, vectors=vectors, keys=keys, key=first.key, length=longest)
 
 
-def _key_of(column: Column) -> Key:
-    return "image_id" if column.key == "image_id" else "mask_id"
-
-
 def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> TextColumn | None:
     """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
 
@@ -266,55 +254,35 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
     if text is None or isinstance(text, TextColumn):
         return text
     options = text if isinstance(text, Text) else Text(text)
-    is_stored = options.source == TEXTS
-    name = TEXTS if is_stored else options.column
-    source = _own_texts(dataset) if is_stored else options.source
+    name, source = options.column, options.source
+    if source == TEXTS:
+        from sa1b.views.index_scan import stored_texts
+
+        name, source = TEXTS, stored_texts(dataset)
+        if source is None:
+            raise ColumnError(
+                f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
+                "of .txt and .json files beside the images and of columns of Parquet; or pass a table"
+            )
+    how: Any = {"key": options.key, "texts": True, "dataset": dataset, "argument": "text"}
     try:
-        opened = open_columns(
-            {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
-        )
+        opened = open_columns({name: source}, storage_options, **how)
     except MissingError as error:
         raise ColumnError(str(error)) from None
     return TextColumn(options, opened[name])
 
 
-def _own_texts(dataset: "Dataset") -> "pa.Table":
-    """The texts that stood beside the images of the dataset directory."""
-    from sa1b.views.index_scan import stored_texts
-
-    texts = stored_texts(dataset)
-    if texts is None:
-        raise ColumnError(
-            f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
-            "of .txt and .json files beside the images and of columns of Parquet; or pass a table of texts"
-        )
-    return texts
-
-
 def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    if tokenizer.name == BYTES:
-        return np.frombuffer(value.encode(), np.uint8).astype(np.int32)
+    name, end = tokenizer.name, (1 << 31 if tokenizer.vocabulary is None else tokenizer.vocabulary)
     try:
         tokens = np.array(tokenizer.encode(value), np.int64).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise ColumnError(
-            f"tokenizer {tokenizer.name!r}: must return a list of int, which it does not for {value!r} "
-            f"({error})"
-        ) from error
-    most = (1 << 31) if tokenizer.vocabulary is None else tokenizer.vocabulary
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < most:
-        raise ColumnError(
-            f"tokenizer {tokenizer.name!r}: returns {tokens.tolist()} for {value!r}; tokens must be from 0 "
-            f"to {most - 1}"
-        )
+        raise ColumnError(f"tokenizer {name!r}: must return a list of int for {value!r} ({error})") from error
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < end:
+        returned = f"returns {tokens.tolist()} for {value!r}"
+        raise ColumnError(f"tokenizer {name!r}: {returned}; tokens must be from 0 to {end - 1}")
     return tokens.astype(np.int32)
 
 
 def _key(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
-def _is_list(kind: "pa.DataType") -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

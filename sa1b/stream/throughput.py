@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -30,9 +30,9 @@ from sa1b.errors import UsageError
 from sa1b.report import bar
 from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
-from sa1b.stream.bottleneck import LoaderSettings, advice, limit_of
+from sa1b.stream.bottleneck import LoaderSettings, limit_of, remedy
 from sa1b.stream.dataset import Stream
-from sa1b.stream.decode import Decoder, EncodedImage
+from sa1b.stream.decode import EncodedImage
 from sa1b.stream.decoders import LANES, GpuDecoder
 from sa1b.stream.loader import Loader
 from sa1b.stream.stats import STAGES, limiting
@@ -53,7 +53,8 @@ class Throughput:
     """The measured throughput, and the settings of the loader."""
 
     root: str
-    threads: int
+    processes: int
+    threads: int  # of each process
     image_size: int
     masks: int
     dense: int | None
@@ -66,70 +67,54 @@ class Throughput:
     shares: dict[str, float]  # of the threads' busy time in each stage of the loader
     limit: str  # "storage", or the stage with the largest share of the busy time
     advice: str  # how to increase the throughput
-    # reads from the local cache (`hits`) and the store (`misses`, `outside`), see sa1b.storage.range_cache;
-    # None without a cache
-    cache: dict[str, int] | None
+    cache: dict[str, int] | None  # reads from the local cache and the store; None without a cache
 
     def document(self) -> dict[str, Any]:
-        """The measurement as JSON values."""
-        return asdict(self)
+        """The measurement as JSON values; `threads` are those of all processes."""
+        values = {**asdict(self), "threads": self.processes * self.threads}
+        del values["processes"]
+        return values
 
     def table(self) -> str:
         """The measurement as text."""
-        rates = self.images_per_second
         output = "runs" if self.dense is None else f"pixels at {self.dense} x {self.dense}"
-        shares = ", ".join(
-            f"{LABELS[name]} {share:.0%}" for name, share in self.shares.items() if share >= 0.01
-        )
-        cache = ""
-        if self.cache is not None:
-            cache = "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.\n".format(
-                **self.cache
-            )
+        processes = f"{self.processes} processes of " if self.processes > 1 else ""
         decoder = ""
         if self.on_cpu is not None:
             decoder = f", decoded there by {self.decoder} ({self.on_cpu:.1%} of the images on the CPU)"
-        return (
+        lines = [
             f"images of {self.image_size} pixels, up to {counted(self.masks, 'mask')} as {output}, "
-            f"{counted(self.threads, 'thread')}, {self.device}{decoder}\n\n"
-            f"  storage  {rates['storage']:10,.0f} images/s"
-            f"  {self.storage_bytes_per_second / 1e6:,.0f} MB/s\n"
-            f"  decode   {rates['decode']:10,.0f} images/s\n"
-            f"  loader   {rates['loader']:10,.0f} images/s\n\n"
-            f"Busy time of the loader: {shares}.\n"
-            f"{cache}"
-            f"Limit: {LABELS.get(self.limit, self.limit)}. {self.advice}"
-        )
+            f"{processes}{counted(self.threads, 'thread')}, {self.device}{decoder}\n"
+        ]
+        lines += [f"  {name:<7}  {rate:10,.0f} images/s" for name, rate in self.images_per_second.items()]
+        lines[1] += f"  {self.storage_bytes_per_second / 1e6:,.0f} MB/s"
+        shares = (f"{LABELS[name]} {share:.0%}" for name, share in self.shares.items() if share >= 0.01)
+        lines.append(f"\nBusy time of the loader: {', '.join(shares)}.")
+        if self.cache is not None:
+            lines.append(
+                "Cache: {hits:,} hits, {misses:,} misses, {outside:,} reads outside.".format(**self.cache)
+            )
+        return "\n".join([*lines, f"Limit: {LABELS.get(self.limit, self.limit)}. {self.advice}"])
 
 
-def measure(
-    stream: Stream,
-    *,
-    seconds: float = 15.0,
-    threads: int | None = None,
-    dense: int | None = None,
-    device: str = "cpu",
-    decode: Literal["auto", "cpu", "gpu"] = "auto",
-    quiet: bool = False,
-) -> Throughput:
+def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **options: Any) -> Throughput:
     """Measure storage, decoder and loader on the images of an endless stream, Stream(..., epochs=None).
 
     `seconds` is the time of all measurements together, without warm-up; the last batch may exceed it.
-    `threads`, `dense`, `device` and `decode` are arguments of `Loader`.
+    `options` are arguments of `Loader`.
     """
     if stream.epochs is not None:
         raise UsageError(
             f"Stream(epochs={stream.epochs}): the throughput of a stream that ends cannot be measured; "
             "pass epochs=None"
         )
-    loader = Loader(stream, threads=threads, dense=dense, device=device, decode=decode, quiet=True)
-    threads = loader.threads
-    ends = iter((33, 67, 100))  # percent, after each of three measurements
+    loader = Loader(stream, **options, quiet=True)
+    threads = loader.processes * loader.threads
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
 
-        def timed(steps: Iterator[int]) -> float:
-            """Rate of one measurement, units per second. It takes a third of `seconds`."""
-            began, units, start, end = time.perf_counter(), 0, shown.n, next(ends)
+        def timed(steps: Iterator[int], end: int) -> float:
+            """Units per second of one measurement, which takes a third of `seconds`, until `end` percent."""
+            began, units, start = time.perf_counter(), 0, shown.n
             for number in steps:
                 units += number
                 passed = min(1.0, 3 * (time.perf_counter() - began) / seconds)
@@ -140,40 +125,40 @@ def measure(
             return units / (time.perf_counter() - began)
 
         sizes: list[int] = []
-        storage = timed(storage_reads(stream, pool, threads, sizes))
+        storage = timed(storage_reads(stream, pool, threads, sizes), 33)
         images = _images(stream)
-        decoded = timed(_decodes(stream, images, pool, threads, loader.device))
+        decoded = timed(_decodes(stream, images, pool, threads, loader.device), 67)
         batches = iter(loader)
-        for _ in range(loader.prefetch + 2):  # after these batches all buffers are allocated
+        for _ in range(loader.prefetch + 2 * loader.processes):  # then all buffers are allocated
             next(batches)
         before = stream.stats.snapshot()
-        rate = timed(map(len, batches))
+        rate = timed(map(len, batches), 100)
         after = stream.stats.snapshot()
         batches.close()
     busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}
-    _, shares = limiting(busy)
     limit = limit_of(storage, rate, busy)
     stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
-    remedy = advice(limit, LoaderSettings.of(loader, stored=stored, trains=False))
+    text = remedy(limit, LoaderSettings.of(loader, stored=stored, trains=False))
     cache = None
     if after["cache"] is not None:
         cache = {name: count - before["cache"][name] for name, count in after["cache"].items()}
-    mean_bytes = sum(sizes) / max(len(sizes), 1)
+    on_gpu = stream.decoder.counts if isinstance(stream.decoder, GpuDecoder) else None
     return Throughput(
         root=str(stream.root),
-        threads=threads,
+        processes=loader.processes,
+        threads=loader.threads,
         image_size=stream.options.image_size,
         masks=stream.options.masks,
-        dense=dense,
+        dense=loader.dense,
         batch=stream.plan.micro_batch,
-        device=device,
+        device=str(loader.device),
         decoder=stream.options.decoder,
-        on_cpu=_left_to_the_cpu(stream.decoder),
+        on_cpu=None if on_gpu is None else 1 - on_gpu["gpu"] / max(on_gpu.total(), 1),
         images_per_second={"storage": storage, "decode": decoded, "loader": rate},
-        storage_bytes_per_second=storage * mean_bytes,
-        shares=shares,
+        storage_bytes_per_second=storage * sum(sizes) / max(len(sizes), 1),
+        shares=limiting(busy)[1],
         limit=limit,
-        advice=f"{remedy[0].upper()}{remedy[1:]}.",
+        advice=f"{text[0].upper()}{text[1:]}.",
         cache=cache,
     )
 
@@ -219,11 +204,8 @@ def _images(stream: Stream) -> list[EncodedImage]:
     images: list[EncodedImage] = []
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
-        for i in range(len(pending)):
-            pending.pick(i)
-        images += [
-            sample.image for sample in pending.picked if sample is not None and sample.image is not None
-        ]
+        pending.pick(0, len(pending))
+        images += [sample.image for sample in pending.picked if sample and sample.image]
         if len(images) >= _SAMPLES:
             break
     return images
@@ -247,10 +229,3 @@ def _decodes(
 
     for first in itertools.count(0, jobs * calls * together):
         yield sum(pool.map(work, itertools.count(first, calls * together), memory))
-
-
-def _left_to_the_cpu(decoder: Decoder) -> float | None:
-    """The share of images that a decoder of the GPU left to the CPU; None for another decoder."""
-    if not isinstance(decoder, GpuDecoder):
-        return None
-    return 1 - decoder.counts["gpu"] / max(decoder.counts.total(), 1)

@@ -33,7 +33,7 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     """A tokenizer by its name, see the module; UsageError if there is none, or no library tokenizers."""
     name = os.fspath(name)
     if name == BYTES:
-        return Tokenizer(name, lambda text: text.encode(), 256)
+        return Tokenizer(name, lambda text: bytearray(text.encode()), 256)
     if name.endswith(".json"):
         return _of_library(name)
     module, colon, function = name.partition(":")
@@ -44,16 +44,12 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         for part in function.split("."):
             called = getattr(called, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"tokenizer {name!r}: cannot be imported ({error}); set PYTHONPATH to the folder of the module, "
-            f"or pass {_FORMS}"
-        ) from error
+        way = f"set PYTHONPATH to the folder of the module, or pass {_FORMS}"
+        raise UsageError(f"tokenizer {name!r}: cannot be imported ({error}); {way}") from error
     vocabulary = getattr(called, "vocabulary", None)
     if not callable(called) or not (vocabulary is None or isinstance(vocabulary, int)):
-        raise UsageError(
-            f"tokenizer {name!r}: must be a function of a text that returns a list of int, and its attribute "
-            "`vocabulary`, if there is one, a whole number"
-        )
+        must = "must be a function that returns a list of int; its attribute `vocabulary`, if any, is an int"
+        raise UsageError(f"tokenizer {name!r}: {must}")
     return Tokenizer(name, called, vocabulary)
 
 
@@ -63,17 +59,13 @@ def _of_library(path: str) -> Tokenizer:
     try:
         library: Any = import_module("tokenizers")
     except ImportError:
-        raise UsageError(
-            f"tokenizer {path!r}: the package tokenizers is missing; install it with: pip install "
-            "'sa1b[text]'"
-        ) from None
+        way = "install it with: pip install 'sa1b[text]'"
+        raise UsageError(f"tokenizer {path!r}: the package tokenizers is missing; {way}") from None
     try:
         opened = library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises Exception itself
-        raise UsageError(
-            f"tokenizer {path!r}: is no file of the library tokenizers ({error}); write it with "
-            "Tokenizer.save"
-        ) from error
+        why = f"is no file of the library tokenizers ({error}); write it with Tokenizer.save"
+        raise UsageError(f"tokenizer {path!r}: {why}") from error
     opened.no_padding()
     opened.no_truncation()
     return Tokenizer(path, lambda text: opened.encode(text).ids, opened.get_vocab_size())

@@ -234,20 +234,16 @@ def apply(
     """Apply all transforms to a frame, one after the other. TransformError if a transform raised an error, or
     did not return a frame of this image.
     """
-    image_id = annotations.image_id
+    image_id, source = annotations.image_id, (frame.height, frame.width, frame.image_size)
     for number, transform in enumerate(transforms):
-        before = frame
         try:
             frame = transform(frame, Visit(image_id, epoch, seed, number, annotations))
         except Exception as error:
-            raise TransformError(_message(transform, image_id, f"{type(error).__name__}: {error}")) from error
+            raise _failed(transform, image_id, f"{type(error).__name__}: {error}") from error
         if not isinstance(frame, Frame):
-            raise TransformError(
-                _message(transform, image_id, f"it returned {type(frame).__name__}, no Frame")
-            )
-        source = (frame.height, frame.width, frame.image_size)
-        if source != (before.height, before.width, before.image_size):
-            raise TransformError(_message(transform, image_id, "it returned a frame of another image"))
+            raise _failed(transform, image_id, f"it returned {type(frame).__name__}, no Frame")
+        if (frame.height, frame.width, frame.image_size) != source:
+            raise _failed(transform, image_id, "it returned a frame of another image")
     return frame
 
 
@@ -256,14 +252,12 @@ def apply_pixels(function: Pixels, image_id: int, image: npt.NDArray[np.uint8]) 
     try:
         changed = function(image)
     except Exception as error:
-        raise TransformError(_message(function, image_id, f"{type(error).__name__}: {error}")) from error
-    if not isinstance(changed, np.ndarray) or changed.dtype != np.uint8 or changed.shape != image.shape:
-        returned = (
-            f"{changed.dtype} {list(changed.shape)}" if isinstance(changed, np.ndarray) else type(changed)
-        )
-        raise TransformError(
-            _message(function, image_id, f"it returned {returned} for an image uint8 {list(image.shape)}")
-        )
+        raise _failed(function, image_id, f"{type(error).__name__}: {error}") from error
+    is_array = isinstance(changed, np.ndarray)
+    if not is_array or changed.dtype != np.uint8 or changed.shape != image.shape:
+        returned = f"{changed.dtype} {list(changed.shape)}" if is_array else type(changed)
+        what = f"it returned {returned} for an image uint8 {list(image.shape)}"
+        raise _failed(function, image_id, what)
     return changed
 
 
@@ -288,8 +282,8 @@ def name_of(function: object) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _message(function: object, image_id: int, what: str) -> str:
-    return f"transform {name_of(function)} failed for image {image_id}: {what}"
+def _failed(function: object, image_id: int, what: str) -> TransformError:
+    return TransformError(f"transform {name_of(function)} failed for image {image_id}: {what}")
 
 
 def _check_range(name: str, value: object, most: float = inf) -> None:
@@ -310,8 +304,6 @@ def _between(low: float, high: float, part: float) -> float:
 def _cut(frame: Frame, width: float, height: float, right: float, down: float) -> Frame:
     """A window of about this size inside the frame's window; `right` and `down`: its place, from 0 to 1."""
     x, y, most_wide, most_high = frame.window
-    wide = min(most_wide, max(1, round(width)))
-    high = min(most_high, max(1, round(height)))
-    return frame.crop(
-        x + int(right * (most_wide - wide + 1)), y + int(down * (most_high - high + 1)), wide, high
-    )
+    wide, high = min(most_wide, max(1, round(width))), min(most_high, max(1, round(height)))
+    left, top = x + int(right * (most_wide - wide + 1)), y + int(down * (most_high - high + 1))
+    return frame.crop(left, top, wide, high)

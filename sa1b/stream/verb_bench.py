@@ -34,6 +34,7 @@ def main(
     batch: Annotated[int, Range(1)] = 8,
     view: Annotated[str | None, tyro.conf.arg(metavar="NAME|PATH")] = None,
     threads: Annotated[int | None, Range(1)] = None,
+    processes: Annotated[int | None, Range(1)] = None,
     device: str = "cpu",
     decode: Literal["auto", "cpu", "gpu"] = "auto",
     seconds: Annotated[float, Range(1, 3600)] = 15.0,
@@ -50,7 +51,10 @@ def main(
         dense: Also make dense masks with this side in pixels, for example 256. By default masks stay runs.
         batch: Images in a batch.
         view: Only images of this view: its name, digest or path.
-        threads: Threads of the loader; by default one for each CPU of this job, at most 8.
+        threads: Threads of each process of the loader; by default 2, and with one process one for each CPU of
+            this job, at most 8.
+        processes: Processes of the loader; by default 1 below 4 CPUs of this job, else as many as occupy
+            them with their threads.
         device: Device of the batches: cpu or cuda.
         decode: Where JPEG files are decoded: cpu, or gpu with --device cuda. auto: on the CPU.
         seconds: Duration of the three measurements together, 1 to 3600.
@@ -90,6 +94,7 @@ def main(
             stream,
             seconds=seconds,
             threads=threads,
+            processes=processes,
             dense=dense,
             device=device,
             decode=decode,

@@ -15,7 +15,6 @@ hold the end of its pipe too. A thread therefore waits for the end of the traini
 """
 
 import os
-import select
 import shutil
 import signal
 import tempfile
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from multiprocessing import current_process, parent_process
+from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ from sa1b.stream.ragged import fresh
 _SMALL = 4096  # bytes of a tensor that a worker process sends without shared memory
 _BUFFERS = 8  # of a worker; further batches have new memory
 _HEAD = 64  # bytes before the pixels: for each tensor that was sent from the buffer, 1 when it is released
-_workers: dict[int, "_WorkerMemory"] = {}  # by process id, because a fork inherits it
+_workers: dict[int, list["_Buffer"]] = {}  # by process id, because a fork inherits it
 
 
 class _Buffer:
@@ -65,54 +65,22 @@ class _Buffer:
         return torch.from_numpy(part)
 
 
-class _WorkerMemory:
-    """The buffers of this worker process."""
-
-    def __init__(self) -> None:
-        self._buffers: list[_Buffer] = []
-
-    def take(self, size: int) -> Tensor | None:
-        """Shared memory of `size` bytes; None: all buffers are in use, or there is no more shared memory."""
-        for buffer in self._buffers:
-            if len(buffer.array) == _HEAD + size and buffer.is_free():
-                return buffer.take()
-        self._buffers = [
-            buffer for buffer in self._buffers if len(buffer.array) == _HEAD + size or not buffer.is_free()
-        ]
-        if len(self._buffers) < _BUFFERS:
-            try:
-                self._buffers.append(_Buffer(size))
-            except (RuntimeError, OSError):  # sending the batch then says why
-                _remove_segments()
-            else:
-                return self._buffers[-1].take()
-        return None
-
-    def buffer_of(self, tensor: Tensor) -> _Buffer | None:
-        """The buffer in whose pixels a tensor begins."""
-        address = tensor.data_ptr()
-        for buffer in self._buffers:
-            if _HEAD <= address - buffer.memory.data_ptr() < len(buffer.array):
-                return buffer
-        return None
-
-
 def image_memory(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Memory for the pixels of a batch, uint8, not initialised; in a worker process shared if it can be."""
-    memory, size = _workers.get(os.getpid()), int(np.prod(shape))
-    shared = memory.take(size) if memory is not None and device.type == "cpu" and size > _SMALL else None
-    return fresh(shape, device) if shared is None else shared.view(shape)
-
-
-def sent(tensor: Tensor) -> Any:
-    """How a tensor of a buffer is pickled for the process that receives it; None: it is in no buffer."""
-    memory = _workers.get(os.getpid())
-    buffer = memory.buffer_of(tensor) if memory is not None and tensor.is_cpu else None
-    if buffer is None or buffer.sent == _HEAD:
-        return None
-    buffer.sent += 1
-    place = tensor.data_ptr() - buffer.memory.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return _received, (buffer.memory, buffer.sent - 1, *place)
+    buffers, size = _workers.get(os.getpid()), int(np.prod(shape))
+    if buffers is None or device.type != "cpu" or size <= _SMALL:
+        return fresh(shape, device)
+    free = next((one for one in buffers if len(one.array) == _HEAD + size and one.is_free()), None)
+    if free is None:
+        # A new list: the thread that sends batches may iterate over the other one.
+        _workers[os.getpid()] = buffers = [one for one in buffers if not one.is_free()]
+        if len(buffers) < _BUFFERS:
+            try:
+                free = _Buffer(size)
+                buffers.append(free)
+            except (RuntimeError, OSError):  # sending the batch then says why
+                _remove_segments()
+    return fresh(shape, device) if free is None else free.take().view(shape)
 
 
 def _received(
@@ -139,7 +107,7 @@ def prepare_worker() -> None:
     """
     if os.getpid() in _workers:
         return
-    _workers[os.getpid()] = _WorkerMemory()
+    _workers[os.getpid()] = []
     ForkingPickler.register(Batch, _reduce)
     # Schedulers send it to all processes of a job, for the training process to save a checkpoint.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -154,9 +122,7 @@ def _end_with(training: int, inherited: str | None) -> None:
     """
     with suppress(ProcessLookupError):
         try:
-            ending = select.poll()
-            ending.register(os.pidfd_open(training), select.POLLIN)
-            ending.poll()
+            wait([os.pidfd_open(training)])
         except (AttributeError, OSError):  # macOS and some containers have none
             while True:
                 os.kill(training, 0)
@@ -167,9 +133,8 @@ def _end_with(training: int, inherited: str | None) -> None:
 
 
 def _temporary_folder() -> str | None:
-    """The folder that multiprocessing.util.get_temp_dir has made; None: it has made none."""
     process: Any = current_process()
-    folder: str | None = process._config.get("tempdir")
+    folder: str | None = process._config.get("tempdir")  # of multiprocessing.util.get_temp_dir
     return folder
 
 
@@ -203,11 +168,18 @@ class _Pickler(ForkingPickler):
     """Sends small tensors as bytes: one in shared memory takes the receiver 0.5 ms, for its own socket."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Tensor) and value.is_cpu and value.nbytes <= _SMALL and value.is_contiguous():
+        if not isinstance(value, Tensor) or not value.is_cpu:
+            return NotImplemented
+        if value.nbytes <= _SMALL and value.is_contiguous():
             row = value.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
             return _tensor, (row.numpy().tobytes(), value.dtype, value.shape, value.stride())
-        shared = sent(value) if isinstance(value, Tensor) else None
-        return NotImplemented if shared is None else shared
+        for buffer in _workers.get(os.getpid(), ()):
+            start = value.data_ptr() - buffer.memory.data_ptr()
+            if _HEAD <= start < len(buffer.array) and buffer.sent < _HEAD:
+                buffer.sent += 1
+                place = start, value.dtype, value.shape, value.stride()
+                return _received, (buffer.memory, buffer.sent - 1, *place)
+        return NotImplemented
 
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

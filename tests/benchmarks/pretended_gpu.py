@@ -64,6 +64,9 @@ class Event:
     def synchronize(self) -> None:
         assert self.at is not None
 
+    def query(self) -> bool:
+        return self.at is not None
+
     def elapsed_time(self, end: "Event") -> float:
         assert self.at is not None
         assert end.at is not None
@@ -91,7 +94,7 @@ class CUDAGraph:
 
 
 class SideStream:
-    """With the interface of sa1b.stream.ragged.SideStream; copies are done at once."""
+    """With the interface of sa1b.stream.device.SideStream; copies are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
@@ -102,8 +105,7 @@ class SideStream:
     def current(self) -> Any:
         return nullcontext()
 
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.uint8)
+    def page_lock(self, memory: Any) -> None: ...
 
     def empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8)
@@ -167,7 +169,7 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     }  # fmt: skip
     for name, stand_in in of_cuda.items():
         patch.setattr(torch.cuda, name, stand_in)
-    patch.setattr("sa1b.stream.loader.SideStream", SideStream)
+    patch.setattr("sa1b.stream.device.SideStream", SideStream)
     patch.setitem(DECODERS, "torchcodec", decoder)
     patch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(decode_jpeg=decode_jpeg))
     patch.setattr(timing, "device_of", lambda buffers: "cuda")

@@ -100,19 +100,6 @@ def _results() -> dict[str, Any]:
     return found
 
 
-def threads() -> str:
-    """Images per second and memory of a stream that is read by threads or by worker processes."""
-    rows = []
-    for question in _results()["comparison"]:
-        found = {row["name"]: row for row in question["rows"] if row["workers"] == 2}
-        cells = [
-            f"{found[name]['images_per_second']:.0f} images/s, {found[name]['peak_bytes'] / 1e6:.0f} MB"
-            for name in ("sa1b.Loader", "sa1b.Stream in DataLoader")
-        ]
-        rows.append([question["title"], *cells])
-    return _table(["two workers", "threads: `sa1b.Loader`", "processes: `DataLoader`"], rows)
-
-
 def orders() -> str:
     """Seconds and bytes until the first sample of an epoch is known."""
     seconds, memory = (
@@ -164,7 +151,7 @@ def codes_of_help(verb: str) -> dict[str, str]:
     return dict(part.split(": ", 1) for part in text.split("; "))
 
 
-_TABLES = (models, training, threads, orders, buffers, commands, exit_codes)
+_TABLES = (models, training, orders, buffers, commands, exit_codes)
 MADE: dict[str, Callable[[], str]] = {table.__name__: table for table in _TABLES}
 
 

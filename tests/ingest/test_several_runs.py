@@ -162,6 +162,41 @@ def test_an_old_claim_of_another_machine_is_taken_over_and_a_live_one_is_waited_
     assert files(root) == alone
 
 
+def test_a_source_whose_claim_was_taken_over_meanwhile_is_not_published(tmp_path: Path) -> None:
+    root, tar = tmp_path / "root", tmp_path / "sa_000000.tar"
+    tiny.make_tar(tar, range(600))
+    line = [sys.executable, "tools/reshard.py", str(tar), "--out", str(root), "--workers", "1"]
+    process = processes.Process(
+        line,
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    claim, task = (root / "tasks" / f"sa_000000.{ending}" for ending in ("claim", "json"))
+    deadline = time.monotonic() + 120
+    while not claim.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGSTOP)  # as a machine that sleeps
+    assert not task.exists()
+    other = {"host": "node7", "pid": 4711, "process": "0123456789ab-4711", "token": "of node7"}
+    (tmp_path / "claim").write_text(json.dumps(other))
+    (tmp_path / "claim").replace(claim)
+    os.killpg(process.pid, signal.SIGCONT)
+    assert process.stderr is not None
+    said = ""
+    while "waiting for sa_000000, which node7:4711 works on" not in said:
+        line_of_it = process.stderr.readline()
+        assert line_of_it, said
+        said += line_of_it
+    assert not task.exists()
+    assert json.loads(claim.read_text()) == other
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

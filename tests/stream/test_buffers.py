@@ -1,36 +1,12 @@
-"""Memory is reused only if it is unreferenced."""
+"""Memory of masks is reused only if it is unreferenced."""
 
 import torch
 
-from sa1b.stream.ragged import BufferPool, MaskBufferPool
+from sa1b.stream.device import MaskBufferPool
 
 
 def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def test_unreferenced_memory_is_reused() -> None:
-    memory = BufferPool(64, keep=2)
-    first = address(memory.take((4, 4)))
-    assert address(memory.take((2, 8))) == first
-
-
-def test_memory_that_any_view_refers_to_is_not_reused() -> None:
-    memory = BufferPool(64, keep=3)
-    whole = memory.take((4, 4))
-    for hold in (lambda t: t, lambda t: t[1:, ::2], lambda t: t.numpy()[0], lambda t: t.permute(1, 0)):
-        held = hold(memory.take((4, 4)).fill_(7))
-        other = memory.take((4, 4)).fill_(9)
-        assert address(other) != address(whole)
-        assert (torch.as_tensor(held) == 7).all()
-        del held, other
-
-
-def test_beyond_what_is_kept_memory_is_fresh() -> None:
-    memory = BufferPool(64, keep=1)
-    held = [memory.take((64,)).fill_(i) for i in range(5)]
-    assert len({address(tensor) for tensor in held}) == 5
-    assert [int(tensor[0]) for tensor in held] == list(range(5))
 
 
 def test_a_buffer_of_masks_begins_empty_and_remembers_where_its_masks_are() -> None:
@@ -76,11 +52,3 @@ def test_buffers_of_masks_are_spare_up_to_the_number_that_a_caller_held() -> Non
     held.clear()
     held = [pool.take_known(2)[0] for _ in range(3)]
     assert {address(pixels) for pixels in held} == where
-
-
-def test_a_tensor_of_no_bytes_is_no_problem() -> None:
-    assert memory_shape((0, 8, 8)) == (0, 8, 8)
-
-
-def memory_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(BufferPool(64, keep=1).take(shape).shape)

@@ -203,7 +203,7 @@ def test_what_is_no_fault_of_a_file_ends_the_stream_and_names_the_sample(
     register("failing", kind(lengths, lambda: MemoryError("no memory")))
     with pytest.raises(MemoryError) as error:
         next(iter(stream(root, decoder="failing")))
-    assert "at position 0: image 1" in error.value.__notes__[0]
+    assert error.value.__notes__[0].startswith("in the batch of positions 0 to 2: image 1")
 
 
 @pytest.mark.parametrize("where", ["decoder", "resampling"])

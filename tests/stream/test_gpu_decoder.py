@@ -321,7 +321,7 @@ def test_a_library_that_decodes_nothing_is_refused_at_once(fault: str, reason: s
     with pytest.raises(DecoderError) as error:
         decoded(Made(Useless).decoder, [whole(jpeg())])
     assert str(error.value) == (
-        f"decoder='torchcodec': does not decode a test image on cpu ({reason}); update torchcodec and the "
+        f"decoder='torchcodec' on cpu: does not decode a test image ({reason}); update torchcodec and the "
         "driver, or decode on the CPU: decode='cpu'"
     )
 
@@ -331,7 +331,7 @@ def test_a_library_without_support_for_the_gpu_is_refused_with_its_reason() -> N
         def decode(self, files: Sequence[Tensor]) -> list[Tensor]:
             raise ValueError("Could not create decoder. Code: 4\nin line 7")
 
-    with pytest.raises(DecoderError, match=r"test image on cpu \(Could not create decoder. Code: 4\)"):
+    with pytest.raises(DecoderError, match=r"test image \(Could not create decoder. Code: 4\)"):
         decoded(Made(Unsupported).decoder, [whole(jpeg())])
 
 

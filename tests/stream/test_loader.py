@@ -8,12 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,13 +22,13 @@ from sa1b.errors import UsageError
 from sa1b.masks import raster
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import UnavailableError
-from sa1b.stream import decode, pending, stats
+from sa1b.stream import decode, pending
 from sa1b.stream.loader import _note
-from sa1b.stream.pending import PendingBatch, SampleSource
-from sa1b.stream.pipeline import StalledError
+from sa1b.stream.maker import StalledError
 from sa1b.stream.plan import ResumeError
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.stats import STAGES
+from sa1b.stream.transform import Frame, TransformError, Visit
 from tests.shards import tiny
 from tests.storage.service import Service
 from tests.stream.test_stream import SMALL, assert_equal, take
@@ -129,35 +126,44 @@ def test_an_error_in_a_thread_reaches_the_caller_with_its_sample(
     monkeypatch.setattr("sa1b.stream.pending.pick_masks", broken)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no such luck") as error:
-        first(sa1b.Loader(stream(root), quiet=True), 1)
+        first(sa1b.Loader(stream(root), processes=1, quiet=True), 1)
     (note,) = error.value.__notes__
     assert "at position 0: image 1" in note
     assert "sa1b-000001-" in note
     assert not set(threading.enumerate()) - before
 
 
-def test_a_stalled_sample_is_named(
-    root: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
-) -> None:
-    streamed, whole, named = stream(root), PendingBatch.pick, threading.Event()
-    piece = next(streamed.plan.micro_batches(0))
-    rows = streamed.sources()[0].rows(np.arange(piece.start, piece.stop))
-    where = SampleSource.where
+class Waits:
+    """A transform that waits at one image until an event."""
 
-    def noted(self: SampleSource, row: int) -> str:
-        if row == rows[1]:
-            named.set()
-        return where(self, row)
+    def __init__(self, image_id: int) -> None:
+        self.image_id, self.began, self.goes_on = image_id, threading.Event(), threading.Event()
 
-    def slow(self: PendingBatch, i: int) -> None:
-        assert self.piece.start + i != 1 or named.wait(600)
-        whole(self, i)
+    def __call__(self, frame: Frame, visit: Visit) -> Frame:
+        if visit.image_id == self.image_id:
+            self.began.set()
+            assert self.goes_on.wait(600)
+        return frame
 
-    monkeypatch.setattr(SampleSource, "where", noted)
-    monkeypatch.setattr(PendingBatch, "pick", slow)
-    first(sa1b.Loader(streamed, stall_seconds=0.1, quiet=True), 1)
-    line = f"sa1b.Loader: waiting for {where(streamed.sources()[0], rows[1])} for over 0.1 s"
-    assert ("sa1b", logging.WARNING, line) in said.record_tuples
+
+def test_a_stalled_sample_is_named(root: Path, said: pytest.LogCaptureFixture) -> None:
+    (expected,) = take(stream(root), 1)
+    waits = Waits(int(expected.ids[1]))
+    loader = sa1b.Loader(stream(root, transform=waits), processes=1, stall_seconds=0.1, quiet=True)
+    observer = threading.Thread(target=lambda: (until(lambda: said.messages), waits.goes_on.set()))
+    observer.start()
+    assert torch.equal(first(loader, 1)[0].ids, expected.ids)
+    observer.join()
+    (line,) = set(said.messages)
+    assert line.startswith(f"sa1b.Loader: waiting for image {waits.image_id} in {root}/sa1b-000001-")
+    assert line.endswith(" for over 0.1 s")
+
+
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("stage", ["read", "decode"])
@@ -170,9 +176,9 @@ def test_a_thread_that_hangs_ends_the_iteration_after_the_deadline(
         hangs.set()
         ends.wait()
 
-    for name in ("_LATE", "_CLOSING"):
-        monkeypatch.setattr(f"sa1b.stream.pipeline.{name}", 0.1)
-    loader = sa1b.Loader(streamed, threads=1, quiet=True)
+    monkeypatch.setattr("sa1b.stream.loader._LATE", 0.1)
+    monkeypatch.setattr("sa1b.stream.maker._CLOSING", 0.1)
+    loader = sa1b.Loader(streamed, threads=1, processes=1, quiet=True)
     if stage == "read":
         monkeypatch.setattr("sa1b.storage.local.OpenFile.read", hanging)
         expected: type[Exception] = UnavailableError
@@ -182,13 +188,14 @@ def test_a_thread_that_hangs_ends_the_iteration_after_the_deadline(
     readings: list[str | None] = []
     observer = threading.Thread(target=lambda: (hangs.wait(), readings.append(loader.reading())))
     observer.start()
-    source = streamed.sources()[0]
-    where = source.where(source.rows(np.arange(1))[0])
+    where = streamed.where(0)
     with pytest.raises(expected, match=rf"{where}: is not {stage}d? after \d+ s, and the deadline is 0.1 s:"):
         next(iter(loader))
     observer.join()
     assert readings == [where if stage == "read" else f"{where} to be decoded"]
     ends.set()
+    monkeypatch.undo()
+    assert len(first(loader, 3)) == 3  # the memory that the thread may still write into is not used again
 
 
 def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
@@ -202,69 +209,16 @@ def test_stages_are_counted_and_the_limiting_one_is_named(root: Path) -> None:
     assert stats["limiting"] in STAGES
     assert stats[stats["limiting"]]["seconds"] == max(stats[name]["seconds"] for name in STAGES)
     assert 1 / len(STAGES) <= stats["limiting_share"] <= 1
-    assert 0 <= stats["read"]["depth"] + stats["decode"]["depth"] <= 6  # samples that waited for a thread
-    assert 0 <= stats["collate"]["depth"] <= 2
-    assert 0 <= stats["ready_batches"] <= 1
+    assert 0 <= stats["ready_batches"] <= 2
     assert stats["waited_seconds"] > 0
 
 
-@pytest.mark.parametrize(
-    ("slow", "stage"),
-    [
-        ("sa1b.stream.pending.pick_masks", "pick"),
-        ("sa1b.stream.decode.decode", "decode"),
-        ("sa1b.stream.pending.collate", "collate"),
-        ("sa1b.masks.raster.rasterize_frame", "device"),
-    ],
-)
-def test_the_slowest_stage_is_the_limiting_one(
-    root: Path, slow: str, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first(sa1b.Loader(stream(root), threads=2, dense=16, quiet=True), 1)  # compiles what is not in the cache
-    module, name = slow.rsplit(".", 1)
-    whole = getattr(import_module(module), name)
-
-    own = threading.local()  # a clock for each thread, which only the slow stage moves
-
-    def slowly(*arguments: Any, **named: Any) -> Any:
-        own.now = getattr(own, "now", 0.0) + 0.1
-        return whole(*arguments, **named)
-
-    monkeypatch.setattr(slow, slowly)
-    monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: getattr(own, "now", 0.0)))
-    loader = sa1b.Loader(stream(root), threads=2, prefetch=1, dense=16, quiet=True)
-    first(loader, 3)
-    assert loader.stats()["limiting"] == stage
-
-
 def test_memory_is_said_at_the_start(root: Path, said: pytest.LogCaptureFixture) -> None:
-    loader = sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, prefetch=2, dense=512)
+    sa1b.Loader(stream(root, image_size=64, masks=4), threads=3, processes=1, prefetch=2, dense=512)
     line = said.messages[-1]
     images = 4 * 3 * 64 * 64 * 3 / 1e6
     assert f"3 threads, 4 batches of up to 3 images, {images:,.0f} MB of memory for images" in line
     assert f"and {2 * 3 * 4 * 512 * 512 / 1e6:,.0f} MB for masks" in line
-    # A caller that uses one batch at a time needs no more buffers than this.
-    batches = iter(loader)
-    for _ in range(8):
-        next(batches)
-        settle(loader)
-    batches.close()
-    assert len(loader._settings.images._free) <= 4
-    assert len(loader._settings.masks._free) <= 2
-
-
-def test_only_the_next_batch_has_dense_masks(root: Path) -> None:
-    loader = sa1b.Loader(stream(root), prefetch=3, dense=32, threads=2, quiet=True)
-    batches = iter(loader)
-    for _ in range(5):
-        batch = next(batches)
-        settle(loader)
-        assert loader._pipeline is not None
-        ready = [work.outcome.done for work in loader._pipeline.pending]
-        assert ready == [True, False, False]
-        assert torch.equal(batch.dense, batch.masks.dense(32))
-        del batch
-    batches.close()
 
 
 def test_dense_masks_of_held_batches_take_more_memory_and_stay(root: Path) -> None:
@@ -275,110 +229,52 @@ def test_dense_masks_of_held_batches_take_more_memory_and_stay(root: Path) -> No
         assert torch.equal(batch.dense, batch.masks.dense(32))
 
 
-def test_memory_of_an_ended_iteration_is_freed_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pick = PendingBatch.pick
-
-    def fails_later(self: PendingBatch, i: int) -> None:
-        if self.number == 2:
-            raise OSError("of a batch that nobody asks for")
-        pick(self, i)
-
-    monkeypatch.setattr(PendingBatch, "pick", fails_later)
-    loader = sa1b.Loader(stream(root), dense=32, prefetch=2, threads=2, quiet=True)
-    batches = iter(loader)
-    next(batches)
-    settle(loader)
-    pipeline = weakref.ref(loader._pipeline)
-    gc.disable()
-    try:
-        batches.close()
-        assert pipeline() is None
-    finally:
-        gc.enable()
-
-
-def settle(loader: sa1b.Loader, seconds: float = 30) -> None:
-    """Wait until the loader's threads are idle: until no item was counted for a moment."""
-    end, before = time.monotonic() + seconds, None
-    while (now := [loader.stats()[name] for name in STAGES]) != before and time.monotonic() < end:
-        before = now
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("dense", [None, 32])
-def test_threads_of_the_loader_complete_batches_before_they_are_asked_for(
-    root: Path, dense: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[tuple[str, str]] = []
-
-    def recorded(what: str, function: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            names.append((what, threading.current_thread().name))
-            return function(*arguments, **named)
-
-        return call
-
-    monkeypatch.setattr(PendingBatch, "collate", recorded("collate", PendingBatch.collate))
-    monkeypatch.setattr(raster, "rasterize_frame", recorded("raster", raster.rasterize_frame))
-    loader = sa1b.Loader(stream(root), threads=2, prefetch=3, dense=dense, quiet=True)
-    batches = iter(loader)
-    next(batches)
-    for _ in range(2):
-        settle(loader)
-        before = len([what for what, _ in names if what == "collate"])
-        next(batches)
-        assert before >= 4  # this batch and later ones were collated before the request
-    batches.close()
-    assert {what for what, _ in names} == ({"collate"} if dense is None else {"collate", "raster"})
-    assert all(name.startswith("sa1b-loader") for _, name in names)
-
-
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_work_in_flight_is_bounded_by_prefetch(
-    root: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submitted: list[int] = []
-    whole = sa1b.Stream.submit
+def test_work_in_flight_is_bounded_by_prefetch(root: Path, prefetch: int) -> None:
+    begun: set[int] = set()
 
-    def counted(self: sa1b.Stream, piece: Any) -> PendingBatch:
-        submitted.append(piece.start)
-        return whole(self, piece)
+    def noted(frame: Frame, visit: Visit) -> Frame:
+        begun.add(visit.image_id)
+        return frame
 
-    monkeypatch.setattr(sa1b.Stream, "submit", counted)
-    loader = sa1b.Loader(stream(root), threads=4, prefetch=prefetch, quiet=True)
+    whole = take(stream(root), 10)
+    loader = sa1b.Loader(stream(root, transform=noted), threads=4, processes=1, prefetch=prefetch, quiet=True)
     batches = iter(loader)
-    assert submitted == []
-    for taken in range(1, 6):
+    assert not begun
+    for taken in range(1, 4):
         next(batches)
-        settle(loader)
-        assert len(submitted) == taken + prefetch
+        ahead = {one for batch in whole[: taken + prefetch] for one in batch.ids.tolist()}
+        until(lambda: begun == ahead)  # noqa: B023
+        time.sleep(0.05)
+        assert begun == ahead
     batches.close()
 
 
-def test_an_error_is_raised_at_the_batch_that_it_belongs_to(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = PendingBatch.decode
-    failed = threading.Event()
-
-    def broken(self: PendingBatch, start: int, stop: int) -> None:
-        if self.piece.start >= 6:
-            failed.set()
-            raise RuntimeError(f"position {self.piece.start}")
-        assert self.piece.start == 0 or failed.wait(30)  # a later batch fails earlier
-        whole(self, start, stop)
-
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_raised_at_the_batch_that_it_belongs_to(root: Path, processes: int) -> None:
     expected = take(stream(root), 2)
-    monkeypatch.setattr(PendingBatch, "decode", broken)
-    loader = sa1b.Loader(stream(root), threads=16, prefetch=4, quiet=True)
+    third = take(stream(root), 3)[2]
+    fails = Fails(int(third.ids[0]))
+    loader = sa1b.Loader(stream(root, transform=fails), processes=processes, prefetch=4, quiet=True)
     batches = iter(loader)
     for one in expected:
         assert_equal(next(batches), one)
-    with pytest.raises(RuntimeError, match="position 6"):
+    with pytest.raises(TransformError, match="no such luck") as error:
         next(batches)
+    assert any(note.startswith("at position 6: image ") for note in error.value.__notes__)
     assert loader.state_dict()["position"] == expected[-1].position == 6
     with pytest.raises(StopIteration):
         next(batches)
+
+
+class Fails:
+    def __init__(self, image_id: int) -> None:
+        self.image_id = image_id
+
+    def __call__(self, frame: Frame, visit: Visit) -> Frame:
+        if visit.image_id == self.image_id:
+            raise RuntimeError("no such luck")
+        return frame
 
 
 def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:
@@ -420,9 +316,10 @@ class OwnError(BaseException):
 @pytest.mark.parametrize(
     ("stage", "at"),
     [
-        *((stage, at) for stage in ("read", "pick", "decode", "raster") for at in (0, 2)),
+        *((stage, at) for stage in ("read", "pick") for at in (0, 2)),
+        ("decode", 0),
         ("collate", 0),
-        ("device", 0),
+        ("raster", 0),
     ],
 )
 def test_an_error_of_any_stage_is_delivered_with_its_sample(
@@ -456,24 +353,20 @@ def test_an_error_of_any_stage_is_delivered_with_its_sample(
             ),
             "decode": (decode, "decode", lambda jpeg, *_: jpeg == sample.jpeg),
             "collate": (pending, "collate", lambda *_: True),
-            "device": (sa1b.Batch, "to", lambda *_: True),
             "raster": (raster, "rasterize_frame", lambda runs, *_: next(calls) == at),
         }[stage]
     )
     monkeypatch.setattr(type(own.decoder), "batched", batched, raising=False)
-    calls, dense = itertools.count(), None if stage == "device" else 16
-    loader = sa1b.Loader(own, threads=1 if stage == "raster" else 2, dense=dense, quiet=True)
+    calls = itertools.count()
+    threads = 1 if stage == "raster" else 2
+    loader = sa1b.Loader(own, threads=threads, processes=1, dense=16, quiet=True)
     with pytest.raises((error, RuntimeError)) as caught:
         list(loader)
     found = caught.value.__cause__ or caught.value  # a generator turns StopIteration into a RuntimeError
     assert (type(found), str(found)) == (error, "this one")
     if isinstance(found, Exception):
         (note,) = found.__notes__
-        before = (
-            f"at position {at}: "
-            if stage not in ("collate", "device")
-            else "in the batch of positions 0 to 2: "
-        )
+        before = f"at position {at}: " if stage in ("read", "pick") else "in the batch of positions 0 to 2: "
         assert note.startswith(f"{before}image {sample.image_id} in ")
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 import sa1b
-from sa1b.stream.ragged import PinnedBuffer
 from tests.stream.recorded import make_root
 from tests.stream.test_stream import SMALL, assert_equal, take
 
@@ -22,6 +23,9 @@ class LateEvent:
 
     def synchronize(self) -> None:
         self.side.run(self.number)
+
+    def query(self) -> bool:
+        return self.number <= self.side.finished
 
 
 class LateStream:
@@ -38,24 +42,21 @@ class LateStream:
         self.lock = threading.Lock()
         self.copies: list[Callable[[], object]] = []
         self.finished = 0
-        self.threads: set[str] = set()
         self.waited: list[int] = []
-        self.allocated: list[torch.Tensor] = []
+        self.locked: list[int] = []  # bytes
         LateStream.made.append(self)
 
     def begin_thread(self) -> None:
-        self.threads.add(threading.current_thread().name)
+        """The threads of a decoder call it."""
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def pinned(self, shape: tuple[int, ...]) -> torch.Tensor:
-        self.allocated.append(torch.empty(shape, dtype=torch.uint8))
-        return self.allocated[-1]
+    def page_lock(self, memory: npt.NDArray[np.uint8]) -> None:
+        self.locked.append(memory.nbytes)
 
     def copy(self, batch: sa1b.Batch) -> sa1b.Batch:
         assert batch.buffer is not None
-        assert threading.current_thread().name in self.threads
         small, images = torch.full_like(batch.buffer, 0xEE), torch.full_like(batch.images, 0xEE)
 
         def work() -> None:
@@ -90,7 +91,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
     LateStream.made.clear()
-    monkeypatch.setattr("sa1b.stream.loader.SideStream", LateStream)
+    monkeypatch.setattr("sa1b.stream.device.SideStream", LateStream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return LateStream.made
 
@@ -104,12 +105,14 @@ def stream(root: Path, **options: Any) -> sa1b.Stream:
 EMPTY: dict[str, Any] = {"global_batch": 5, "micro_batch": 2, "rank": 0, "world_size": 2}
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("step", [{}, EMPTY], ids=["", "empty"])
 @pytest.mark.parametrize(("prefetch", "hold"), [(1, 1), (2, 1), (2, 4), (3, 4)])
 def test_memory_is_written_again_only_after_its_copies(
-    root: Path, prefetch: int, hold: int, step: dict[str, Any], late: list[LateStream]
+    root: Path, prefetch: int, hold: int, step: dict[str, Any], processes: int, late: list[LateStream]
 ) -> None:
-    loader = sa1b.Loader(stream(root, **step), threads=3, prefetch=prefetch, device="cuda", quiet=True)
+    options: dict[str, Any] = {"threads": 3, "processes": processes, "prefetch": prefetch}
+    loader = sa1b.Loader(stream(root, **step), **options, device="cuda", quiet=True)
     batches = iter(loader)
     held: list[sa1b.Batch] = []
     expected = take(stream(root, **step), 14)
@@ -124,10 +127,10 @@ def test_memory_is_written_again_only_after_its_copies(
             if len(one):  # without elements, strides differ
                 assert_equal(one, other)
     batches.close()
-    assert len([one for one in side.allocated if one.ndim == 4]) == prefetch + 1
+    assert len(side.locked) == 1
 
 
-@pytest.mark.parametrize("stage", ["begin_thread", "copy", "event"])
+@pytest.mark.parametrize("stage", ["page_lock", "copy", "event"])
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
 def test_an_error_of_the_device_is_delivered(
     root: Path,
@@ -145,37 +148,11 @@ def test_an_error_of_the_device_is_delivered(
         next(iter(loader))
 
 
-def test_small_tensors_share_one_buffer_that_grows(root: Path, late: list[LateStream]) -> None:
-    batches = iter(sa1b.Loader(stream(root), threads=2, prefetch=1, device="cuda", quiet=True))
-    for _ in range(10):
-        batch = next(batches)
-        assert batch.buffer is not None
-        assert batch.areas.untyped_storage().data_ptr() == batch.masks.runs.untyped_storage().data_ptr()
-    batches.close()
-    (side,) = late
-    small = [len(one) for one in side.allocated if one.ndim == 1]
-    assert len(small) < 10  # not one for each batch
-
-
 def test_all_iterations_of_a_loader_share_one_stream(root: Path, late: list[LateStream]) -> None:
     # Torch's memory of a stream is not reused by another one.
     loader = sa1b.Loader(stream(root, epochs=1), threads=2, device="cuda", quiet=True)
     assert [len(list(loader)) for _ in range(2)] == [len(loader)] * 2
     assert len(late) == 1
-
-
-def test_a_pinned_buffer_waits_for_its_own_copies_only() -> None:
-    side = LateStream(torch.device("cuda"))
-    buffer = PinnedBuffer(side, (1, 2, 2, 3))
-    buffer.wait()  # nothing was copied from it
-    assert len(buffer.small(10)) == 10
-    grown = buffer.small(100)
-    assert buffer.small(150).data_ptr() == grown.data_ptr()
-    side.copies.append(lambda: None)
-    buffer.copied()
-    side.copies.append(lambda: None)
-    buffer.wait()
-    assert side.finished == 1
 
 
 def test_the_memory_line_names_pinned_memory_and_the_device(

@@ -20,7 +20,7 @@ from sa1b.storage.errors import MissingError
 from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
 from sa1b.stream.columns import ColumnError
-from sa1b.stream.damage_log import DamageLimitError, DamageLog
+from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
 from sa1b.stream.mix import Mix
@@ -73,13 +73,13 @@ class Feed:
             self.stream = _mix(config, seed, view, order, stream)
         # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
-        self.stream.damage_log.waits = True
         if config.decode == "gpu" and rank_info.device.type == "cpu":
             raise UsageError("--data.decode gpu: this run is on the CPU; drop the flag")
         try:
             self.loader = Loader(
                 self.stream,
                 threads=config.threads,
+                processes=config.processes,
                 prefetch=config.prefetch,
                 device=rank_info.device,
                 dense=target_size,
@@ -132,7 +132,6 @@ class Feed:
             if batch is None:
                 return
             yield batch
-        self.stream.damage_log.write(self.stream.iterations.used)
 
     def peek(self) -> Batch:
         """The first batch of the next step, which `step` returns again; EOFError: the feed has ended."""
@@ -148,12 +147,7 @@ class Feed:
             (_, batch), self._peeked = self._peeked, None
             return batch
         self._batches = self._batches or iter(self.loader)
-        try:
-            return next(self._batches, None)
-        except DamageLimitError:
-            stop = self.stream.iterations.used + self.stream.plan.global_batch
-            self.stream.damage_log.write(stop, over=True)
-            raise
+        return next(self._batches, None)
 
     def reading(self) -> str | None:
         """The sample that the next incomplete batch waits for; see `sa1b.stream.loader.Loader.reading`."""

@@ -212,7 +212,7 @@ def seen_masks(spans: Sequence[Span], images: Sequence[int]) -> list[Document]:
                 for start in range(0, len(here), _TOGETHER):
                     some = here[start : start + _TOGETHER]
                     for pending in [stream.submit(MicroBatch(at, at + 1, at + 1)) for at in some]:
-                        pending.pick(0)
+                        pending.pick(0, 1)
                         (sample,) = pending.picked
                         assert sample is not None
                         masks, name = sample.masks, [*opened.streams][pending.which[0]]

@@ -1,0 +1,300 @@
+"""The batches of a `sa1b.Loader` as they are made: by threads of its process, or by processes of its own.
+
+    loader                                                process, or the loader's own threads
+    Job(number, slot, positions)   ------ pipe ------>    reads, chooses, decodes into the slot, collates
+    Made(batch, damage, counters)  <----- pipe -------    its tensors are places in the slot
+
+A process works on whole batches, and its threads each take a share of a batch; see sa1b.stream.processes.
+A slot is memory that all processes share. It is an anonymous file, so a killed run leaves nothing behind, and
+the size of /dev/shm is no limit.
+"""
+
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.reduction import DupFd
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sa1b.errors import Sa1bError
+from sa1b.storage.errors import UnavailableError
+from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
+from sa1b.stream.damage_log import Damage
+from sa1b.stream.device import SideStream
+from sa1b.stream.pending import DECODED, READ, PendingBatch, submit
+from sa1b.stream.plan import MicroBatch
+from sa1b.stream.stats import Busy
+
+_PAGE = 4096
+_MASK_BYTES = 4096  # of a slot for each mask; the runs of a mask take 600 bytes in the mean
+_MASKS = 256  # of an image, at most, for which a slot has room; more are sent as bytes
+_CLOSING = 5.0  # seconds that the end of an iteration waits for threads
+
+
+class StalledError(Sa1bError):
+    """A thread of a loader hangs; the message names the sample and the stage."""
+
+
+class Slots:
+    """Memory for `count` batches: of each the images, its other tensors, and the progress of its samples.
+
+    `images` is the shape of the images of a whole batch, which are not here if they are decoded `elsewhere`;
+    `masks` is the largest number of masks of an image. Other processes map the same memory if it is `shared`.
+    `iteration[0]` is the number of the loader's current iteration: jobs of earlier ones are dropped.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        images: tuple[int, ...],
+        masks: int,
+        *,
+        shared: bool = False,
+        elsewhere: bool = False,
+        file: Any = None,
+    ) -> None:
+        self.images, self._arguments = images, (count, images, masks)
+        # Bytes of the images, and of a slot: the other tensors are behind the images.
+        self.pixels = 0 if elsewhere else _rounded(int(np.prod(images)))
+        size = self.pixels + images[0] * (min(masks, _MASKS) * _MASK_BYTES + _PAGE)
+        head = _rounded(8 + count * images[0])
+        length = head + count * size
+        if not shared:
+            self.array = np.empty(length + _PAGE, np.uint8)
+            self.array = self.array[-self.array.ctypes.data % _PAGE :][:length]
+        else:
+            self._file = os.memfd_create("sa1b-loader", os.MFD_CLOEXEC) if file is None else file.detach()
+            weakref.finalize(self, os.close, self._file)  # the memory stays while an array refers to it
+            os.ftruncate(self._file, length)
+            self.array = np.frombuffer(mmap.mmap(self._file, length), np.uint8)
+        self.iteration = self.array[:8].view(np.int64)
+        if file is None:
+            self.iteration[0] = 0
+        self._progress = self.array[8 : 8 + count * images[0]].reshape(count, -1)
+        self._slots = self.array[head:].reshape(count, -1)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __reduce__(self) -> Any:
+        return partial(Slots, shared=True, file=DupFd(self._file)), self._arguments
+
+    def memory(self, slot: int) -> npt.NDArray[np.uint8]:
+        """A slot, as a new array: it is in use while a tensor or an array refers to it."""
+        memory: npt.NDArray[np.uint8] = self._slots[slot]
+        return memory
+
+    def progress(self, slot: int) -> npt.NDArray[np.uint8]:
+        """The progress of each sample of the batch in a slot, see `PendingBatch`."""
+        progress: npt.NDArray[np.uint8] = self._progress[slot]
+        return progress
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch to make, number `number` of an iteration."""
+
+    number: int
+    iteration: int
+    slot: int
+    piece: MicroBatch
+
+
+def waits_for(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8]) -> str:
+    """What a batch that is not made waits for: a sample, and its stage after it was read."""
+    for stage, text in ((READ, "{}"), (DECODED, "{} to be decoded")):
+        if len(late := np.flatnonzero(progress < stage)):
+            return text.format(stream.where(job.piece.start + int(late[0])))
+    return f"a batch to be collated {stream.span(job.piece)}"
+
+
+def overdue(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8], seconds: float) -> Sa1bError:
+    """The error for a batch that has made no progress for `seconds`, longer than a read may take."""
+    what, _, stage = waits_for(stream, job, progress).partition(" to be ")
+    took = f"{seconds:.0f} s, and the deadline is {stream.deadline:g} s"
+    if stage:
+        return StalledError(
+            f"{what}: is not {stage} after {took}: a thread of the loader hangs, or the machine is "
+            "overloaded; raise the deadline, or leave this image out with a view"
+        )
+    return UnavailableError(
+        f"{what}: is not read after {took}: the disk or the server of its mount does not answer; look at "
+        "`df` and `dmesg`",
+        last_error="no answer",
+    )
+
+
+@dataclass(slots=True)
+class Made:
+    """The batch of a job, or its error, or neither if its iteration has ended.
+
+    Attributes:
+        batch: from a process: its pickle, without the bytes of the tensors in the slot. None: the slot is
+            free, because there is no batch, or it is on its way to the device.
+        damage: arguments of `DamageLog.damaged` for the damaged samples of the batch.
+        ready: waits until the batch is on the device.
+    """
+
+    job: Job | None  # None: the process could not begin
+    batch: Batch | bytes | None = None
+    error: BaseException | None = None
+    damage: list[dict[str, Any]] = field(default_factory=list)
+    busy: Busy = field(default_factory=Busy)
+    cache: Counter[str] = field(default_factory=Counter)
+    ready: Callable[[], Batch] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    made: Made  # so far
+    memory: Tensor
+    pending: PendingBatch
+    left: int  # shares
+    errors: dict[int, BaseException] = field(default_factory=dict)  # by the first sample of the share
+
+
+class Maker:
+    """Makes batches with threads. `side`: of a decoder on a GPU. `packs`: all tensors go into the slot."""
+
+    def __init__(
+        self,
+        stream: BatchStream,
+        threads: int,
+        slots: Slots,
+        deliver: Callable[[Made, Tensor], None],
+        *,
+        packs: bool,
+        side: SideStream | None = None,
+    ) -> None:
+        self._sources, self._order = stream.sources(), stream.plan.order
+        self._decoder, self._threads, self._slots = stream.decoder, threads, slots
+        self._deliver, self._packs, self._side = deliver, packs, side
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
+        self._lock, self._working = threading.Lock(), dict[int, _Work]()  # by slot
+
+    def begin(self, job: Job) -> None:
+        """Start to read a batch. It is delivered when it is made, as every error is."""
+        memory, damage = torch.from_numpy(self._slots.memory(job.slot)), Damage()
+        try:
+            sources = [replace(source, damage_log=damage) for source in self._sources]
+            pending = submit(sources, self._order, job.piece)
+            shape = (len(pending), *self._slots.images[1:])
+            if self._side is None:
+                pending.images = memory[: int(np.prod(shape))].view(shape)
+            else:
+                pending.images = self._side.empty(shape)
+            pending.progress = self._slots.progress(job.slot)[: len(pending)]
+            share = -(-len(pending) // self._threads) or 1
+            starts = range(0, len(pending), share) or range(1)
+            made = Made(job, damage=damage)
+            work = self._working[job.slot] = _Work(made, memory, pending, len(starts))
+            for start in starts:
+                self._pool.submit(self._make, work, start, min(start + share, len(pending)))
+        except BaseException as error:
+            self._deliver(Made(job, error=error), memory)
+
+    def close(self) -> bool:
+        """End the work; return False if a thread hangs."""
+        for work in list(self._working.values()):
+            work.pending.cancel()
+        end = partial(self._pool.shutdown, wait=True, cancel_futures=True)
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(_CLOSING)
+        return not ending.is_alive()
+
+    def _make(self, work: _Work, start: int, stop: int) -> None:
+        """Make a share of a batch; the thread that is last makes the rest."""
+        made, busy, job = work.made, Busy(), work.made.job
+        assert job is not None
+        try:
+            if self._is_wanted(job):
+                if self._side is not None:
+                    self._side.begin_thread()
+                busy = work.pending.pick(start, stop)
+                if not self._decoder.batched:
+                    busy.merge(work.pending.decode(start, stop))
+        except BaseException as error:
+            work.errors[start] = error
+        with self._lock:
+            made.busy.merge(busy)
+            work.left -= 1
+            if work.left:
+                return
+            del self._working[job.slot]
+        try:
+            if work.errors:
+                made.error = work.errors[min(work.errors)]
+            elif self._is_wanted(job):
+                made.batch = self._finish(work)
+        except BaseException as error:
+            made.error = error
+        if made.batch is None:
+            work.pending.cancel()
+        self._deliver(made, work.memory)
+
+    def _finish(self, work: _Work) -> Batch:
+        if self._decoder.batched:
+            with nullcontext() if self._side is None else self._side.current():
+                work.made.busy.merge(work.pending.decode(0, len(work.pending)))
+        began = time.perf_counter()
+        batch = work.pending.collate()
+        if self._packs:
+            room = work.memory[self._slots.pixels :]
+            batch = batch.pack(lambda n: room if n <= len(room) else torch.empty(n, dtype=torch.uint8))
+        work.made.busy.add("collate", 0, time.perf_counter() - began)
+        return batch
+
+    def _is_wanted(self, job: Job) -> bool:
+        return bool(job.iteration == self._slots.iteration[0])
+
+
+class Threads(Maker):
+    """Makes the batches of one iteration with threads of the caller's process.
+
+    `jobs` are those whose batches have not arrived, by slot.
+    """
+
+    has_room = True
+
+    def __init__(
+        self, stream: BatchStream, threads: int, slots: Slots, *, packs: bool, side: SideStream | None
+    ) -> None:
+        made = self._made = SimpleQueue[Made]()
+        super().__init__(stream, threads, slots, lambda one, memory: made.put(one), packs=packs, side=side)
+        self.jobs = dict[int, Job]()
+
+    def begin(self, job: Job) -> None:
+        """Begin to make a batch."""
+        self.jobs[job.slot] = job
+        super().begin(job)
+
+    def receive(self, seconds: float) -> list[Made]:
+        """What has been made since, waiting at most `seconds` for the first."""
+        found = list[Made]()
+        with suppress(Empty):
+            found.append(self._made.get(seconds > 0, seconds or None))
+            while True:
+                found.append(self._made.get_nowait())
+        for made in found:
+            assert made.job is not None
+            del self.jobs[made.job.slot]
+        return found
