@@ -158,13 +158,6 @@ class BatchStream(IterableDataset[Batch]):
         source = self.sources()[int(which)]
         return source.where(source.rows(local)[0])
 
-    def span(self, piece: MicroBatch) -> str:
-        """The samples of a micro-batch, for messages."""
-        if piece.start == piece.stop:
-            return "in an empty batch"
-        samples = f"{self.where(piece.start)}, to {self.where(piece.stop - 1)}"
-        return f"in the batch of positions {piece.start} to {piece.stop - 1}: {samples}"
-
     @contextlib.contextmanager
     def used(self) -> Generator[None]:
         """A context in which samples are read: see `sa1b.storage.reader.Reader.used`."""

@@ -198,11 +198,14 @@ class DeviceStage:
         elif self.device.type == "cpu":
             ready = self._rasterise(self._keep(batch, memory, slot), ahead=ahead)
         else:
-            dense = None if self.dense is None else batch.masks.dense(self.dense)
-            there = replace(batch, dense=dense).to(self.device, non_blocking=False)
-            ready = lambda: there  # noqa: E731
+            ready = self._move(batch)
         self.stats.add("device", batch.images.nbytes, time.perf_counter() - began)
         return ready
+
+    def _move(self, batch: Batch) -> Callable[[], Batch]:
+        dense = None if self.dense is None else batch.masks.dense(self.dense)
+        there = replace(batch, dense=dense).to(self.device, non_blocking=False)
+        return lambda: there
 
     def _copy(self, batch: Batch, slot: int, side: SideStream) -> Callable[[], Batch]:
         with side.current():

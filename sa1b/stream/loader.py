@@ -184,7 +184,7 @@ class Loader:
                 try:
                     batch = (made.ready or self._to_device(made))()
                 except Exception as error:
-                    error.add_note(self.stream.span(job.piece))
+                    error.add_note(job.piece.span(self.stream.where))
                     raise
                 self._flying.popleft()
                 del self._made[job.number], made
@@ -249,7 +249,7 @@ class Loader:
         """A slot that nothing uses. Waits for a copy to a GPU if there is no other."""
         while True:
             used = self._stage.slots_in_use()
-            used |= {made.job.slot for made in self._made.values() if made.job and made.batch is not None}
+            used |= {made.job.slot for made in self._made.values() if made.batch is not None}
             used |= self._makers.jobs.keys() if self._makers else set()
             free = next((slot for slot in range(len(self._slots)) if slot not in used), None)
             if free is not None or not self._stage.wait_for_copy():
@@ -262,7 +262,7 @@ class Loader:
             try:
                 made.ready = self._to_device(made, ahead=True)
             except Exception as error:
-                error.add_note(self.stream.span(self._flying[0].piece))
+                error.add_note(self._flying[0].piece.span(self.stream.where))
                 made.error = error  # raised in its turn
 
     def _wait_for(self, job: Job) -> Made:
@@ -295,14 +295,12 @@ class Loader:
         for made in self._makers.receive(seconds):
             self.stream.stats.count(made.busy)
             self.stream.stats.elsewhere.update(made.cache)
-            assert made.job is not None
             if made.job.iteration == self._slots.iteration[0]:
                 self._made[made.job.number] = made
 
     def _to_device(self, made: Made, *, ahead: bool = False) -> Callable[[], Batch]:
         """Begin the way of a batch to the device; the result waits for its end."""
         job, batch = made.job, made.batch
-        assert job is not None
         assert batch is not None
         memory = self._slots.memory(job.slot)
         whole = torch.from_numpy(memory)  # the tensors are its views: views by numpy would not keep `memory`

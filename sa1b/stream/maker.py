@@ -123,7 +123,7 @@ def waits_for(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8]) ->
     for stage, text in ((READ, "{}"), (DECODED, "{} to be decoded")):
         if len(late := np.flatnonzero(progress < stage)):
             return text.format(stream.where(job.piece.start + int(late[0])))
-    return f"a batch to be collated {stream.span(job.piece)}"
+    return f"a batch to be collated {job.piece.span(stream.where)}"
 
 
 def overdue(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8], seconds: float) -> Sa1bError:
@@ -153,7 +153,7 @@ class Made:
         ready: waits until the batch is on the device.
     """
 
-    job: Job | None  # None: the process could not begin
+    job: Job
     batch: Batch | bytes | None = None
     error: BaseException | None = None
     damage: list[dict[str, Any]] = field(default_factory=list)
@@ -224,7 +224,6 @@ class Maker:
     def _make(self, work: _Work, start: int, stop: int) -> None:
         """Make a share of a batch; the thread that is last makes the rest."""
         made, busy, job = work.made, Busy(), work.made.job
-        assert job is not None
         try:
             if self._is_wanted(job):
                 if self._side is not None:
@@ -295,6 +294,5 @@ class Threads(Maker):
             while True:
                 found.append(self._made.get_nowait())
         for made in found:
-            assert made.job is not None
             del self.jobs[made.job.slot]
         return found

@@ -253,11 +253,7 @@ class PendingBatch:
         try:
             yield
         except Exception as error:
-            span = "in an empty batch"
-            if self.rows:
-                positions = f"{self.piece.start} to {self.piece.stop - 1}"
-                span = f"in the batch of positions {positions}: {self.where(0)}, to {self.where(-1)}"
-            error.add_note(span)
+            error.add_note(self.piece.span(lambda position: self.where(position - self.piece.start)))
             raise
 
     def where(self, i: int) -> str:

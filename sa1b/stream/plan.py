@@ -4,7 +4,7 @@ import os
 import reprlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,13 @@ class MicroBatch:
     start: int
     stop: int
     position: int
+
+    def span(self, where: Callable[[int], str]) -> str:
+        """The samples, for messages; `where` describes that of a position."""
+        if self.start == self.stop:
+            return "in an empty batch"
+        first, last = self.start, self.stop - 1
+        return f"in the batch of positions {first} to {last}: {where(first)}, to {where(last)}"
 
 
 @dataclass(slots=True)

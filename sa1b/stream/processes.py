@@ -131,10 +131,9 @@ class Processes:
             worker = ends[ready]
             try:
                 while worker.pipe.poll():
-                    made: Made = pickle.loads(worker.pipe.recv_bytes())
-                    if made.job is None:
-                        assert made.error is not None
-                        raise made.error  # it could not begin
+                    made: Made | BaseException = pickle.loads(worker.pipe.recv_bytes())
+                    if isinstance(made, BaseException):
+                        raise made  # it could not begin
                     del worker.jobs[made.job.slot]
                     arrived.append(made)
             except (EOFError, ConnectionError):
@@ -235,7 +234,7 @@ def _work(pipe: Connection, slots: Slots, threads: int, parent: int) -> None:
             os.environ.update(environment)
             _make_batches(pickle.loads(stream), pipe, slots, threads, ended)
         except Exception as error:
-            pipe.send_bytes(_sent(Made(None, error=error)))
+            pipe.send_bytes(pickle.dumps(_sendable(error)))
     os._exit(0)  # threads may still work
 
 
@@ -251,12 +250,14 @@ def _make_batches(stream: BatchStream, pipe: Connection, slots: Slots, threads: 
                 made.batch = file.getvalue()
         except Exception as error:
             made.batch, made.error = None, error
+        if made.error is not None:
+            made.error = _sendable(made.error)
         with lock, suppress(OSError):  # the loader has closed the pipe
             if cache is not None:
                 now = Counter(asdict(cache.counts()))
                 made.cache = now - counted
                 counted.update(made.cache)
-            pipe.send_bytes(_sent(made))
+            pipe.send_bytes(pickle.dumps(made))
 
     with stream.used():
         maker = Maker(stream, threads, slots, deliver, packs=True)
@@ -264,14 +265,10 @@ def _make_batches(stream: BatchStream, pipe: Connection, slots: Slots, threads: 
             maker.begin(pickle.loads(pipe.recv_bytes()))
 
 
-def _sent(made: Made) -> bytes:
-    """A pickle that the loader can read. Some errors can be pickled and not be read: their text is sent."""
-    error = made.error
-    if error is None:
-        return pickle.dumps(made)
+def _sendable(error: BaseException) -> Any:
+    """What arrives as this error. Some errors can be pickled and not be read: their text arrives."""
+    wrapped = ExceptionWithTraceback(error, error.__traceback__)
     with suppress(Exception):
-        data = pickle.dumps(replace(made, error=ExceptionWithTraceback(error, error.__traceback__)))
-        if type(pickle.loads(data).error) is type(error):
-            return data
-    text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    return pickle.dumps(replace(made, batch=None, error=WorkerError(text)))
+        if type(pickle.loads(pickle.dumps(wrapped))) is type(error):
+            return wrapped
+    return WorkerError("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))

@@ -31,6 +31,7 @@ from sa1b.stream.stats import STAGES
 from sa1b.stream.transform import Frame, TransformError, Visit
 from tests.shards import tiny
 from tests.storage.service import Service
+from tests.stream.test_processes import Fails
 from tests.stream.test_stream import SMALL, assert_equal, take
 
 
@@ -265,16 +266,6 @@ def test_an_error_is_raised_at_the_batch_that_it_belongs_to(root: Path, processe
     assert loader.state_dict()["position"] == expected[-1].position == 6
     with pytest.raises(StopIteration):
         next(batches)
-
-
-class Fails:
-    def __init__(self, image_id: int) -> None:
-        self.image_id = image_id
-
-    def __call__(self, frame: Frame, visit: Visit) -> Frame:
-        if visit.image_id == self.image_id:
-            raise RuntimeError("no such luck")
-        return frame
 
 
 def test_an_iterator_that_is_dropped_ends_its_threads(root: Path) -> None:

@@ -226,9 +226,7 @@ class RemoteRun(Folder):
             if hidden or not path.is_file():
                 continue
             state, name = (path.stat().st_size, path.stat().st_mtime_ns), self._object_name("/".join(parts))
-            if (
-                path.is_file() and state[0] and self._sent.get(name) != state
-            ):  # the watchdog opens its file early
+            if state[0] and self._sent.get(name) != state:  # the watchdog opens its file early
                 sending.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, sending)  # other threads may append to the file during the upload
                 self.store.commit_file(sending, name)
