@@ -25,11 +25,11 @@ from sa1b.shards.commit import (
     join_tables,
     remove_old_tables,
     remove_quarantine,
-    shard_files,
     tables_of,
     unproven_tables,
 )
 from sa1b.shards.documents import Task
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import DATASET, QUARANTINE, TASKS, is_current, known_tasks, read_dataset, task_name
 from sa1b.shards.sample_table import clashes
 from sa1b.shards.stored import check_drop, sources_without_task, stored_shards

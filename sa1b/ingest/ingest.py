@@ -25,15 +25,9 @@ from sa1b.ingest.policy import IngestRun, Policy
 from sa1b.ingest.source_pass import Counts, SourcePass
 from sa1b.ingest.tar_search import SEARCHED, Searched, state_of
 from sa1b.report import bar
-from sa1b.shards.commit import (
-    abort_uploads,
-    check_clash,
-    commit_quarantine,
-    commit_task,
-    shard_files,
-    task_rows,
-)
+from sa1b.shards.commit import abort_uploads, check_clash, commit_quarantine, commit_task, task_rows
 from sa1b.shards.documents import Options, Task
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import TASKS, read_task, task_name, write_task
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.staging import make_staging, remove_staging, remove_staging_of, staging_place

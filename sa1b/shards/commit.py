@@ -21,6 +21,7 @@ from sa1b.console import command
 from sa1b.errors import ManifestError, SourceError, TableError
 from sa1b.names import is_quarantine_file, is_shard_of
 from sa1b.shards.documents import Task
+from sa1b.shards.index_file import index_path, shard_files
 from sa1b.shards.manifest import (
     DATASET,
     QUARANTINE,
@@ -44,7 +45,6 @@ from sa1b.shards.sample_table import (
     read_facts,
     write_table,
 )
-from sa1b.shards.shard import index_path
 from sa1b.shards.stored import Ids, check_kept, is_own, shard_of, stored_files
 from sa1b.storage.atomic import flush, naming_path, temporary_path
 from sa1b.storage.claim import Claim, exclusive
@@ -365,8 +365,3 @@ def rows_of_indexes(indexes: Sequence[Path]) -> bytes:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def shard_files(shard: str) -> tuple[str, str]:
-    """Names of a shard and of its index."""
-    return shard, index_path(Path(shard)).name

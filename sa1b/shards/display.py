@@ -33,28 +33,13 @@ from sa1b.shards.jpeg import resample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-
 SHEET_IMAGES = 6  # images in a contact sheet
-
-
 SHEET_DEADLINE = 10.0  # seconds that a contact sheet waits for a remote read
-
-
 SAMPLE_SIDE = 640  # pixels of the longer side of a sample in a notebook
-
-
 _CELL_SIDE, _COLUMNS, _GAP, _LINE = 240, 3, 8, 18  # pixels; the columns of the sheet are fixed
-
-
 _UNREADABLE = (Sa1bError, OSError, ValueError, IndexError, MemoryError)
-
-
 Pixels = npt.NDArray[np.uint8]
-
-
 _OPACITY = 0.4  # opacity of a mask's colour; its contour is opaque
-
-
 _CROSS = np.array([[0, 1, 0], [1, 1, 1], [0, 1, 0]], np.uint8)  # a pixel and its four neighbours
 
 

@@ -14,8 +14,7 @@ import pyarrow as pa
 
 from sa1b.names import parse_member_path, unicode_forms
 from sa1b.shards.manifest import READING
-from sa1b.sources.coco_file import hashed_id
-from sa1b.sources.images import is_image_name
+from sa1b.sources.image_names import hashed_id, is_image_name
 
 if TYPE_CHECKING:
     from sa1b.shards.dataset import Dataset

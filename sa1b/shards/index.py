@@ -4,9 +4,7 @@ It contains the offsets of all members, every number and every mask, so that que
 `IndexReader` reads it back, one row group in memory at a time.
 """
 
-import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,18 @@ import pyarrow.parquet as pq
 
 from sa1b.masks.runs import Runs
 from sa1b.shards.annotation import Annotations, no_origin
-from sa1b.storage.errors import StorageError
-from sa1b.storage.reader import Reader
+from sa1b.shards.index_file import TEXTS
 
 ROW_GROUP_IMAGES = 128
 ROW_GROUP_BYTES = 64 << 20  # bytes of numbers and runs; 128 usual images hold 19 MB and never reach the limit
 RUNS_PATH = "runs.list.element.list.element"
 
-_PLAIN = {
+
+def _lists(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+_PLAIN = {  # columns with one value per image
     "image_id": pa.int64(),
     "width": pa.int32(),
     "height": pa.int32(),
@@ -48,16 +50,19 @@ _PER_MASK = {  # column -> type of its values, number of values per mask
     "crop_box": (pa.float64(), 4),
     "runs_count": (pa.uint32(), 1),
 }
-_ORIGIN = {  # only of shards from files in COCO's format
+_ORIGIN = {  # only of shards from files in COCO's format; lists of one value per mask
     "category": pa.string(),
     "category_id": pa.int64(),
     "iscrowd": pa.int64(),
     "fields": pa.string(),
 }
-TEXTS = "texts"  # column: list of strings of each image; only of shards from images with texts beside them
-FIELDS = (
-    "image_fields"  # column: JSON object; only of shards from images alone, or from files in COCO's format
-)
+FIELDS = "image_fields"  # JSON object; only of shards from images alone, or from files in COCO's format
+_OPTIONAL = {
+    "runs": _lists(_lists(pa.uint32())),
+    **{name: _lists(kind) for name, kind in _ORIGIN.items()},
+    TEXTS: _lists(pa.string()),
+    FIELDS: pa.string(),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,26 +81,13 @@ class Row:
     masks_crc32c: int
 
 
-def schema(
-    *, with_runs: bool, with_origin: bool = False, with_texts: bool = False, with_fields: bool = False
-) -> pa.Schema:
-    """The columns of an index file; some only with decoded masks, masks of COCO's files, texts, or fields."""
-    fields = [pa.field(name, kind, nullable=False) for name, kind in _PLAIN.items()]
-    for name, (kind, width) in _PER_MASK.items():
-        fields.append(pa.field(name, _lists(kind if width == 1 else _lists(kind)), nullable=False))
-    if with_runs:
-        fields.append(pa.field("runs", _lists(_lists(pa.uint32())), nullable=False))
-    if with_origin:
-        fields += [pa.field(name, _lists(kind), nullable=False) for name, kind in _ORIGIN.items()]
-    if with_texts:
-        fields.append(pa.field(TEXTS, _lists(pa.string()), nullable=False))
-    if with_fields:
-        fields.append(pa.field(FIELDS, pa.string(), nullable=False))
-    return pa.schema(fields)
-
-
-def _lists(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
+def schema(optional: Collection[str]) -> pa.Schema:
+    """The columns of an index file; `optional` names those of _OPTIONAL that it has."""
+    per_mask = {
+        name: _lists(kind if width == 1 else _lists(kind)) for name, (kind, width) in _PER_MASK.items()
+    }
+    columns = {**_PLAIN, **per_mask, **{name: _OPTIONAL[name] for name in _OPTIONAL if name in optional}}
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns.items()])
 
 
 class IndexWriter:
@@ -113,13 +105,12 @@ class IndexWriter:
 
     def _open(self, first: Annotations | None) -> pq.ParquetWriter:
         """Open the file: its first image says which columns it has."""
-        with_runs = self._with_runs
-        self._schema = schema(
-            with_runs=with_runs,
-            with_origin=first is not None and first.origin() is not None,
-            with_texts=first is not None and first.texts() is not None,
-            with_fields=first is not None and first.image_fields() is not None,
-        )
+        optional = {"runs"} if self._with_runs else set[str]()
+        if first is not None:
+            optional |= _ORIGIN.keys() if first.origin() is not None else set()
+            optional |= {TEXTS} if first.texts() is not None else set()
+            optional |= {FIELDS} if first.image_fields() is not None else set()
+        self._schema = schema(optional)
         self._columns = {name: [] for name in self._schema.names}
         integers = dict.fromkeys(_PLAIN, "DELTA_BINARY_PACKED")
         per_mask = {
@@ -128,7 +119,7 @@ class IndexWriter:
             )
             for name, (kind, width) in _PER_MASK.items()
         }
-        runs = {RUNS_PATH: "BYTE_STREAM_SPLIT"} if with_runs else {}
+        runs = {RUNS_PATH: "BYTE_STREAM_SPLIT"} if self._with_runs else {}
         return pq.ParquetWriter(
             self._path.absolute(),
             self._schema,
@@ -143,23 +134,19 @@ class IndexWriter:
     def add(self, row: Row) -> None:
         if self._writer is None:
             self._writer = self._open(row.annotations)
-        origin: dict[str, npt.NDArray[Any]] = {}
+        of = row.annotations
+        further: dict[str, Any] = {
+            "runs": row.runs.runs,
+            TEXTS: of.texts() or [],
+            FIELDS: of.image_fields() or "{}",
+        }
         if _ORIGIN.keys() <= self._columns.keys():
-            origin = row.annotations.origin() or no_origin(len(row.annotations))
+            further |= of.origin() or no_origin(len(of))
         for name, values in self._columns.items():
-            if name in _PLAIN:
-                values.append(_plain(row, name))
-            elif name == TEXTS:
-                values.append(row.annotations.texts() or [])
-                self._held_bytes += sum(map(len, values[-1]))
-            elif name == FIELDS:
-                values.append(row.annotations.image_fields() or "{}")
-                self._held_bytes += len(values[-1])
-            else:
-                array = row.runs.runs if name == "runs" else origin.get(name)
-                array = getattr(row.annotations, name) if array is None else array
-                values.append(array)
-                self._held_bytes += array.nbytes
+            value = further[name] if name in further else getattr(row if hasattr(row, name) else of, name)
+            values.append(value)
+            if name not in _PLAIN:
+                self._held_bytes += value.nbytes if isinstance(value, np.ndarray) else sum(map(len, value))
         if len(self._columns["image_id"]) == ROW_GROUP_IMAGES or self._held_bytes >= ROW_GROUP_BYTES:
             self._write()
 
@@ -194,20 +181,13 @@ class IndexWriter:
             arrays[name] = _list_array(
                 images, pa.array(np.concatenate(columns[name]).tolist(), _ORIGIN[name])
             )
-        if TEXTS in columns:
-            arrays[TEXTS] = pa.array(columns[TEXTS], _lists(pa.string()))
-        if FIELDS in columns:
-            arrays[FIELDS] = pa.array(columns[FIELDS], pa.string())
+        for name in {TEXTS, FIELDS} & columns.keys():
+            arrays[name] = pa.array(columns[name], _OPTIONAL[name])
         if "runs" in columns:
             arrays["runs"] = _runs_column(columns.pop("runs"), columns.pop("runs_count"))
         table = pa.Table.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema)
         assert self._writer is not None
         self._writer.write_table(table, row_group_size=rows)
-
-
-def _plain(row: Row, name: str) -> int:
-    value: int = getattr(row.annotations if name in ("image_id", "width", "height") else row, name)
-    return value
 
 
 def _runs_column(runs: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[Any]]) -> pa.ChunkedArray:
@@ -227,9 +207,6 @@ def _list_array(offsets: npt.NDArray[np.int64], values: pa.Array) -> pa.ListArra
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=_lists(values.type))
 
 
-UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError)
-
-
 class IndexFormatError(ValueError):
     """A Parquet file that is not the index of a shard."""
 
@@ -243,62 +220,6 @@ class MemberLocation:
     crc32c: int
 
 
-def index_file(reader: Reader, name: str) -> Any:
-    """What pyarrow opens an index from: its path or, of a URL, a file that reads the ranges it needs.
-
-    The ranges of a URL are not verified, because an index has one digest for the whole file. StorageError,
-    also during reads: the URL cannot be read.
-    """
-    # A relative path such as "run:1/x.parquet" would be taken for a URI.
-    if reader.is_local:
-        return Path(reader.url(name)).absolute()
-    return pa.PythonFile(RangeFile(reader, name), mode="r")
-
-
-class RangeFile(io.RawIOBase):
-    """An object of a URL as a file. `report` is called with each error of the store before it is raised, for
-    callers that hide its class.
-    """
-
-    def __init__(
-        self, reader: Reader, name: str, report: Callable[[StorageError], None] | None = None
-    ) -> None:
-        super().__init__()
-        self._reader, self._name, self._report, self._at = reader, name, report, 0
-        with self._reported():
-            self.size = reader.size(name)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        length = left if size is None or size < 0 else min(size, left)
-        with self._reported():
-            data = self._reader.read_range(self._name, self._at, length)
-        self._at += length
-        return data
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            if self._report is not None:
-                self._report(error)
-            raise
-
-
 class IndexReader:
     """The rows of an index file. `with_runs`: it has the decoded masks; `columns`: those by image, [rows]."""
 
@@ -306,9 +227,7 @@ class IndexReader:
         self._file = pq.ParquetFile(path.absolute())  # see index_file
         stored = self._file.schema_arrow
         self.with_runs = "runs" in stored.names
-        has = {"with_origin": "category", "with_texts": TEXTS, "with_fields": FIELDS}
-        further = {flag: name in stored.names for flag, name in has.items()}
-        if not stored.equals(schema(with_runs=self.with_runs, **further)):
+        if not stored.equals(schema(stored.names)):
             raise IndexFormatError("its columns are not those of a shard index")
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])

@@ -316,7 +316,7 @@ def schema() -> "pyarrow.Schema":
 def _open(reader: Reader, table: SampleTable, info: LayerInfo) -> Layer:
     import pyarrow.parquet as pq
 
-    from sa1b.shards.index import UNREADABLE
+    from sa1b.shards.index_file import UNREADABLE
 
     name = f"{LAYERS}/{info.name}/{INDEX}"
     try:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from sa1b.errors import UsageError
 from sa1b.names import parse_shard_name, source_name, source_stem
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.index import UNREADABLE, IndexReader
+from sa1b.shards.index import IndexReader
+from sa1b.shards.index_file import UNREADABLE
 from sa1b.shards.manifest import DATASET, read_task, task_name
 from sa1b.shards.sample_table import SampleTable, open_table
 from sa1b.sources.pairing import TARS, estimated_numbers, estimated_source

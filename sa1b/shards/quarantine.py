@@ -56,50 +56,24 @@ class Quarantine:
         self._example(reason, f"{where}: {message}")
         for member in members:
             self.members += 1
-            self._line(
-                REFUSED,
-                reason=reason,
-                message=message,
-                name=member.name,
-                offset=member.offset,
-                bytes=len(member.data),
-                **self._keep(member.name, member.data),
-            )
+            fields = {"name": member.name, "offset": member.offset, "bytes": len(member.data)}
+            self._line(REFUSED, reason, message, fields | self._keep(member.name, member.data))
 
     def damage(self, damage: Damage) -> None:
         """Store a damaged range of the archive."""
         kept = self._keep(f"{damage.reason}.bin", damage.data) if damage.data else {"file": None}
-        self.damages.append(
-            {
-                "reason": damage.reason,
-                "message": damage.message,
-                "offset": damage.offset,
-                "length": damage.length,
-            }
-        )
-        self._line(
-            REFUSED,
-            reason=damage.reason,
-            message=damage.message,
-            name=None,
-            offset=damage.offset,
-            bytes=damage.length,
-            kept_bytes=len(damage.data),
-            **kept,
-        )
+        reason, message, length = damage.reason, damage.message, damage.length
+        found = {"reason": reason, "message": message, "offset": damage.offset, "length": length}
+        self.damages.append(found)
+        fields = {"name": None, "offset": damage.offset, "bytes": length, "kept_bytes": len(damage.data)}
+        self._line(REFUSED, reason, message, fields | kept)
 
     def warn(self, image_id: int, reason: str, warning: ImageWarning) -> None:
         """Record a warning about a stored image."""
         self.warnings[reason] += 1
         self._example(reason, f"{image_name(image_id)}: {warning.message}")
-        self._line(
-            WARNINGS,
-            reason=reason,
-            message=warning.message,
-            image_id=image_id,
-            masks=warning.masks,
-            mask_count=warning.mask_count,
-        )
+        fields = {"image_id": image_id, "masks": warning.masks, "mask_count": warning.mask_count}
+        self._line(WARNINGS, reason, warning.message, fields)
 
     def flush(self) -> None:
         """Flush every file and the folder to the disk; called before the task file is written."""
@@ -136,7 +110,7 @@ class Quarantine:
         self._kept[digest] = file
         return {"file": file, "sha256": digest}
 
-    def _line(self, report: str, *, reason: str, message: str, **fields: Any) -> None:
+    def _line(self, report: str, reason: str, message: str, fields: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / report).open("a", encoding="utf-8") as out:
             out.write(json.dumps({"reason": reason, "message": _printable(message), **fields}) + "\n")

@@ -30,6 +30,7 @@ from sa1b.shards.annotation import Annotations
 from sa1b.shards.annotation_columns import ImageWarnings
 from sa1b.shards.documents import ShardInfo
 from sa1b.shards.index import IndexWriter, Row
+from sa1b.shards.index_file import index_path
 from sa1b.shards.manifest import LARGEST
 from sa1b.shards.record import RecordError
 from sa1b.sources.tar_stream import BLOCK, parse_header
@@ -122,10 +123,6 @@ class ShardWriter:
             file.write(piece)  # tarfile's addfile would copy the data once more
             self._tar.offset += len(piece)
         return int(offset)
-
-
-def index_path(shard: Path) -> Path:
-    return shard.with_suffix(".parquet")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from sa1b.errors import ManifestError, SourceError, TableError, UsageError
 from sa1b.names import is_shard_of, parse_member_name, parse_shard_name, shard_order, source_name, source_stem
 from sa1b.report import first_names
 from sa1b.shards.documents import ShardInfo
-from sa1b.shards.index import UNREADABLE
+from sa1b.shards.index_file import UNREADABLE
 from sa1b.shards.manifest import (
     LAYERS,
     PARTIAL,

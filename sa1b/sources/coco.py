@@ -111,8 +111,7 @@ class CocoPass(SourceReading):
         if isinstance(state, OSError):
             raise BadSample("image_missing", f"{path}: {state.strerror}")
         if not stat.S_ISREG(state.st_mode) or state.st_size > MAX_IMAGE_BYTES:
-            why = f"{path}: not a file of at most {MAX_IMAGE_BYTES:,} bytes"
-            raise BadSample("image_unreadable", why)
+            raise BadSample("image_unreadable", f"{path}: not a file of at most {MAX_IMAGE_BYTES:,} bytes")
         try:
             return path, self._read(path)
         except OSError as error:

@@ -8,7 +8,6 @@ with SIGBUS.
 """
 
 import codecs
-import hashlib
 import json
 import mmap
 import os
@@ -27,10 +26,10 @@ from sa1b.console import command
 from sa1b.errors import SourceError
 from sa1b.names import ID_END, parse_member_path, unicode_forms
 from sa1b.report import first_names
+from sa1b.sources.image_names import hashed_id
 from sa1b.storage.atomic import naming_path
 
 Ids = Literal["keep", "hash"]
-_HASH_BITS = 53  # integers of this size are exact in JSON for every reader
 _LISTS = ("images", "annotations", "categories")
 _PHRASE = "text_input"  # key of an image and, in shards, of a mask
 _NEAR = 30  # bytes before an error that are shown
@@ -280,12 +279,6 @@ def _near(data: mmap.mmap, message: str) -> str:
     number = re.match(rb"NaN|Infinity", data[at : at + 8]) is not None
     why = ". NaN and Infinity are not JSON: write null" if number else ""
     return f" near {text!r}{why}"
-
-
-def hashed_id(source: str, name: str) -> int:
-    """The id of an image by its name in a source: 53 bits of the SHA-256 of `<source>/<name>`."""
-    digest = hashlib.sha256(f"{source}/{name}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big") >> (64 - _HASH_BITS)
 
 
 def _image_id(path: Path, source: str, entry: dict[str, Any], name: str, ids: Ids) -> int:

@@ -24,7 +24,8 @@ from sa1b.names import is_source_name, source_stem
 from sa1b.report import first_names
 from sa1b.sources.coco import CocoFormat
 from sa1b.sources.folder import FOLDER, FolderFormat, inode_of, is_dataset, is_folder, is_of_system
-from sa1b.sources.images import ImageFolder, ImageRows, is_image_name
+from sa1b.sources.image_names import is_image_name
+from sa1b.sources.images import ImageFolder, ImageRows
 from sa1b.sources.source import Ignore, Source, SourceFormat
 from sa1b.sources.tar_reader import TAR, holds_tar, is_tar_name
 

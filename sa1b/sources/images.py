@@ -32,16 +32,15 @@ from sa1b.errors import BadSample, SourceError
 from sa1b.names import ID_END, member_name, parse_member_path
 from sa1b.report import first_names
 from sa1b.sources.coco import as_jpeg
-from sa1b.sources.coco_file import hashed_id
 from sa1b.sources.coco_pair import image_entry
 from sa1b.sources.folder import FolderFormat, below, is_pair_name, listed
+from sa1b.sources.image_names import hashed_id, is_image_name
 from sa1b.sources.source import Ignore, Progress, Source, SourceFormat, SourceReading
 from sa1b.sources.stored_file import open_stored
 from sa1b.sources.tar_reader import TarFormat
 from sa1b.sources.tar_stream import MAX_MEMBER_BYTES, Damage, Member
 from sa1b.storage.atomic import sha256_of
 
-ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _BINARY = ("image", "jpg", "jpeg", "bytes", "image_bytes")  # names of columns
 _ROWS = 64  # that are read at a time
 _PIECE = 1 << 20  # bytes of a file at a URL
@@ -49,11 +48,6 @@ TEXT_FIELDS = ("caption", "captions", "text", "texts", "txt")
 _COMPANIONS = (".json", ".txt")
 _MAX_FIELD = 1 << 10  # bytes of a file, or letters of a value, that becomes a field
 _MAX_TEXT_BYTES = 1 << 20  # largest text file; the longest captions have 10 kB
-
-
-def is_image_name(name: str) -> bool:
-    """Whether a file of this name is taken as an image."""
-    return name.lower().endswith(ENDINGS) and not name.rpartition("/")[2].startswith(".")
 
 
 class _ImagesPass(SourceReading):
@@ -278,10 +272,7 @@ class RowsPass(SourceReading):
         if self._copy is None:
             return {"sha256": sha256_of(self._path)}
         self._copy.seek(0)
-        sha256 = hashlib.sha256()
-        while data := self._copy.read(_PIECE):
-            sha256.update(data)
-        return {"sha256": sha256.hexdigest()}
+        return {"sha256": hashlib.file_digest(self._copy, "sha256").hexdigest()}
 
     def close(self) -> None:
         self._file.close()

@@ -256,9 +256,9 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
     options = text if isinstance(text, Text) else Text(text)
     name, source = options.column, options.source
     if source == TEXTS:
-        from sa1b.views.index_scan import stored_texts
+        from sa1b.shards.index_file import stored_texts
 
-        name, source = TEXTS, stored_texts(dataset)
+        name, source = TEXTS, stored_texts(dataset.reader, dataset.shards)
         if source is None:
             raise ColumnError(
                 f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "

@@ -15,9 +15,9 @@ from sa1b.masks.runs import MaskError, SizeError
 from sa1b.names import member_name
 from sa1b.shards import jpeg, record
 from sa1b.shards.annotation import Annotations
-from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import ShardInfo
-from sa1b.shards.index import FIELDS, TEXTS, UNREADABLE, IndexReader, MemberLocation
+from sa1b.shards.index import FIELDS, IndexReader, MemberLocation
+from sa1b.shards.index_file import TEXTS, UNREADABLE, shard_files
 from sa1b.shards.record import RecordError
 from sa1b.shards.sample_table import open_table
 from sa1b.shards.shard import Largest

@@ -19,10 +19,10 @@ from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.report import bar, rate_text
 from sa1b.shards import manifest
-from sa1b.shards.commit import dataset_claim, shard_files, tables_of, unproven_tables, write_dataset
+from sa1b.shards.commit import dataset_claim, tables_of, unproven_tables, write_dataset
 from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.image_ids import listing
-from sa1b.shards.index import UNREADABLE
+from sa1b.shards.index_file import UNREADABLE, shard_files
 from sa1b.shards.manifest import DATASET, TASKS
 from sa1b.shards.staging import clean_scratch, remove_leftovers
 from sa1b.storage.atomic import ResumeRecord, naming_path, temporary_path

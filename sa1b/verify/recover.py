@@ -21,9 +21,9 @@ from sa1b.errors import ManifestError, ShardError
 from sa1b.names import SHARD_PREFIX, shard_name, shard_order, source_stem
 from sa1b.shards import manifest
 from sa1b.shards.annotation import PROVENANCE, Annotations
-from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import Options, ShardInfo, Task
-from sa1b.shards.index import UNREADABLE, IndexReader, IndexWriter
+from sa1b.shards.index import IndexReader, IndexWriter
+from sa1b.shards.index_file import UNREADABLE, shard_files
 from sa1b.shards.manifest import DATASET, LARGEST, READING, rebuilt_task, task_name
 from sa1b.shards.shard import Largest, index_row, walk_shard
 from sa1b.shards.stored import images_of, is_own, no_ids, sources_without_task

@@ -11,8 +11,8 @@ from pathlib import Path
 from crc32c import crc32c
 
 from sa1b.names import member_name, parse_member_name
-from sa1b.shards.commit import shard_files
 from sa1b.shards.index import MemberLocation
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.shard import member_header, tar_size
 from sa1b.sources.tar_reader import members
 from sa1b.sources.tar_stream import BLOCK, Damage, Member, StoredStream

@@ -16,7 +16,7 @@ from typing import Any
 from sa1b.console import command
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.report import bar
-from sa1b.shards.commit import shard_files
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import DATASET, TASKS, no_dataset
 from sa1b.shards.staging import clean_scratch
 from sa1b.storage.atomic import ResumeRecord

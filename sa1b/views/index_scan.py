@@ -6,27 +6,19 @@ of 1024 images and 100,000 masks; for indexes on disk, more threads keep more re
 
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sa1b.console import command
-from sa1b.errors import ShardError
 from sa1b.report import bar
 from sa1b.shards.annotation import no_origin
-from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
-from sa1b.shards.index import TEXTS, UNREADABLE, index_file
-from sa1b.storage.errors import MissingError
-from sa1b.storage.reader import Reader
+from sa1b.shards.index_file import index_file, naming_index, shard_files
 from sa1b.views.predicate import MASK_FIELDS, ORIGIN_FIELDS, Predicate, mask_values
 
 _IN_FLIGHT = 4  # index files waiting for each thread
@@ -70,41 +62,6 @@ def scan(
                     progress.update()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def naming_index(reader: Reader, name: str) -> Iterator[None]:
-    """ShardError for a missing or damaged index, with the way to rebuild it."""
-    try:
-        yield
-    except (*UNREADABLE, MissingError) as error:
-        what = "missing" if isinstance(error, FileNotFoundError | MissingError) else error
-        raise ShardError(
-            f"{reader.url(name)}: {what}; run `{command('index', reader.root)}` to rebuild it from the tar"
-        ) from None
-
-
-def stored_texts(dataset: Dataset) -> pa.Table | None:
-    """The texts beside the images in their sources: `image_id`, int64, and `texts`, lists of strings.
-
-    Images without a text have no row; None if no image has one. The indexes of all shards are read.
-
-    Raises:
-        ShardError: an index is missing or damaged.
-    """
-    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-        parts = list(pool.map(partial(_texts, dataset.reader), dataset.shards))
-    tables = [part for part in parts if part is not None and len(part)]
-    return pa.concat_tables(tables) if tables else None
-
-
-def _texts(reader: Reader, shard: str) -> pa.Table | None:
-    name = shard_files(shard)[1]
-    with naming_index(reader, name), pq.ParquetFile(index_file(reader, name), pre_buffer=True) as file:
-        if TEXTS not in file.schema_arrow.names:
-            return None
-        table = file.read(["image_id", TEXTS], use_threads=False)
-        return table.filter(pc.greater(pc.list_value_length(table[TEXTS]), 0))
 
 
 def _part(

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from sa1b.console import command
 from sa1b.errors import ShardError, UsageError
 from sa1b.hashing import Purpose, random_words
-from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset, check_images
 from sa1b.shards.file_names import names_of
 from sa1b.shards.image_ids import listing, missing_ids, read_image_ids
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import no_dataset
 from sa1b.shards.stored import Ids, no_ids
 from sa1b.storage.open import open_store

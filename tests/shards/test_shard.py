@@ -10,8 +10,9 @@ import pytest
 
 from sa1b.errors import ShardError
 from sa1b.shards.documents import Options
+from sa1b.shards.index_file import index_path
 from sa1b.shards.manifest import LARGEST, read_tasks
-from sa1b.shards.shard import Largest, index_path, index_row, seal, tar_size, walk_shard
+from sa1b.shards.shard import Largest, index_row, seal, tar_size, walk_shard
 from tests.shards.tiny_source import make_root, pairs, write_source
 
 SHARD = "sa1b-000001-0000.tar"

@@ -26,10 +26,9 @@ from sa1b.limit import Worker
 from sa1b.programs.query.layer_masks import with_layers, write_changed
 from sa1b.report import bar
 from sa1b.shards.annotation import NO_ORIGIN
-from sa1b.shards.commit import shard_files
 from sa1b.shards.dataset import Dataset
 from sa1b.shards.image_ids import listing, missing_ids
-from sa1b.shards.index import RangeFile
+from sa1b.shards.index_file import RangeFile, shard_files
 from sa1b.shards.locate import shard_sources
 from sa1b.shards.manifest import READING, no_dataset
 from sa1b.shards.stored import Ids

@@ -31,10 +31,10 @@ from sa1b.shards.commit import (
     remove_old_tables,
     remove_quarantine,
     rows_of_indexes,
-    shard_files,
     write_dataset,
 )
 from sa1b.shards.documents import ShardInfo, Task
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.layer import DOCUMENT, layer_names, read_info
 from sa1b.shards.layer_writer import writing
 from sa1b.shards.manifest import (

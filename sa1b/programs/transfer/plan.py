@@ -23,8 +23,8 @@ from sa1b.console import command, counted
 from sa1b.errors import ManifestError, UsageError
 from sa1b.report import first_names, rate_text
 from sa1b.shards import record
-from sa1b.shards.commit import shard_files
 from sa1b.shards.documents import ShardInfo, Task
+from sa1b.shards.index_file import shard_files
 from sa1b.shards.manifest import (
     DATASET,
     LARGEST,
