@@ -239,7 +239,7 @@ class OptimConfig:
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
             evaluated and exported instead of the weights. The decay of the first steps is smaller: it
             is (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without a
-            running mean can resume with it; the mean then starts from the weights of the checkpoint.
+            running mean can resume with it; the mean then starts from the weights after the next step.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.

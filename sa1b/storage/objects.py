@@ -112,7 +112,7 @@ class Objects:
             entries = (await _call(system, "find", folder, detail=True)).values()
         else:
             entries = await _call(system, "ls", folder, detail=True)
-        sizes = {entry["name"]: entry["size"] for entry in entries if entry["type"] != "directory"}
+        sizes = {entry["name"]: entry["size"] for entry in entries if entry.get("type") == "file"}
         start = f"{folder}/"
         below = {name: size for name, size in sizes.items() if name.startswith(start)}
         for name, size in below.items():

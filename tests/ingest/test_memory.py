@@ -90,7 +90,7 @@ def test_what_waits_for_a_row_group_is_its_columns_only(tmp_path, monkeypatch):
     monkeypatch.setattr(index.IndexWriter, "_write", seen)
     path = tiny.write_tar(tmp_path / "sa_000020.tar", tiny.pairs(range(3)))
     inside.ingest_tar(path, tmp_path / "root", index_runs=False)
-    assert set(kept) == set(index.schema(with_runs=False).names)
+    assert set(kept) == set(index.schema(()).names)
 
 
 @pytest.mark.parametrize("options", [{"decode_images": True}, {"image_size": 16}], ids=["decode", "scale"])

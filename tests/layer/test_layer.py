@@ -256,8 +256,10 @@ def test_the_list_has_complete_unfinished_and_damaged_layers(root: Path) -> None
     text = layer("list", root).stdout
     assert "unfinished unfinished: its command was stopped" in text
     assert "layers/damaged/layer.json: damaged" in text
-    dropped = layer("drop", root, "second", "first", "unfinished").stdout
-    assert dropped == "Dropped: second\nDropped: first\nDropped: unfinished\n"
+    dropped = layer("drop", root, "second", "first").stdout
+    assert dropped == "Dropped: second\nDropped: first\n"
+    dropped = layer("drop", root, "unfinished", "--json").stdout
+    assert json.loads(dropped) == {"dropped": "unfinished", "exit_code": 0}
     assert [*json.loads(layer("list", root, "--json").stdout)["layers"]] == []
 
 

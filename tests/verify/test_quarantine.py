@@ -2,11 +2,15 @@
 
 import json
 import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from sa1b.shards import manifest
 from sa1b.verify.image_list_check import WarningList
+from tests import kit
 from tests.shards.tiny_source import ROOTS, make_root, pairs, write_source
 from tests.verify.checking import check
 
@@ -44,6 +48,14 @@ def write_lines(root, entries, file="refused.jsonl"):
 
 def found(root):
     return {(one.kind, one.file.removeprefix(f"{FOLDER}/")) for one in check(root).findings}
+
+
+def test_a_quarantine_on_a_web_server_is_read(refusing):
+    handler = partial(SimpleHTTPRequestHandler, directory=str(refusing))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert kit.run("verify", f"http://127.0.0.1:{server.server_port}/", "--json", code=0)
+        server.shutdown()
 
 
 def test_what_ingest_wrote_is_clean(root):

@@ -11,6 +11,7 @@ done; 1: verify found damage; 2: nothing was done; 3: added, and an image or a m
 layer; 130: interrupted.
 """
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -96,8 +97,8 @@ def main(
     if action == "drop":
         for layer in files:
             drop(open_store(root), layer)
-            if not json_output:
-                print(f"Dropped: {layer}", flush=True)
+            document = json.dumps({"dropped": layer, "exit_code": 0})
+            print(document if json_output else f"Dropped: {layer}", flush=True)
         return 0
     assert name is not None
     summary = add_layer(
@@ -146,9 +147,8 @@ class LayerList:
         for layer in self.layers:
             numbers = (f"{n:,}" for n in (layer.images, layer.added, layer.replaced, layer.hidden))
             above = "-" if layer.parent is None else layer.parent.name
-            rows.append(
-                (layer.name, layer.digest[:12], *numbers, above, str(layer.provenance.get("date", "-")))
-            )
+            date = str(layer.provenance.get("date", "-"))
+            rows.append((layer.name, layer.digest[:12], *numbers, above, date))
         lines = aligned(rows, right=(False, False, True, True, True, True, False, False))
         lines += [
             f"unfinished {name}: its command was stopped; run that command again, or remove the layer with "
