@@ -50,7 +50,7 @@ def images_of(setting: Setting, kind: str, count: int) -> list[EncodedImage]:
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
         pending.pick(0, len(pending))
-        found += [one.image for one in pending.picked if one is not None and one.image is not None]
+        found += filter(None, pending.encoded)
         if len(found) >= count:
             break
     stream.close()

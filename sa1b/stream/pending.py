@@ -9,7 +9,7 @@ Threads may each call `pick` and `decode` for a share of the samples.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,7 @@ from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
-from sa1b.stream.sample import SampleMasks, SampleOptions, no_masks, pick_masks
+from sa1b.stream.sample import SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import Busy, PipelineStats
 from sa1b.stream.text import TextColumn, Texts, merged
 from sa1b.stream.transform import Frame
@@ -98,15 +98,14 @@ class SampleSource:
         return f"{source}image {table.image_id[row]} in {shard} at offset {table.offset[row]:,}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PickedSample:
-    """A sample of a pending batch that is read, with its chosen masks; its image is still a JPEG."""
-
-    index: int  # in the micro-batch
-    attempt: int  # number of substitutes that were tried before it
-    row: int  # of the sample table
-    image: EncodedImage | None  # None: the black image that replaces a damaged sample of a sequential stream
-    masks: SampleMasks
+@contextmanager
+def named(piece: MicroBatch, where: Callable[[int], str]) -> Iterator[None]:
+    """Add the samples of a micro-batch to errors that may concern all of them."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(piece.span(where))
+        raise
 
 
 @dataclass(slots=True, eq=False)
@@ -127,12 +126,14 @@ class PendingBatch:
     reads: list[PendingRead]
     # uint8 [B, S, S, 3], on the decoder's device; whoever decodes allocates it
     images: Tensor = field(default_factory=lambda: torch.empty(0))
-    picked: list[PickedSample | None] = field(init=False)  # results of pick, None if not done
-    samples: list[SampleMasks | None] = field(init=False)  # results of decode
+    substitutes: list[int] = field(init=False)  # numbers of those that were tried
+    encoded: list[EncodedImage | None] = field(init=False)  # by `pick`, until they are decoded; None: black
+    samples: list[Any] = field(init=False)  # SampleMasks, by `pick`
     progress: npt.NDArray[np.uint8] = field(init=False)  # [B], READ or DECODED; other processes may see it
 
     def __post_init__(self) -> None:
-        self.picked, self.samples = [None] * len(self), [None] * len(self)
+        self.substitutes = [0] * len(self)
+        self.encoded, self.samples = [None] * len(self), [None] * len(self)
         self.progress = np.zeros(len(self), np.uint8)
 
     def __len__(self) -> int:
@@ -142,10 +143,6 @@ class PendingBatch:
     def source(self) -> SampleSource:
         """The first source, for what all have in common: decoder, image size, statistics."""
         return self.sources[0]
-
-    def of(self, i: int) -> SampleSource:
-        """The source of sample i."""
-        return self.sources[self.which[i]]
 
     def finish(self) -> Batch:
         """The batch, read and decoded by this thread; the errors are those of `pick` and `decode`."""
@@ -166,109 +163,93 @@ class PendingBatch:
         """
         busy = Busy()
         for i in range(start, stop):
-            self.picked[i] = self._pick(i, 0, self.rows[i], self.reads[i], busy)
+            self._pick(i, busy)
             self.progress[i] = READ
         return busy
 
     def decode(self, start: int, stop: int) -> Busy:
         """Decode the images of picked samples or of their substitutes. Raises the errors of `pick`."""
-        busy = Busy()
-        samples = [sample for sample in self.picked[start:stop] if sample is not None]
-        self.picked[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
-        out = self.images[start:stop]
-        if all(sample.image is not None for sample in samples):
-            errors = self._decode(samples, out, busy)
-        else:
-            errors = [self._decode([sample], out[n, None], busy)[0] for n, sample in enumerate(samples)]
-        for n in range(len(samples)):
-            while (error := errors[n]) is not None:
-                samples[n] = self._substitute(
-                    samples[n].index, samples[n].attempt, samples[n].row, error, busy
-                )
-                (errors[n],) = self._decode([samples[n]], out[n, None], busy)
-        self.samples[start:stop] = [sample.masks for sample in samples]
+        busy, step = Busy(), stop - start if all(self.encoded[start:stop]) else 1
+        for first in range(start, stop, step or 1):
+            for i, failed in enumerate(self._decode(first, first + step, busy), first):
+                error = failed
+                while error is not None:
+                    if self._substitute(i, error):
+                        self._pick(i, busy)
+                    (error,) = self._decode(i, i + 1, busy)
+        self.encoded[start:stop] = [None] * (stop - start)  # frees the JPEG's bytes
         self.progress[start:stop] = DECODED
         return busy
 
-    def _decode(self, samples: list[PickedSample], out: torch.Tensor, busy: Busy) -> list[BadSample | None]:
-        images = [sample.image for sample in samples if sample.image is not None]
+    def _decode(self, start: int, stop: int, busy: Busy) -> list[BadSample | None]:
+        images = [image for image in self.encoded[start:stop] if image is not None]
         if not images:
-            out.zero_()
-            return [None] * len(samples)
+            self.images[start:stop].zero_()
+            return [None] * (stop - start)
         began = time.perf_counter()
-        with self._named():
-            errors = self.source.decoder.decode(images, out)
+        with named(self.piece, self._where):
+            errors = self.source.decoder.decode(images, self.images[start:stop])
         size = sum(len(image.jpeg) for image in images)
         busy.add("decode", size, time.perf_counter() - began, items=len(images))
         return errors
 
-    def _pick(self, i: int, attempt: int, row: int, read: PendingRead, busy: Busy) -> PickedSample:
-        source, began = self.of(i), time.perf_counter()
-        options, seed, epoch = source.options, source.seed, self.local[i] // source.plan.order.count
-        try:
-            jpeg, annotations = read.result()
-            there = time.perf_counter()
-            busy.add("read", int(source.dataset.table.jpg_bytes[row]), there - began)
-            condition = source.view.masks_where
-            usable = None if condition is None else condition.masks(annotations)
-            masks = pick_masks(annotations, options, seed, epoch, usable=usable)
-            busy.add("pick", 0, time.perf_counter() - there)
-            return PickedSample(i, attempt, row, EncodedImage(jpeg, masks.frame), masks)
-        except ShardError as error:
-            damage = error
-        except Exception as error:
-            self.note(error, i)
-            raise
-        return self._substitute(i, attempt, row, damage, busy)
+    def _pick(self, i: int, busy: Busy) -> None:
+        """Wait for sample i, or for a substitute, and choose its masks."""
+        source = self.sources[self.which[i]]
+        epoch, condition = self.local[i] // source.plan.order.count, source.view.masks_where
+        while True:
+            began = time.perf_counter()
+            try:
+                jpeg, annotations = self.reads[i].result()
+                there = time.perf_counter()
+                busy.add("read", int(source.dataset.table.jpg_bytes[self.rows[i]]), there - began)
+                usable = None if condition is None else condition.masks(annotations)
+                masks = pick_masks(annotations, source.options, source.seed, epoch, usable=usable)
+                busy.add("pick", 0, time.perf_counter() - there)
+                self.samples[i], self.encoded[i] = masks, EncodedImage(jpeg, masks.frame)
+                return
+            except ShardError as error:
+                damage = error
+            except Exception as error:
+                position = self.piece.start + i
+                error.add_note(f"at position {position}: {self._where(position)}")
+                if isinstance(error, MissingError):
+                    error.add_note(_REPLACED)
+                raise
+            if not self._substitute(i, damage):
+                return
 
-    def _substitute(
-        self, i: int, attempt: int, row: int, damage: ShardError | BadSample, busy: Busy
-    ) -> PickedSample:
-        """Log a damaged sample and pick its replacement."""
-        source, position = self.of(i), self.piece.start + i
-        order = source.plan.order
+    def _substitute(self, i: int, damage: ShardError | BadSample) -> bool:
+        """Log a damaged sample and begin to read its substitute; False: it is black and needs no reading."""
+        source, position, row = self.sources[self.which[i]], self.piece.start + i, self.rows[i]
+        order, tried = source.plan.order, self.substitutes[i]
         source.record_damage(row, position, damage)
         if isinstance(order, Sequential):
-            self.valid[i] = False
-            size = source.options.image_size
-            masks = no_masks(int(source.dataset.table.image_id[row]), Frame.whole_image(size, size, size))
-            return PickedSample(i, attempt, row, None, masks)
-        if attempt + 1 == MAX_SUBSTITUTES:
+            size, image_id = source.options.image_size, int(source.dataset.table.image_id[row])
+            self.samples[i] = no_masks(image_id, Frame.whole_image(size, size, size))
+            self.valid[i], self.encoded[i] = False, None
+            return False
+        if tried + 1 == MAX_SUBSTITUTES:
             raise AssertionError(f"{MAX_SUBSTITUTES} substitutes of position {position} are damaged")
         assert isinstance(order, Order)
-        index = order.substitute(self.local[i], attempt)
-        self.rows[i] = row = int(source.view.table_rows(np.array([index]))[0])
-        (read,) = source.read([row])
-        return self._pick(i, attempt + 1, row, read, busy)
+        index = order.substitute(self.local[i], tried)
+        self.rows[i] = int(source.view.table_rows(np.array([index]))[0])
+        self.reads[i : i + 1] = source.read([self.rows[i]])
+        self.substitutes[i] += 1
+        return True
 
-    def note(self, error: Exception, i: int) -> None:
-        """Add position, image and shard of sample i to an error."""
-        error.add_note(f"at position {self.piece.start + i}: {self.where(i)}")
-        if isinstance(error, MissingError):
-            error.add_note(_REPLACED)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the samples of the batch to errors that may concern all of them."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(self.piece.span(lambda position: self.where(position - self.piece.start)))
-            raise
-
-    def where(self, i: int) -> str:
-        """Image, shard and offset of sample i, for messages."""
-        return self.of(i).where(self.rows[i])
+    def _where(self, position: int) -> str:
+        i = position - self.piece.start
+        return self.sources[self.which[i]].where(self.rows[i])
 
     def collate(self) -> Batch:
         """The batch of all samples, once they are decoded."""
-        with self._named():
+        with named(self.piece, self._where):
             return self._collate()
 
     def _collate(self) -> Batch:
         piece = self.piece
-        samples = [sample for sample in self.samples if sample is not None]
-        batch = collate(self.images, samples, range(piece.start, piece.stop), self.valid, piece.position)
+        batch = collate(self.images, self.samples, range(piece.start, piece.stop), self.valid, piece.position)
         which = np.array(self.which, np.int64)
         if self.source.name is not None:
             names = tuple(self.sources[source].name or "" for source in self.which)

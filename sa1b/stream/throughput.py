@@ -205,7 +205,7 @@ def _images(stream: Stream) -> list[EncodedImage]:
     for piece in stream.plan.micro_batches(0):
         pending = stream.submit(piece)
         pending.pick(0, len(pending))
-        images += [sample.image for sample in pending.picked if sample and sample.image]
+        images += filter(None, pending.encoded)
         if len(images) >= _SAMPLES:
             break
     return images
