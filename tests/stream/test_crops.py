@@ -142,11 +142,5 @@ def test_what_crops_cannot_be_used_with_is_named(root: Path) -> None:
         stream(root, masks=4)
     with pytest.raises(TransformError, match=f"image_size=64 must be {CROPS.image_size}, the image_size of"):
         next(iter(stream(root, image_size=64)))
-    strange: Any = ((), ((2, 24),), [CropGroup(2, 24)], CropGroup(2, 24))
-    for groups in strange:
-        with pytest.raises(BadValue, match="must be a tuple of CropGroup"):
-            MultiCrop(groups)
-    bad: Any = ({"count": 0}, {"size": 0}, {"area": (2, 1)}, {"flip": 2})
-    for wrong in bad:
-        with pytest.raises(BadValue):
-            CropGroup(**{"count": 1, "size": 8, **wrong})
+    with pytest.raises(BadValue):
+        CropGroup(1, 8, area=(2, 1))
