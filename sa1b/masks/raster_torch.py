@@ -2,10 +2,9 @@
 
 Takes the place of the kernels of sa1b.masks.raster_triton on a GPU where they are not proved. One call fills
 a batch of images of different sizes, without a loop over masks or runs: a mask is foreground at a pixel if an
-odd number of its runs end at the source pixel that this one reads, or before it.
+odd number of its runs end at the source pixel that this one reads, or before it. A binary search counts them.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sa1b.masks.runs import check_size
 Size = int | Tensor
 Flip = bool | Tensor
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
+_TOGETHER = 1 << 25  # pixels; 12 bytes for each
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
 
 
@@ -60,10 +60,10 @@ def rasterize(
     height, width = check_size(height, width)
     source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
     rows, columns = (
-        TorchAxis(size, target, size, torch.full_like(size, 2 * target))
+        source_pixel(torch.arange(target, device=runs.device), size[:, None], 2 * target)
         for size, target in zip(source, (height, width), strict=True)
     )
-    return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
+    return fill(runs, offsets, source, rows, columns, flip, out, dtype)
 
 
 def rasterize_frame(
@@ -81,18 +81,12 @@ def rasterize_frame(
 ) -> Tensor:
     """Masks in the padded square of image_size pixels, rasterised at size x size, as `geometry.frame`.
 
-    Args:
-        runs: integers [R], as for `rasterize`.
-        offsets: int64 [N + 1], on the same device.
-        source_height: height of the image in pixels: one value for all masks, or integers [N].
-        source_width: likewise.
+    Args, where they are not those of `rasterize`:
         image_size: pixels of the square that holds the resized image at its top left.
         size: pixels of a dense mask.
         taken: int64 [N, 2], rows and columns of the square that each mask's image covers, 1 to image_size; by
             default its longer side covers the complete side of the square.
         flip: mirror the image within its width; the padding stays on the right.
-        out: buffer to write, [N, size, size], as for `rasterize`.
-        dtype: dtype of a new buffer, as for `rasterize`.
 
     Returns:
         `out`, or a new [N, size, size]: 1 is foreground, 0 background and padding.
@@ -105,8 +99,16 @@ def rasterize_frame(
     source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
     if taken is not None and (taken.shape != (source.shape[1], 2) or taken.is_floating_point()):
         raise BadValue(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
-    rows, columns = framed_axes(source, image_size, size, taken)
-    return fill_axes(runs, offsets, rows, columns, flip=flip, out=out, dtype=dtype)
+    taken = framed_sizes(source.T, image_size) if taken is None else taken.to(source)
+    rows, columns = (
+        source_pixel(
+            torch.arange(size, device=runs.device),
+            image_size * source[i, :, None],
+            2 * size * taken[:, i, None],
+        )
+        for i in range(2)
+    )
+    return fill(runs, offsets, source, rows, columns, flip, out, dtype)
 
 
 def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
@@ -114,31 +116,6 @@ def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
     longer = source_sizes.amax(dim=1, keepdim=True) if len(source_sizes) else source_sizes[:, :1]
     framed: Tensor = framed_side(source_sizes, longer, image_size)
     return framed
-
-
-def empty_frames(
-    runs: Tensor,
-    offsets: Tensor,
-    source_height: Tensor,
-    source_width: Tensor,
-    image_size: int,
-    size: int,
-    *,
-    taken: Tensor | None = None,
-) -> Tensor:
-    """Whether `rasterize_frame` sets no pixel of a mask, bool [N], from the runs. The host does not wait.
-
-    The source sizes are int64 [N] on the device of the runs.
-    """
-    image_size, size = check_size(image_size, size)
-    rows, columns = framed_axes(torch.stack((source_height, source_width)), image_size, size, taken)
-    mask = masks_of(runs, offsets)
-    unflipped = torch.zeros(1, dtype=torch.bool, device=runs.device).expand(len(source_height))
-    stops = first_pixels(runs, mask, rows, columns, rows.seen(), unflipped)
-    starts = stops.roll(1)  # of a foreground run, which follows a run of its mask
-    foreground = (torch.arange(len(runs), device=runs.device) - offsets[mask]) % 2 == 1
-    pixels = torch.where(foreground, stops - starts, 0)
-    return torch.zeros_like(source_height).index_add_(0, mask, pixels) == 0
 
 
 def inside_image(framed: Tensor, image_size: int, size: int) -> Tensor:
@@ -186,42 +163,6 @@ def first_target(source: "Any", numerator: "Any", denominator: "Any") -> "Any":
     return (source * denominator + numerator - 1) // (2 * numerator)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAxis:
-    """The rule of sa1b.masks.grid for each mask: source, numerator and denominator are int64 [N]."""
-
-    source: Tensor
-    target: int
-    numerator: Tensor
-    denominator: Tensor
-
-    def reads(self) -> Tensor:
-        """The source pixel that each target pixel reads, int64 [N, target]; `source` or more: background."""
-        pixels = torch.arange(self.target, device=self.source.device)
-        read: Tensor = source_pixel(pixels, self.numerator[:, None], self.denominator[:, None])
-        return read
-
-    def firsts(self, pixels: Tensor, masks: Tensor) -> Tensor:
-        """The first target pixel that reads a source pixel of a mask or one after it."""
-        targets: Tensor = first_target(pixels, self.numerator[masks], self.denominator[masks])
-        return targets
-
-    def seen(self) -> Tensor:
-        """Number of target pixels that read the image, int64 [N]; those after them are background."""
-        return self.firsts(self.source, torch.arange(len(self.source), device=self.source.device))
-
-
-def framed_axes(
-    source: Tensor, image_size: int, size: int, taken: Tensor | None
-) -> tuple[TorchAxis, TorchAxis]:
-    """Rows and columns of `rasterize_frame` for source sizes int64 [2, N]."""
-    taken = framed_sizes(source.T, image_size) if taken is None else taken.to(source)
-    rows, columns = (
-        TorchAxis(source[i], size, image_size * source[i], 2 * size * taken[:, i]) for i in range(2)
-    )
-    return rows, columns
-
-
 def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
     """Height and width of every mask's image, int64 [2, N], on the CPU."""
     count = offsets.numel() - 1
@@ -240,70 +181,38 @@ def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
     return both
 
 
-def fill_axes(
+def fill(
     runs: Tensor,
     offsets: Tensor,
-    rows: TorchAxis,
-    columns: TorchAxis,
-    *,
+    source: Tensor,
+    rows: Tensor,
+    columns: Tensor,
     flip: Flip,
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    # A dense mask is filled in the order of the runs, down its columns, and then transposed. If several
-    # target columns read the same source column, only the first of them is filled, and the others copy it.
+    """Masks of images of the sizes `source`, int64 [2, N], at the source rows and columns that the pixels of
+    their dense masks read, int64 [N, height] and [N, width]; beyond the image it is background.
+    """
     device = runs.device
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
-    count, height, width = offsets.numel() - 1, rows.target, columns.target
+    (count, height), width = rows.shape, columns.shape[1]
     mirror = flips(flip, count, device)
     out = buffer((count, height, width), out, dtype, device)
-    if count == 0:
-        return out
-    mask, most = masks_of(runs, offsets), height * width
-    ends = first_pixels(runs, mask, rows, columns, height, mirror).clamp(0, most)
-    number = torch.zeros((count, most + 1), dtype=torch.uint8, device=device)  # of ends; an odd one counts
-    number.view(-1).index_add_(0, mask * (most + 1) + ends, number.new_ones(()).expand(len(runs)))
-    filled = number.cumsum(1, dtype=torch.uint8)[:, :most].view(count, width, height)
-
-    read, of_column = columns.reads(), torch.arange(count, device=device)[:, None]
-    inside = (read < columns.source[:, None])[:, :, None] & (rows.reads() < rows.source[:, None])[:, None]
-    read = torch.where(mirror[:, None], columns.source[:, None] - 1 - read, read)
-    column = filled_column(columns, read, of_column, mirror).clamp(0, width - 1)
-    pixels = filled[of_column, column].bitwise_and_(inside)
-    return out.copy_(pixels.transpose(1, 2))
-
-
-def masks_of(runs: Tensor, offsets: Tensor) -> Tensor:
-    """The mask of each run, int64 [R]."""
-    masks = torch.arange(offsets.numel() - 1, device=runs.device)
-    return masks.repeat_interleave(offsets.diff(), output_size=len(runs))
-
-
-def first_pixels(
-    runs: Tensor, mask: Tensor, rows: TorchAxis, columns: TorchAxis, height: int | Tensor, mirror: Tensor
-) -> Tensor:
-    """For each run the first pixel of the dense mask that reads the source pixel at its end or a later one.
-
-    Pixels are counted in the order of the runs, `height` to a column (an int, or int64 [N]), without columns
-    that read the same source column as the one before.
-    """
-    sizes = rows.source * columns.source
-    before = sizes.cumsum(0) - sizes  # pixels of all previous masks: sums of runs are cumulative over masks
-    ends = runs.to(torch.int64).cumsum(0) - before[mask]
-    source_column = ends // rows.source[mask]
-    row = rows.firsts(ends - source_column * rows.source[mask], mask)
-    column = filled_column(columns, source_column, mask, mirror)
-    following = filled_column(columns, source_column + 1, mask, mirror)
-    within = (column < following) & (row < rows.seen()[mask])
-    stride = height[mask] if isinstance(height, Tensor) else height
-    return torch.where(within, column * stride + row, following * stride)
-
-
-def filled_column(columns: TorchAxis, source_column: Tensor, mask: Tensor, mirror: Tensor) -> Tensor:
-    """The column, counted in the order of the runs, that is filled for a source column or a later one."""
-    mirrored = columns.seen()[mask] - columns.firsts(columns.source[mask] - source_column, mask)
-    return torch.where(mirror[mask], mirrored, columns.firsts(source_column, mask))
+    inside = (rows < source[0, :, None])[:, :, None] & (columns < source[1, :, None])[:, None]
+    columns = torch.where(mirror[:, None], source[1, :, None] - 1 - columns, columns)
+    ends = runs.to(torch.int64).cumsum(0)  # over all masks, whose pixels follow one another
+    before = source.prod(0).cumsum(0) - source.prod(0)
+    columns = columns * source[0, :, None] + before[:, None]
+    together = max(1, _TOGETHER // max(1, height * width))
+    for i in range(0, count, together):
+        part = slice(i, i + together)
+        pixels = rows[part, :, None] + columns[part, None]
+        ended = torch.searchsorted(ends, pixels, right=True, out_int32=True)
+        ended -= offsets[:-1][part, None, None]
+        out[part] = ended.bitwise_and_(1).bitwise_and_(inside[part])
+    return out
 
 
 def flips(flip: Flip, count: int, device: torch.device) -> Tensor:

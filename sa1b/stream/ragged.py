@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
-from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -60,13 +59,9 @@ def fresh(shape: tuple[int, ...], device: torch.device = _CPU) -> Tensor:
     """New memory for pixels, uint8, not initialised."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=torch.uint8, device=device)
-    # Shaped by torch: numpy gives an array without elements other strides.
-    return torch.from_numpy(_allocate(int(np.prod(shape, dtype=np.int64)))).view(shape)
-
-
-def _allocate(size: int) -> npt.NDArray[np.uint8]:
-    """Memory in huge pages: the first write to 1024 x 1024 pixels takes 0.11 ms instead of 0.32."""
-    return np.empty(size, np.uint8)
+    # By numpy in huge pages: the first write to 1024 x 1024 pixels takes 0.11 ms instead of 0.32. Shaped by
+    # torch: numpy gives an array without elements other strides.
+    return torch.from_numpy(np.empty(int(np.prod(shape, dtype=np.int64)), np.uint8)).view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,8 +108,11 @@ class RaggedMasks(Tensors):
         size, device = self._size(size), self.runs.device
         if device.type == "cuda":
             masks = (self.runs, self.offsets, *self.sizes.unbind(1))
-            rasterize = _back_end().rasterize_frame
-            pixels: Tensor = rasterize(*masks, self.image_size, size, taken=self.taken, out=out)
+            # Triton's kernels where they are proved, else plain torch. Results are identical.
+            back_end = import_module("sa1b.masks.raster_triton") if raster_in_use() else raster_torch
+            pixels: Tensor = back_end.rasterize_frame(
+                *masks, self.image_size, size, taken=self.taken, out=out
+            )
             return pixels
         if device.type != "cpu":  # no kernels there: rasterised on the CPU
             there = self.to("cpu").dense(size).to(device)
@@ -130,17 +128,12 @@ class RaggedMasks(Tensors):
 
         `dense` may read none of the source pixels of a small mask. The mask stays in the batch, with its
         point, box and scores, as a target without foreground. Leave it out of the loss, or exclude such masks
-        with `Stream(min_pixels=)`. The result is computed from the runs, without pixels, and equals
-        `~(self.dense(size) != 0).flatten(1).any(1)`.
+        with `Stream(min_pixels=)`. The result is that of the pixels, which are made for it: `dense(size)`.
 
         Raises:
             sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
         """
-        heights, widths = self.sizes.unbind(1)
-        size = self._size(size)
-        return raster_torch.empty_frames(
-            self.runs, self.offsets, heights, widths, self.image_size, size=size, taken=self.taken
-        )
+        return self.dense(size).flatten(1).any(1) == 0
 
     def _size(self, size: int | None) -> int:
         return self.image_size if size is None else check_size(size, size)[0]
@@ -149,21 +142,16 @@ class RaggedMasks(Tensors):
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None
     ) -> list[Callable[[], object]]:
         """The work of `dense` on a CPU as one call per image, which fills its masks in `out`, uint8 [M, size,
-        size]. `boxes`, int64 [M, 4], are the parts of `out` that are not 0: see
-        `sa1b.masks.raster.rasterize_frame`.
+        size]; `boxes`, int64 [M, 4]: see `sa1b.masks.raster.rasterize_frame`.
         """
-        # The compiled function takes the masks of one image, which are contiguous.
         jobs: list[Callable[[], object]] = []
         for start, stop in pairwise(accumulate(self.counts, initial=0)):
             if start < stop:
-                height, width = self.sizes[start].tolist()
                 offsets = self.offsets[start : stop + 1].numpy()
                 runs = self.runs[offsets[0] : offsets[-1]].numpy().view(np.uint32)
-                image_runs = Runs(runs, offsets - offsets[0], height, width)
-                rows, columns = self.taken[start].tolist()
-                job = partial(
-                    raster.rasterize_frame, image_runs, self.image_size, size, taken=(rows, columns)
-                )
+                of_image = Runs(runs, offsets - offsets[0], *self.sizes[start].tolist())
+                taken = tuple(self.taken[start].tolist())
+                job = partial(raster.rasterize_frame, of_image, self.image_size, size, taken=taken)
                 known = None if boxes is None else boxes[start:stop]
                 jobs.append(partial(job, out=out[start:stop].numpy(), boxes=known))
         return jobs
@@ -194,8 +182,3 @@ def padded_index(counts: tuple[int, ...]) -> Tensor:
     columns = torch.arange(max(counts, default=0))
     number = torch.tensor(counts, dtype=torch.int64)[:, None]
     return torch.where(columns < number, number.cumsum(0) - number + columns, -1)
-
-
-def _back_end() -> ModuleType:
-    """Triton's kernels where they are proved, else plain torch. Results are identical."""
-    return import_module("sa1b.masks.raster_triton") if raster_in_use() else raster_torch

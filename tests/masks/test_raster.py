@@ -170,8 +170,6 @@ def test_torch_fills_masks_of_images_of_different_sizes_at_once(batch, image_siz
     framed = np.concatenate([raster.rasterize_frame(image, image_size, size) for image in images])
     found = raster_torch.rasterize_frame(runs, offsets, heights, widths, image_size, size)
     np.testing.assert_array_equal(found, framed)
-    empty = raster_torch.empty_frames(runs, offsets, heights, widths.long(), image_size, size)
-    np.testing.assert_array_equal(empty, ~framed.any(axis=(1, 2)))
     np.testing.assert_array_equal(
         raster_torch.rasterize(runs, offsets, heights, widths, image_size, size),
         np.concatenate([raster.rasterize(image, image_size, size) for image in images]),

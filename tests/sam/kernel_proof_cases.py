@@ -14,7 +14,7 @@ import torch
 from benchmarks.account import as_on_a_gpu
 from sa1b.masks import raster_torch
 from sa1b.masks.proved import RASTER
-from sa1b.masks.raster_torch import first_target
+from sa1b.masks.raster_torch import first_target, source_pixel
 from sa1b.sam import (
     downscale_triton,
     image_to_tokens_triton,
@@ -68,9 +68,9 @@ def check(names: Sequence[str]) -> int:
             found = wrong_results(name)
             assert {one.split()[0] for one in found} == {"gradient"}, (name, found)
     with mock.patch.object(kernel_comparison, "SIDES", (24,)):
-        for name in RASTER:
+        for name, formula in zip(RASTER, (first_target, source_pixel), strict=True):
             assert raster_differences(name, torch.device("cpu")) == 0
-            with mock.patch.object(raster_torch, "first_target", lambda *numbers: first_target(*numbers) + 1):
+            with mock.patch.object(raster_torch, formula.__name__, lambda *a, right=formula: right(*a) + 1):
                 assert raster_differences(name, torch.device("cpu")) > 0
     return 2 * (len(names) + len(RASTER))
 

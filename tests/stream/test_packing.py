@@ -174,14 +174,6 @@ def test_copies_to_the_cpu_are_complete_and_other_copies_are_not_waited_for(
     assert asked == {("cpu", False)}
 
 
-@examples
-@given(st.lists(pixel_masks(), max_size=3), st.integers(1, 64), st.integers(1, 48))
-def test_empty_masks_are_those_without_a_pixel(drawn: list[np.ndarray], image_size: int, size: int) -> None:
-    masks = batch_of(drawn, image_size).masks
-    assert torch.equal(masks.empty(size), ~(masks.dense(size) != 0).flatten(1).any(1))
-    assert torch.equal(masks.empty(), masks.empty(image_size))
-
-
 def test_a_mask_between_the_source_pixels_that_are_read_is_empty() -> None:
     mask = np.zeros((2, 64, 64), np.bool_)
     mask[0, 31, 31] = True  # at 4 x 4 the pixels 8, 24, 40 and 56 are read
