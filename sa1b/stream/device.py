@@ -2,11 +2,8 @@
 
 On a CPU the tensors of a batch are views of its slot, which is in use until the caller drops them. On a GPU
 they are copies, made by a CUDA stream of its own from page-locked memory, so that only the caller's stream
-waits for them. Dense masks are rasterised here: on a GPU by kernels, on a CPU by threads.
-
-Allocating memory takes longer than filling it, because the system clears every page at its first use. For the
-64 MB of an image's masks at 1024 x 1024, writing takes 9 ms in new memory and 2.5 ms in a reused buffer. So
-buffers are reused.
+waits for them. Dense masks are rasterised here: on a GPU by kernels, on a CPU by threads, in buffers that are
+reused: the masks of an image at 1024 pixels take 9 ms in new memory and 2.5 ms in a reused buffer.
 """
 
 import time
@@ -30,7 +27,7 @@ from sa1b.stream.stats import PipelineStats
 
 HELD = 3  # batches of the caller that stay in slots: further ones are copied
 _CUDA: Any = torch.cuda  # some of its functions are untyped
-_BOX = np.dtype((np.int64, 4))  # edges of a box: top, bottom, left, right
+_BOX = 32  # bytes of the edges of a box, int64: top, bottom, left, right
 
 
 class MaskBufferPool:
@@ -38,10 +35,9 @@ class MaskBufferPool:
     belongs to the caller until its last tensor, and every view of it, is unreferenced; then it is reused.
     """
 
-    # The boxes of the masks are stored before their pixels. In fresh memory all boxes are 0: no mask was
-    # rasterised there. The buffers grow with the batches: the largest number of masks that a stream may give,
-    # `masks`, can be many times that of its batches. Their number grows with the batches that a caller holds:
-    # one, while the next is rasterised, needs two.
+    # The boxes of the masks are before their pixels; all 0: no mask was rasterised. The size of the buffers
+    # grows with the batches, whose masks may be far fewer than the `masks` that a stream may give, and their
+    # number with the batches that a caller holds.
 
     def __init__(self, masks: int, size: int, keep: int) -> None:
         self.capacity = 0  # bytes of a buffer
@@ -51,14 +47,12 @@ class MaskBufferPool:
         self._limit = 2  # buffers that are kept, referenced or not
 
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Pixels uint8 [masks, size, size], and int64 [masks, 4] for `sa1b.masks.raster.rasterize_frame`.
-
-        The boxes are valid only if that function alone writes into the pixels, with these boxes, and as long
-        as the pixels are referenced. One thread at a time calls this.
+        """Pixels uint8 [masks, size, size], and boxes int64 [masks, 4] for `raster.rasterize_frame`, valid if
+        that function alone writes into the pixels. One thread at a time calls this.
         """
         if masks > self._masks:
             self._masks = max(masks, min(self._most, masks * 5 // 4))
-            self.capacity = self._masks * (_BOX.itemsize + self._size**2)
+            self.capacity = self._masks * (_BOX + self._size**2)
             self._free.clear()
         try:
             buffer = self._free.popleft()
@@ -66,7 +60,7 @@ class MaskBufferPool:
             buffer = np.zeros(self.capacity, np.uint8)
         self._limit = max(self._limit, len(self._lent) + 1)
         self._lent[id(buffer)] = None
-        head = len(buffer) // (_BOX.itemsize + self._size**2) * _BOX.itemsize
+        head = self._masks * _BOX
         boxes = buffer[:head].view(np.int64).reshape(-1, 4)[:masks]
         pixels = buffer[head : head + masks * self._size**2]
         weakref.finalize(pixels, self._take_back, buffer).atexit = False
@@ -85,9 +79,7 @@ class MaskBufferPool:
 
 
 class SideStream:
-    """A CUDA stream for copying and rasterising in parallel with the caller's stream. A device without an
-    index is the current one of the calling thread.
-    """
+    """A CUDA stream for copying and rasterising in parallel with the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -136,10 +128,7 @@ class SideStream:
 
 
 class DeviceStage:
-    """Brings batches to `device`, with masks of `dense` pixels; the arguments are those of `Loader`.
-
-    `masks`: the largest number of masks of a batch, `keep`: buffers for them that are kept.
-    """
+    """Brings batches to `device`, with masks of `dense` pixels, `masks` at most, in up to `keep` buffers."""
 
     def __init__(
         self,
@@ -189,30 +178,26 @@ class DeviceStage:
     def begin(
         self, batch: Batch, memory: npt.NDArray[np.uint8], slot: int, *, ahead: bool
     ) -> Callable[[], Batch]:
-        """Begin to copy and to rasterise a batch in `memory`, that of a slot; the result waits for the end.
-        One that is `ahead` of the caller is rasterised on a CPU early only if memory is spare.
-        """
+        """Begin to copy and to rasterise a batch in the memory of a slot; the result waits for the end."""
         began = time.perf_counter()
         if self.side is not None:
             ready = self._copy(batch, slot, self.side)
         elif self.device.type == "cpu":
             ready = self._rasterise(self._keep(batch, memory, slot), ahead=ahead)
         else:
-            ready = self._move(batch)
+            there = self._with_dense(batch).to(self.device, non_blocking=False)
+            ready = lambda: there  # noqa: E731
         self.stats.add("device", batch.images.nbytes, time.perf_counter() - began)
         return ready
 
-    def _move(self, batch: Batch) -> Callable[[], Batch]:
-        dense = None if self.dense is None else batch.masks.dense(self.dense)
-        there = replace(batch, dense=dense).to(self.device, non_blocking=False)
-        return lambda: there
+    def _with_dense(self, batch: Batch) -> Batch:
+        return batch if self.dense is None else replace(batch, dense=batch.masks.dense(self.dense))
 
     def _copy(self, batch: Batch, slot: int, side: SideStream) -> Callable[[], Batch]:
         with side.current():
             there = side.copy(batch)
             self._copying.append((side.event(), slot))
-            if self.dense is not None:
-                there = replace(there, dense=there.masks.dense(self.dense))
+            there = self._with_dense(there)
             end = side.event()
 
         def ready() -> Batch:

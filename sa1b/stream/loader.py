@@ -7,11 +7,10 @@
             save({"stream": loader.state_dict()})
 
 A job is a batch: its number, a slot of memory, and its positions. It goes to the process that has fewest
-jobs, which reads, chooses, decodes and collates into the slot; see sa1b.stream.maker. With one process, the
-same jobs run in threads of the training process. The caller's thread gives out jobs, takes the batches in the
-order of their positions, and brings each to the device, one batch ahead; see sa1b.stream.device. The sequence
-is exactly that of `sa1b.Stream`. Threads of one process wait for the interpreter's lock, which an image holds
-for a tenth of its time or more: a machine with many processors needs several processes.
+jobs, or to threads of this process; see sa1b.stream.maker. The caller's thread gives out jobs, takes the
+batches in the order of their positions, and brings each to the device, one batch ahead; see
+sa1b.stream.device. Threads of one process wait for the interpreter's lock, which an image holds for a tenth
+of its time or more: a machine with many processors needs several processes.
 """
 
 import contextlib
@@ -23,11 +22,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from sa1b.arguments import BadValue, check_arguments, number, whole_number
+from sa1b.arguments import BadValue, check_arguments
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
@@ -35,7 +32,7 @@ from sa1b.stream.decoders import decoder_for
 from sa1b.stream.device import HELD, DeviceStage
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
-from sa1b.stream.pending import READ
+from sa1b.stream.pending import READ, named
 from sa1b.stream.processes import AHEAD, Processes, batch_in, sent, server
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
@@ -95,12 +92,9 @@ class Loader:
             raise BadValue(
                 f"stream={stream!r} must be a sa1b.Stream or sa1b.Mix: Loader(Stream(root, global_batch=256))"
             )
-        self.stream, self.device, self.read_only = stream, _device(device), read_only
-        threads = None if threads is None else whole_number("threads", threads, 1)
-        processes = None if processes is None else whole_number("processes", processes, 1)
-        self.prefetch = whole_number("prefetch", prefetch, 1)
-        self.dense = None if dense is None else whole_number("dense", dense, 1)
-        self._stall_seconds = number("stall_seconds", stall_seconds, above=0)
+        self.stream, self.device, self.read_only = stream, torch.device(device), read_only
+        self.prefetch, self.dense, self._stall_seconds = prefetch, dense, stall_seconds
+        self._limit = stream.deadline + _LATE  # seconds without progress
         on_gpu = self.device.type == "cuda"
         if on_gpu and not torch.cuda.is_available():
             raise BadValue("device='cuda': torch finds no GPU; pass device='cpu'")
@@ -130,6 +124,10 @@ class Loader:
             stats=stream.stats,
         )
         self._makers: Threads | Processes | None = None
+        self._slots: Slots
+        self._given = dict[int, Job]()  # jobs of any iteration that may write into their slots, by slot
+        self._flying = deque[Job]()  # jobs whose batches the caller has not taken
+        self._made = dict[int, Made]()  # by number; batches that wait for their turn
         self._new_slots()
         if self.processes > 1:
             server()  # it imports for seconds, while the caller builds the model
@@ -167,9 +165,10 @@ class Loader:
                     if (following := next(pieces, None)) is None:
                         ends = True
                         break
-                    self._slots.progress(slot)[:] = 0
-                    self._flying.append(Job(following[0], iteration, slot, following[1]))
-                    makers.begin(self._flying[-1])
+                    job = self._given[slot] = Job(following[0], iteration, slot, following[1])
+                    self._slots.progress(job)[:] = 0
+                    self._flying.append(job)
+                    makers.begin(job)
                 if not self._flying:
                     if ends:
                         return
@@ -181,15 +180,12 @@ class Loader:
                     self.stream.damage_log.damaged(**line)
                 if made.error is not None:
                     raise made.error
-                try:
+                with named(job.piece, self.stream.where):
                     batch = (made.ready or self._to_device(made))()
-                except Exception as error:
-                    error.add_note(job.piece.span(self.stream.where))
-                    raise
                 self._flying.popleft()
                 del self._made[job.number], made
                 self._receive(0)
-                self._begin_next(job.number + 1)
+                self._begin_next()
                 yield self.stream.taken(batch)
                 del batch  # its memory may be used for the next one
 
@@ -197,14 +193,14 @@ class Loader:
     def _iteration(self) -> Iterator[tuple[int, Threads | Processes]]:
         """The number of an iteration that begins, and what makes its batches."""
         self._drop_jobs()
-        if isinstance(self._makers, Threads):
-            self._close(self._makers)  # those of an iteration that was left without an end
+        self._close_threads(self._makers)  # those of an iteration that was left without an end
         iteration = int(self._slots.iteration[0])
         workers = min(available_cpus(), self.processes * self.threads)
         with contextlib.ExitStack() as ending:
             ending.enter_context(self._stage.used(self._slots.array, workers))
             if self.processes > 1:
                 if not isinstance(self._makers, Processes) or self._makers.have_ended:
+                    self._given.clear()
                     self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
             else:
                 ending.enter_context(self.stream.used())
@@ -212,19 +208,21 @@ class Loader:
                 on_gpu = None if self.stream.decoder.device.type == "cpu" else side
                 threads = Threads(self.stream, self.threads, self._slots, packs=side is not None, side=on_gpu)
                 self._makers = threads
-                ending.callback(self._close, threads)
+                ending.callback(self._close_threads, threads)
             try:
                 yield iteration, self._makers
             finally:
                 if iteration == self._slots.iteration[0]:
                     self._drop_jobs()
 
-    def _close(self, threads: Threads) -> None:
+    def _close_threads(self, threads: Threads | Processes | None) -> None:
         """End the threads of an iteration. If one hangs, it may still write into the slots."""
-        if threads.close():
-            threads.jobs.clear()
-        elif threads is self._makers:
-            self._new_slots()
+        if isinstance(threads, Threads) and threads is self._makers:
+            self._makers = None
+            if threads.close():
+                self._given.clear()
+            else:
+                self._new_slots()
 
     def _drop_jobs(self) -> None:
         """From now on, batches of earlier jobs are dropped when they arrive."""
@@ -233,45 +231,42 @@ class Loader:
         self._flying.clear()
 
     def _new_slots(self) -> None:
-        size, count = self.stream.options.image_size, self.stream.plan.micro_batch
-        shared, elsewhere = self.processes > 1, self.stream.decoder.device.type != "cpu"
+        stream, size = self.stream, self.stream.options.image_size
         self._slots = Slots(
             self._ahead + HELD,
-            (count, size, size, 3),
-            self.stream.options.masks,
-            shared=shared,
-            elsewhere=elsewhere,
+            (stream.plan.micro_batch, size, size, 3),
+            stream.options.masks,
+            shared=self.processes > 1,
+            elsewhere=stream.decoder.device.type != "cpu",
         )
-        self._made = dict[int, Made]()  # by number; batches that wait for their turn
-        self._flying = deque[Job]()  # jobs whose batches the caller has not taken
+        for of_slots in (self._given, self._flying, self._made):
+            of_slots.clear()
 
     def _free_slot(self) -> int | None:
         """A slot that nothing uses. Waits for a copy to a GPU if there is no other."""
         while True:
-            used = self._stage.slots_in_use()
+            used = self._stage.slots_in_use() | self._given.keys()
             used |= {made.job.slot for made in self._made.values() if made.batch is not None}
-            used |= self._makers.jobs.keys() if self._makers else set()
             free = next((slot for slot in range(len(self._slots)) if slot not in used), None)
             if free is not None or not self._stage.wait_for_copy():
                 return free
 
-    def _begin_next(self, number: int) -> None:
+    def _begin_next(self) -> None:
         """Begin to copy and to rasterise the next batch, if it is made, while the caller works."""
-        made = self._made.get(number)
+        made = self._made.get(self._flying[0].number) if self._flying else None
         if made is not None and made.error is None:
             try:
-                made.ready = self._to_device(made, ahead=True)
+                with named(made.job.piece, self.stream.where):
+                    made.ready = self._to_device(made, ahead=True)
             except Exception as error:
-                error.add_note(self._flying[0].piece.span(self.stream.where))
                 made.error = error  # raised in its turn
 
     def _wait_for(self, job: Job) -> Made:
         """The batch of a job. Logs a sample that is late. UnavailableError, StalledError: after the deadline;
         WorkerError: a process has ended or is stopped.
         """
-        began = time.perf_counter()
-        self.stream.stats.requested(self._waiting(), len(self._made))
-        progress, before, limit = self._progress(job), -1, self.stream.deadline + _LATE
+        began, waiting, ready = time.perf_counter(), self._waiting(), len(self._made)
+        progress, before, limit = self._slots.progress(job), -1, self._limit
         since = said = time.monotonic()  # of the last progress, of the last line
         while job.number not in self._made:
             self._receive(min(_LOOK, self._stall_seconds, limit))
@@ -281,18 +276,19 @@ class Loader:
             elif job.number in self._made:
                 break
             elif now - since >= limit:
-                raise overdue(self.stream, job, progress, now - since)
+                raise overdue(self.stream, waits_for(self.stream, job.piece, progress), now - since)
             elif now - said >= self._stall_seconds:
                 said = now
-                late = f"{waits_for(self.stream, job, progress)} for over {self._stall_seconds:g} s"
+                late = f"{waits_for(self.stream, job.piece, progress)} for over {self._stall_seconds:g} s"
                 _LOG.warning(f"sa1b.Loader: waiting for {late}")
-        self.stream.stats.waited(time.perf_counter() - began)
+        self.stream.stats.requested(waiting, ready, time.perf_counter() - began)
         return self._made[job.number]
 
     def _receive(self, seconds: float) -> None:
         """Take what was made, waiting at most `seconds` for the first."""
         assert self._makers is not None
         for made in self._makers.receive(seconds):
+            del self._given[made.job.slot]
             self.stream.stats.count(made.busy)
             self.stream.stats.elsewhere.update(made.cache)
             if made.job.iteration == self._slots.iteration[0]:
@@ -349,18 +345,15 @@ class Loader:
         """
         for job in tuple(self._flying):
             if job.number not in self._made and job.piece.stop > job.piece.start:
-                return waits_for(self.stream, job, self._progress(job))
+                return waits_for(self.stream, job.piece, self._slots.progress(job))
         return None
 
     def _waiting(self) -> dict[str, int]:
         """The samples in flight that wait to be read and to be decoded, and the complete batches."""
-        progress = [self._progress(job) for job in self._flying if job.number not in self._made]
+        progress = [self._slots.progress(job) for job in self._flying if job.number not in self._made]
         unread = sum(int((samples < READ).sum()) for samples in progress)
         read = sum(int((samples == READ).sum()) for samples in progress)
         return {"read": unread, "decode": read, "device": len(self._made)}
-
-    def _progress(self, job: Job) -> npt.NDArray[np.uint8]:
-        return self._slots.progress(job.slot)[: job.piece.stop - job.piece.start]
 
     def _memory(self) -> str:
         size, images, masks = self.stream.options.image_size, self.stream.plan.micro_batch, self.dense or 0
@@ -378,13 +371,6 @@ class Loader:
         if self.stream.decoder.device.type != "cpu":
             return f"{text}, decoded there by {self.stream.options.decoder}"
         return f"{text}, {self._slots.array.nbytes / 1e6:,.0f} MB of pinned memory"
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise BadValue(f"device={device!r} must be a device of torch, such as 'cuda' or 'cpu'") from None
 
 
 @cache

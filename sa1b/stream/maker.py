@@ -54,7 +54,7 @@ class Slots:
 
     `images` is the shape of the images of a whole batch, which are not here if they are decoded `elsewhere`;
     `masks` is the largest number of masks of an image. Other processes map the same memory if it is `shared`.
-    `iteration[0]` is the number of the loader's current iteration: jobs of earlier ones are dropped.
+    Jobs of other iterations than `iteration[0]` are dropped.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Slots:
         memory: npt.NDArray[np.uint8] = self._slots[slot]
         return memory
 
-    def progress(self, slot: int) -> npt.NDArray[np.uint8]:
-        """The progress of each sample of the batch in a slot, see `PendingBatch`."""
-        progress: npt.NDArray[np.uint8] = self._progress[slot]
+    def progress(self, job: "Job") -> npt.NDArray[np.uint8]:
+        """The progress of each sample of a job, see `PendingBatch`."""
+        progress: npt.NDArray[np.uint8] = self._progress[job.slot, : job.piece.stop - job.piece.start]
         return progress
 
 
@@ -118,17 +118,17 @@ class Job:
     piece: MicroBatch
 
 
-def waits_for(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8]) -> str:
+def waits_for(stream: BatchStream, piece: MicroBatch, progress: npt.NDArray[np.uint8]) -> str:
     """What a batch that is not made waits for: a sample, and its stage after it was read."""
     for stage, text in ((READ, "{}"), (DECODED, "{} to be decoded")):
         if len(late := np.flatnonzero(progress < stage)):
-            return text.format(stream.where(job.piece.start + int(late[0])))
-    return f"a batch to be collated {job.piece.span(stream.where)}"
+            return text.format(stream.where(piece.start + int(late[0])))
+    return f"a batch to be collated {piece.span(stream.where)}"
 
 
-def overdue(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8], seconds: float) -> Sa1bError:
+def overdue(stream: BatchStream, waits_for: str, seconds: float) -> Sa1bError:
     """The error for a batch that has made no progress for `seconds`, longer than a read may take."""
-    what, _, stage = waits_for(stream, job, progress).partition(" to be ")
+    what, _, stage = waits_for.partition(" to be ")
     took = f"{seconds:.0f} s, and the deadline is {stream.deadline:g} s"
     if stage:
         return StalledError(
@@ -144,22 +144,16 @@ def overdue(stream: BatchStream, job: Job, progress: npt.NDArray[np.uint8], seco
 
 @dataclass(slots=True)
 class Made:
-    """The batch of a job, or its error, or neither if its iteration has ended.
-
-    Attributes:
-        batch: from a process: its pickle, without the bytes of the tensors in the slot. None: the slot is
-            free, because there is no batch, or it is on its way to the device.
-        damage: arguments of `DamageLog.damaged` for the damaged samples of the batch.
-        ready: waits until the batch is on the device.
-    """
+    """The batch of a job, or its error, or neither if its iteration has ended."""
 
     job: Job
+    # From a process: its pickle, see `batch_in`. None: there is none, or it is on its way to the device.
     batch: Batch | bytes | None = None
     error: BaseException | None = None
-    damage: list[dict[str, Any]] = field(default_factory=list)
+    damage: Damage = field(default_factory=Damage)
     busy: Busy = field(default_factory=Busy)
     cache: Counter[str] = field(default_factory=Counter)
-    ready: Callable[[], Batch] | None = None
+    ready: Callable[[], Batch] | None = None  # waits until the batch is on the device
 
 
 @dataclass(slots=True, eq=False)
@@ -192,24 +186,24 @@ class Maker:
 
     def begin(self, job: Job) -> None:
         """Start to read a batch. It is delivered when it is made, as every error is."""
-        memory, damage = torch.from_numpy(self._slots.memory(job.slot)), Damage()
+        memory, made = torch.from_numpy(self._slots.memory(job.slot)), Made(job)
         try:
-            sources = [replace(source, damage_log=damage) for source in self._sources]
+            sources = [replace(source, damage_log=made.damage) for source in self._sources]
             pending = submit(sources, self._order, job.piece)
             shape = (len(pending), *self._slots.images[1:])
             if self._side is None:
                 pending.images = memory[: int(np.prod(shape))].view(shape)
             else:
                 pending.images = self._side.empty(shape)
-            pending.progress = self._slots.progress(job.slot)[: len(pending)]
+            pending.progress = self._slots.progress(job)
             share = -(-len(pending) // self._threads) or 1
             starts = range(0, len(pending), share) or range(1)
-            made = Made(job, damage=damage)
             work = self._working[job.slot] = _Work(made, memory, pending, len(starts))
             for start in starts:
                 self._pool.submit(self._make, work, start, min(start + share, len(pending)))
         except BaseException as error:
-            self._deliver(Made(job, error=error), memory)
+            made.error = error
+            self._deliver(made, memory)
 
     def close(self) -> bool:
         """End the work; return False if a thread hangs."""
@@ -223,9 +217,9 @@ class Maker:
 
     def _make(self, work: _Work, start: int, stop: int) -> None:
         """Make a share of a batch; the thread that is last makes the rest."""
-        made, busy, job = work.made, Busy(), work.made.job
+        made, busy = work.made, Busy()
         try:
-            if self._is_wanted(job):
+            if self._is_wanted(made.job):
                 if self._side is not None:
                     self._side.begin_thread()
                 busy = work.pending.pick(start, stop)
@@ -238,11 +232,11 @@ class Maker:
             work.left -= 1
             if work.left:
                 return
-            del self._working[job.slot]
+            del self._working[made.job.slot]
         try:
             if work.errors:
                 made.error = work.errors[min(work.errors)]
-            elif self._is_wanted(job):
+            elif self._is_wanted(made.job):
                 made.batch = self._finish(work)
         except BaseException as error:
             made.error = error
@@ -251,15 +245,16 @@ class Maker:
         self._deliver(made, work.memory)
 
     def _finish(self, work: _Work) -> Batch:
+        pending, busy = work.pending, work.made.busy
         if self._decoder.batched:
             with nullcontext() if self._side is None else self._side.current():
-                work.made.busy.merge(work.pending.decode(0, len(work.pending)))
+                busy.merge(pending.decode(0, len(pending)))
         began = time.perf_counter()
-        batch = work.pending.collate()
+        batch = pending.collate()
         if self._packs:
             room = work.memory[self._slots.pixels :]
             batch = batch.pack(lambda n: room if n <= len(room) else torch.empty(n, dtype=torch.uint8))
-        work.made.busy.add("collate", 0, time.perf_counter() - began)
+        busy.add("collate", 0, time.perf_counter() - began)
         return batch
 
     def _is_wanted(self, job: Job) -> bool:
@@ -267,10 +262,7 @@ class Maker:
 
 
 class Threads(Maker):
-    """Makes the batches of one iteration with threads of the caller's process.
-
-    `jobs` are those whose batches have not arrived, by slot.
-    """
+    """Makes the batches of one iteration with threads of the caller's process."""
 
     has_room = True
 
@@ -279,12 +271,6 @@ class Threads(Maker):
     ) -> None:
         made = self._made = SimpleQueue[Made]()
         super().__init__(stream, threads, slots, lambda one, memory: made.put(one), packs=packs, side=side)
-        self.jobs = dict[int, Job]()
-
-    def begin(self, job: Job) -> None:
-        """Begin to make a batch."""
-        self.jobs[job.slot] = job
-        super().begin(job)
 
     def receive(self, seconds: float) -> list[Made]:
         """What has been made since, waiting at most `seconds` for the first."""
@@ -293,6 +279,4 @@ class Threads(Maker):
             found.append(self._made.get(seconds > 0, seconds or None))
             while True:
                 found.append(self._made.get_nowait())
-        for made in found:
-            del self.jobs[made.job.slot]
         return found

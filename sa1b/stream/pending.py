@@ -245,38 +245,37 @@ class PendingBatch:
     def collate(self) -> Batch:
         """The batch of all samples, once they are decoded."""
         with named(self.piece, self._where):
-            return self._collate()
-
-    def _collate(self) -> Batch:
-        piece = self.piece
-        batch = collate(self.images, self.samples, range(piece.start, piece.stop), self.valid, piece.position)
-        which = np.array(self.which, np.int64)
-        if self.source.name is not None:
-            names = tuple(self.sources[source].name or "" for source in self.which)
-            batch = replace(batch, source=names, source_index=torch.from_numpy(which))
-        ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
-        extra: dict[str, list[Any]] = {}
-        texts: list[tuple[npt.NDArray[np.int64], Texts]] = []
-        for number, source in enumerate(self.sources):
-            of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
-            by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
-            for name, column in source.columns.items():
-                rows, values = by_key[column.key]
-                _put(extra, name, column.lookup(values[rows]), rows, len(values))
-            if (text := source.text) is None:
-                continue
-            rows, values = by_key[text.column.key]
-            images, indices = rows, np.zeros(len(rows), np.int64)
-            if text.column.key == "mask_id":
-                images, indices = image[rows], batch.mask_index.numpy()[rows]
-            epochs = local[images] // source.plan.order.count
-            read, strings = text.read(source.seed, values[rows], ids[images], epochs, indices)
-            _put(extra, text.column.name, strings, rows, len(values))
-            texts.append((rows, read))
-        if not texts:
-            return replace(batch, extra=extra)
-        count = len(ids) if texts[0][1].key == "image_id" else len(image)
-        return replace(batch, extra=extra, texts=merged(texts, count))
+            piece = self.piece
+            batch = collate(
+                self.images, self.samples, range(piece.start, piece.stop), self.valid, piece.position
+            )
+            which = np.array(self.which, np.int64)
+            if self.source.name is not None:
+                names = tuple(self.sources[source].name or "" for source in self.which)
+                batch = replace(batch, source=names, source_index=torch.from_numpy(which))
+            ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
+            extra: dict[str, list[Any]] = {}
+            texts: list[tuple[npt.NDArray[np.int64], Texts]] = []
+            for number, source in enumerate(self.sources):
+                of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
+                by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
+                for name, column in source.columns.items():
+                    rows, values = by_key[column.key]
+                    _put(extra, name, column.lookup(values[rows]), rows, len(values))
+                if (text := source.text) is None:
+                    continue
+                rows, values = by_key[text.column.key]
+                images, indices = rows, np.zeros(len(rows), np.int64)
+                if text.column.key == "mask_id":
+                    images, indices = image[rows], batch.mask_index.numpy()[rows]
+                epochs = local[images] // source.plan.order.count
+                read, strings = text.read(source.seed, values[rows], ids[images], epochs, indices)
+                _put(extra, text.column.name, strings, rows, len(values))
+                texts.append((rows, read))
+            if not texts:
+                return replace(batch, extra=extra)
+            count = len(ids) if texts[0][1].key == "image_id" else len(image)
+            return replace(batch, extra=extra, texts=merged(texts, count))
 
     def cancel(self) -> None:
         """Cancel all pending reads."""

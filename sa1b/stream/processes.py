@@ -99,11 +99,6 @@ class Processes:
                 worker.pipe.send_bytes(first)
 
     @property
-    def jobs(self) -> dict[int, Job]:
-        """Those whose batches have not arrived, by slot."""
-        return {slot: job for worker in self._workers for slot, job in worker.jobs.items()}
-
-    @property
     def has_room(self) -> bool:
         """Whether a process takes another job."""
         return any(len(worker.jobs) < AHEAD for worker in self._workers)

@@ -78,17 +78,16 @@ class PipelineStats:
         with self._lock:
             self.stages.add(name, size, seconds, items=items)
 
-    def requested(self, depths: Mapping[str, int], ready: int) -> None:
-        """Record, at a request for a batch, what waits for each stage and how many batches are complete."""
+    def requested(self, depths: Mapping[str, int], ready: int, seconds: float) -> None:
+        """Count a request for a batch, for which the caller waited: what then waited for each stage, and how
+        many batches were complete.
+        """
         with self._lock:
             self.requests += 1
+            self.waited_seconds += seconds
             self.ready += (ready - self.ready) / self.requests
             for name, stage in self.stages.items():
                 stage.depth += (depths.get(name, 0) - stage.depth) / self.requests
-
-    def waited(self, seconds: float) -> None:
-        with self._lock:
-            self.waited_seconds += seconds
 
     def busy_seconds(self) -> dict[str, float]:
         with self._lock:
@@ -104,17 +103,15 @@ class PipelineStats:
         """The statistics of all stages, and the limiting stage.
 
         Of each stage: items, bytes, busy seconds, waiting work. `limiting`: the stage with the most busy
-        seconds. `limiting_share`: its share of all busy seconds, from 0 to 1; the other stages would take
-        1 - share of the time. `waited_seconds`: seconds that the caller of a Loader waited, about 0 if the
-        caller is the bottleneck. `ready_batches`: complete batches at a request for a batch, mean. `cache`:
-        reads of this process, and of the processes of its Loader, from the local cache (`hits`), from the
-        store (`misses`), and from the store of shards that the limit of the cache leaves out (`outside`);
-        None without a cache.
+        seconds, and `limiting_share`, its share of all, 0 to 1. `waited_seconds`: that the caller of a Loader
+        waited, about 0 if the caller is the bottleneck. `ready_batches`: complete batches at a request for a
+        batch, mean. `cache`: reads from the local cache (`hits`), from the store (`misses`), and from the
+        store of shards that the limit of the cache leaves out (`outside`); None without a cache.
         """
         with self._lock:
             snapshot = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
-            seconds = {name: stage.seconds for name, stage in self.stages.items()}
             snapshot["waited_seconds"], snapshot["ready_batches"] = self.waited_seconds, self.ready
+        seconds = {name: snapshot[name]["seconds"] for name in STAGES}
         snapshot["cache"] = None
         if self.cache is not None:
             own = asdict(self.cache.counts())
