@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -20,6 +18,15 @@ from sa1b.stream.text import Texts
 
 _LARGE = ("images", "dense")  # tensors that are not packed with the others
 _ALIGNMENT = 64  # bytes; tensors in a packed buffer start at multiples of it, enough for every dtype
+_OF_MASKS = {  # columns of samples without rows
+    "boxes": np.zeros((0, 4), np.float32),
+    "points": np.zeros((0, 2), np.float32),
+    "areas": np.zeros(0, np.int64),
+    "predicted_iou": np.zeros(0, np.float32),
+    "stability_score": np.zeros(0, np.float32),
+    "mask_ids": np.zeros(0, np.int64),
+    "mask_index": np.zeros(0, np.int64),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,18 +217,18 @@ class Batch(Tensors):
         """A copy with all tensors except `images` and `dense` in one buffer, for one copy to a device.
         `allocate` takes a number of bytes and returns uint8 [n] of at least that size, at a multiple of 64.
         """
-        sizes: list[int] = []
-        loose = replace(self, buffer=None)
-        loose.map_tensors(lambda name, tensor: _noted(name, tensor, sizes))
-        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-        buffer = allocate(ends[-1])[: ends[-1]]
-        starts = iter([0, *ends])
+        starts = [0]
+
+        def counted(name: str, tensor: Tensor) -> Tensor:
+            if name not in _LARGE:
+                starts.append(starts[-1] - (-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+            return tensor
 
         def moved(name: str, tensor: Tensor) -> Tensor:
-            if name in _LARGE:
-                return tensor
-            return _view(buffer, next(starts), tensor).copy_(tensor)
+            return tensor if name in _LARGE else _view(buffer, next(places), tensor).copy_(tensor)
 
+        loose = replace(self, buffer=None).map_tensors(counted)
+        buffer, places = allocate(starts[-1])[: starts[-1]], iter(starts)
         return replace(loose.map_tensors(moved), buffer=buffer)
 
     def _repacked(self, buffer: Tensor) -> "Batch":
@@ -270,59 +277,38 @@ def collate(
 ) -> Batch:
     """A batch of decoded images, uint8 [B, S, S, 3], with their masks and positions."""
     # numpy, because a torch function on a few numbers takes several times as long.
-    counts = [len(sample.runs) for sample in samples]
     frames = [sample.frame for sample in samples]
-    windows = _numbers([frame.window for frame in frames], 4)
+    windows = np.array([frame.window for frame in frames], np.int64).reshape(-1, 4)
+    framed_sizes = np.array([frame.taken for frame in frames], np.int64).reshape(-1, 2)
     source_sizes = np.stack((windows[:, 3], windows[:, 2]), axis=1)
-    framed_sizes = _numbers([frame.taken for frame in frames], 2)
+    counts = [len(sample.runs) for sample in samples]
     image = np.repeat(np.arange(len(samples)), counts)
-    offsets = np.zeros(len(image) + 1, np.int64)
-    np.cumsum(
-        np.concatenate([offsets[:0], *(np.diff(sample.runs.offsets) for sample in samples)]), out=offsets[1:]
-    )
+    lengths = [np.zeros(1, np.int64), *(np.diff(sample.runs.offsets) for sample in samples)]
+    runs = [np.zeros(0, np.int32), *(sample.runs.runs.view(np.int32) for sample in samples)]
+    arrays: dict[str, Any] = {
+        name: np.concatenate([empty, *(getattr(sample, name) for sample in samples)])
+        for name, empty in _OF_MASKS.items()
+    }
+    arrays |= {
+        "ids": np.array([sample.image_id for sample in samples], np.int64),
+        "source_sizes": source_sizes,
+        "framed_sizes": framed_sizes,
+        "windows": windows,
+        "flipped": np.array([frame.flip for frame in frames], np.bool_),
+        "positions": np.array(positions, np.int64),
+        "valid": np.array(valid, np.bool_),
+    }
     masks = RaggedMasks(
-        runs=_joined([sample.runs.runs.view(np.int32) for sample in samples], np.int32),
-        offsets=torch.from_numpy(offsets),
+        runs=torch.from_numpy(np.concatenate(runs)),
+        offsets=torch.from_numpy(np.concatenate(lengths).cumsum()),
         image=torch.from_numpy(image),
         counts=tuple(counts),
         sizes=torch.from_numpy(source_sizes[image]),
         taken=torch.from_numpy(framed_sizes[image]),
         image_size=images.shape[1],
     )
-    return Batch(
-        images=images.permute(0, 3, 1, 2),
-        masks=masks,
-        boxes=_joined([sample.boxes for sample in samples], np.float32, 4),
-        points=_joined([sample.points for sample in samples], np.float32, 2),
-        areas=_joined([sample.areas for sample in samples], np.int64),
-        predicted_iou=_joined([sample.predicted_iou for sample in samples], np.float32),
-        stability_score=_joined([sample.stability_score for sample in samples], np.float32),
-        mask_ids=_joined([sample.mask_ids for sample in samples], np.int64),
-        mask_index=_joined([sample.mask_index for sample in samples], np.int64),
-        ids=torch.from_numpy(np.array([sample.image_id for sample in samples], np.int64)),
-        source_sizes=torch.from_numpy(source_sizes),
-        framed_sizes=torch.from_numpy(framed_sizes),
-        windows=torch.from_numpy(windows),
-        flipped=torch.from_numpy(np.array([frame.flip for frame in frames], np.bool_)),
-        positions=torch.from_numpy(np.array(positions, np.int64)),
-        valid=torch.from_numpy(np.array(valid, np.bool_)),
-        position=position,
-    )
-
-
-def _numbers(rows: list[tuple[int, ...]], width: int) -> npt.NDArray[np.int64]:
-    return np.array(rows, np.int64).reshape(-1, width)
-
-
-def _joined(arrays: list[Any], dtype: Any, width: int | None = None) -> Tensor:
-    empty = np.zeros((0,) if width is None else (0, width), dtype)
-    return torch.from_numpy(np.concatenate([empty, *arrays]))
-
-
-def _noted(name: str, tensor: Tensor, sizes: list[int]) -> Tensor:
-    if name not in _LARGE:
-        sizes.append(tensor.nbytes)
-    return tensor
+    columns: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Batch(images=images.permute(0, 3, 1, 2), masks=masks, position=position, **columns)
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

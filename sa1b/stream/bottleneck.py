@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from sa1b.console import command, counted
@@ -38,18 +38,18 @@ class LoaderSettings:
         """The settings of a loader; `changes` replace some of them."""
         stream, datasets = loader.stream, [source.dataset for source in loader.stream.sources()]
         stored = [dataset.manifest["options"].get("image_size") for dataset in datasets]
-        settings: dict[str, Any] = {
-            "threads": loader.threads,
-            "cpus": available_cpus(),
-            "is_local": all(dataset.reader.is_local for dataset in datasets),
-            "cached": stream.stats.cache is not None,
-            "stored": None if None in stored else max(stored),
-            "image_size": stream.options.image_size,
-            "on_gpu": loader.device.type == "cuda",
-            "decodes_on_gpu": stream.decoder.device.type != "cpu",
-            "processes": loader.processes,
-        }
-        return cls(**settings | changes)
+        settings = cls(
+            threads=loader.threads,
+            cpus=available_cpus(),
+            is_local=all(dataset.reader.is_local for dataset in datasets),
+            cached=stream.stats.cache is not None,
+            stored=None if None in stored else max(stored),
+            image_size=stream.options.image_size,
+            on_gpu=loader.device.type == "cuda",
+            decodes_on_gpu=stream.decoder.device.type != "cpu",
+            processes=loader.processes,
+        )
+        return replace(settings, **changes)
 
 
 def remedy(limit: str, settings: LoaderSettings) -> str:
@@ -120,13 +120,8 @@ class LoaderWindow:
         limit, shares = limiting(busy)
         rounded = {stage: round(share, 3) for stage, share in shares.items()}
         line = {"rank": rank, "data_wait": round(waits[rank], 4), "limiting": limit, "busy": rounded}
-        if waits[rank] <= DATA_WAIT or limit is None:
-            self._reported = None
+        known, self._reported = self._reported, limit if waits[rank] > DATA_WAIT else None
+        if limit is None or self._reported in (None, known):
             return line, None
-        if limit == self._reported:
-            return line, None
-        self._reported = limit
-        where = f" on rank {rank}" if len(waits) > 1 else ""
-        return line, (
-            f"data wait {waits[rank] * 100:.0f} %{where}: {limit} limits; {remedy(limit, self._settings)}"
-        )
+        wait = f"data wait {waits[rank] * 100:.0f} %" + (f" on rank {rank}" if len(waits) > 1 else "")
+        return line, f"{wait}: {limit} limits; {remedy(limit, self._settings)}"

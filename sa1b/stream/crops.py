@@ -17,7 +17,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from sa1b import arguments
 from sa1b.arguments import BadValue
 from sa1b.stream.transform import Crop, Frame, RandomCrop, Visit
 
@@ -34,7 +33,7 @@ class CropGroup:
         flip: probability that a crop is mirrored.
 
     Raises:
-        ValueError: an argument is invalid.
+        ValueError: `area` or `aspect` does not ascend from above 0.
     """
 
     count: int
@@ -44,9 +43,6 @@ class CropGroup:
     flip: float = 0.5
 
     def __post_init__(self) -> None:
-        arguments.whole_number("count", self.count, 1)
-        arguments.whole_number("size", self.size, 1)
-        arguments.number("flip", self.flip, 0, 1)
         RandomCrop(self.area, self.aspect)
 
 
@@ -59,11 +55,6 @@ class MultiCrop:
     """
 
     groups: tuple[CropGroup, ...] = (CropGroup(2, 224, (0.32, 1.0)), CropGroup(6, 96, (0.05, 0.32)))
-
-    def __post_init__(self) -> None:
-        is_tuple = isinstance(self.groups, tuple) and len(self.groups) > 0
-        if not is_tuple or not all(isinstance(group, CropGroup) for group in self.groups):
-            raise BadValue(f"groups={self.groups!r} must be a tuple of CropGroup, at least one")
 
     @property
     def image_size(self) -> int:

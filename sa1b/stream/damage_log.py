@@ -32,21 +32,14 @@ class Damage(list[dict[str, Any]]):
 
 
 class DamageLog:
-    """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes.
+    """Lines of JSON in `path`: rank, shard, offset, image id, reason. Shared by a rank's worker processes, as
+    each line is one write. Lines before byte `start`, None: before the end of the file, do not count.
 
-    Each line is one write of less than a page to a file opened for appending, so lines of several processes
-    do not mix. The first line creates the file. Lines before byte `start`, None: before its end, do not
-    count.
-
-    If the file cannot be written, for example in a read-only folder, the entries stay in memory and are
-    warnings of the logger `sa1b`. They are counted in the process that found them, and not in other worker
-    processes.
-
-    Attributes:
-        replay: of a training run: the command that shows the step of a position, for lines and warning.
+    If the file cannot be written, for example in a read-only folder, the entries stay in the memory of the
+    process that found them, and are warnings of the logger `sa1b`.
     """
 
-    replay: Callable[[int], str] | None = None
+    replay: Callable[[int], str] | None = None  # the command that shows the step of a position
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path = path

@@ -1,7 +1,6 @@
 """The decoders by name: that of the CPU, and torchcodec, which decodes a micro-batch in the memory of a GPU.
 
-torchcodec is `torchcodec.decoders.decode_jpeg`, from version 0.16 on. It decodes baseline files on the JPEG
-engine of the GPU, if it has one, and other files with kernels. Its faults, and how each is found:
+The faults of `torchcodec.decoders.decode_jpeg` (0.16 or later), and how each is found:
 
     output over memory in use      memory and stream are those of a lane, see `CudaLane`
     success for a skipped image    memory is filled beforehand; corners and centre are checked afterwards
@@ -9,20 +8,20 @@ engine of the GPU, if it has one, and other files with kernels. Its faults, and 
     an error for all files         each file is decoded alone
     images turned as EXIF says     it gets the files without their EXIF segments
 
-An image with such a fault is decoded on the CPU. If that fails too, its BadSample is returned, as by every
-decoder. Some files are decoded on the CPU from the start: those that torchcodec does not decode as
-libjpeg-turbo does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those that
-are reduced by more than 16, because the kernel for resizing lacks memory for its filter.
+An image with such a fault is decoded on the CPU. From the start, so are files that torchcodec does not decode
+as libjpeg-turbo does (CMYK, fewer than 16 pixels high or wide, without the marker of their end), and those
+that are reduced by more than 16, because the kernel for resizing lacks memory for its filter.
 """
 
 import threading
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import accumulate, compress, pairwise
+from queue import LifoQueue
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from torch import Tensor
 from sa1b.arguments import BadValue
 from sa1b.errors import BadSample, Sa1bError
 from sa1b.shards import MAX_STORED_PIXELS
-from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, decode, paint
+from sa1b.stream.decode import CpuDecoder, Decoder, EncodedImage, paint
 
 Size = tuple[int, int]  # height and width, pixels
 File = bytes | memoryview
@@ -57,22 +56,14 @@ class DecoderError(Sa1bError):
 
 
 class CudaLane:
-    """A CUDA stream with memory of its own, on which torchcodec decodes. One thread at a time uses it, inside
-    `current`. PyTorch has 32 streams of high priority, and gives them to callers in turn. So only a few lanes
-    may be made in a process; see `decoder`.
-    """
+    """A CUDA stream with memory of its own, on which one thread at a time decodes, inside `current`."""
 
     # The JPEG engine in a GPU does not wait for the stream that it is given: it may write its output before
-    # earlier work of that stream has run (github.com/pytorch/vision/pull/9606). PyTorch's allocator reuses
-    # memory as soon as it is freed on the host, because later work of the same stream runs later. So the JPEG
-    # engine would overwrite memory that queued kernels still read, without an error. A lane, a CUDA stream
-    # whose memory no other stream uses, prevents this:
-    #
-    #     its memory was allocated on its stream, and the allocator reuses memory on the same stream only
-    #     the host waits for all work of the lane before the engine writes
-    #
-    # A pool (torch.cuda.MemPool) would do harm: while a thread allocates from one, the allocator forgets what
-    # `Tensor.record_stream` says, and would hand out batches that the caller's stream still reads.
+    # earlier work of that stream has run (github.com/pytorch/vision/pull/9606), and so over memory that was
+    # freed on the host and that queued kernels still read. The allocator reuses memory on the same stream
+    # only, so the host waits for all work of the lane before the engine writes. A pool (torch.cuda.MemPool)
+    # would do harm: while a thread allocates from one, the allocator forgets `Tensor.record_stream`. PyTorch
+    # has only 32 streams of high priority for all callers: a process makes few lanes.
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -124,18 +115,13 @@ class GpuDecoder:
     it reported success without writing the image.
     """
 
-    # Images are resized on the GPU with antialiasing: bilinear, with a filter as wide as the reduction. The
-    # CPU decoder reduces by the DCT and by means, so the pixels differ; `benchmarks.gpu` measures by how
-    # much.
     batched = True
 
     def __init__(self, lane: Callable[[torch.device], CudaLane] = CudaLane, device: str = "cuda") -> None:
         self.device = torch.device(device)
         self.counts: Counter[str] = Counter()
-        self._make_lane = lane
-        self._idle: defaultdict[torch.device, list[CudaLane]] = defaultdict(list)
-        self._permits = threading.Semaphore(LANES)
-        self._lock = threading.Lock()
+        self._make_lane, self._lock = lane, threading.Lock()
+        self._lanes = dict[torch.device, LifoQueue[CudaLane | None]]()  # idle ones; None: not made yet
 
     def decode(self, images: Sequence[EncodedImage], out: Tensor) -> list[BadSample | None]:
         """See `Decoder`."""
@@ -159,41 +145,41 @@ class GpuDecoder:
 
     @contextmanager
     def _borrowed(self, device: torch.device) -> Iterator[CudaLane]:
-        with self._permits:
-            with self._lock:
-                idle = self._idle[device]
-                lane = idle.pop() if idle else self._new_lane(device)
-            try:
-                yield lane
-            finally:
-                with self._lock:
-                    idle.append(lane)
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device] = LifoQueue()
+                for _ in range(LANES):
+                    self._lanes[device].put(None)
+        lane = self._lanes[device].get()
+        try:
+            lane = lane or self._new_lane(device)
+            yield lane
+        finally:
+            self._lanes[device].put(lane)
 
     def _new_lane(self, device: torch.device) -> CudaLane:
         """A lane that has decoded a test image: a broken torchcodec would leave all images to the CPU."""
-        lane, size = self._make_lane(device), (48, 64)
-        test = np.full((*size, 3), 40, np.uint8)
+        lane, test = self._make_lane(device), np.full((48, 64, 3), 40, np.uint8)
         file = bytes(simplejpeg.encode_jpeg(test, 90, "RGB", "420", False))
-        cause: Exception | None = None
         try:
             with lane.current():
-                (image,) = decoded_on([file], [size], lane)
-                if image is not None and (image.float() - 40).abs().max() < 8:
-                    return lane
-            reason = "no image" if image is None else "wrong pixels"
+                (image,) = decoded_on([file], [(48, 64)], lane)
+                if image is None:
+                    raise RuntimeError("no image")
+                if (image.float() - 40).abs().max() >= 8:
+                    raise RuntimeError("wrong pixels")
         except (RuntimeError, ValueError, TypeError) as error:
-            reason, cause = _first_line(error), error
-        raise DecoderError(
-            f"decoder='torchcodec' on {device}: does not decode a test image ({reason}); update torchcodec "
-            "and the driver, or decode on the CPU: decode='cpu'"
-        ) from cause
+            raise DecoderError(
+                f"decoder='torchcodec' on {device}: does not decode a test image ({_first_line(error)}); "
+                "update torchcodec and the driver, or decode on the CPU: decode='cpu'"
+            ) from error
+        return lane
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
-            warns = not self.counts["skipped"] and numbers.get("skipped", 0)
-            self.counts.update({name: number for name, number in numbers.items() if number})
-        if warns:
-            warnings.warn(
+            self.counts += Counter(numbers)  # without those that are 0
+        if numbers.get("skipped"):
+            warnings.warn(  # which Python prints once
                 "torchcodec reported success for an image that it had not decoded. Such images are decoded "
                 "on the CPU; stream.decoder.counts['skipped'] counts them",
                 stacklevel=2,
@@ -205,11 +191,8 @@ def _first_line(error: Exception) -> str:
 
 
 def decoded_on(files: Sequence[File], sizes: Sequence[Size], lane: CudaLane) -> list[Tensor | None]:
-    """Decode n files inside `lane.current()`. Files that cannot be decoded raise nothing.
-
-    Returns:
-        For each file its pixels, uint8 [height, width, 3] on the lane's device, in memory that was filled
-        with POISON before the JPEG engine could write into it; None if it was not decoded to this size.
+    """Decode files inside `lane.current()` to pixels, uint8 [height, width, 3] on its device, in memory that
+    was filled with POISON before the JPEG engine could write into it; None: not decoded to this size.
     """
     decoded: list[Tensor | None] = [None] * len(files)
     left = list(range(len(files)))
@@ -296,21 +279,15 @@ def _size_for_gpu(image: EncodedImage) -> Size | None:
 
 
 def _decode_on_cpu(image: EncodedImage, out: Tensor) -> BadSample | None:
-    buffer = np.empty(tuple(out.shape), np.uint8)
-    try:
-        decode(image.jpeg, image.frame, buffer)
-    except BadSample as error:
-        return error
-    out.copy_(torch.from_numpy(buffer))
-    return None
+    buffer = torch.empty(out.shape, dtype=torch.uint8)
+    (error,) = CpuDecoder().decode([image], buffer[None])
+    out.copy_(buffer)
+    return error
 
 
 def written(images: Sequence[Tensor | None]) -> list[bool]:
-    """Whether four corners and centre of each image, uint8 [height, width, 3], were written over POISON.
-
-    Waits for the current stream. Images have at least 8 pixels a side; for None the result is False. If a
-    part of an image really has the colour of POISON, the result is False too, and the image is always decoded
-    on the CPU.
+    """Whether corners and centre of each image, uint8 [height, width, 3], were written over POISON. False for
+    None, and for an image with a part of this colour, which is always decoded on the CPU.
     """
     parts, side = [], _CORNER
     for image in images:
@@ -328,13 +305,13 @@ def written(images: Sequence[Tensor | None]) -> list[bool]:
 def decode_jpeg() -> Callable[..., list[Tensor]]:
     """`torchcodec.decoders.decode_jpeg`; ValueError: torchcodec is missing, too old, or lacks a library."""
     try:
-        decode: Callable[..., list[Tensor]] = import_module("torchcodec.decoders").decode_jpeg
+        found: Callable[..., list[Tensor]] = import_module("torchcodec.decoders").decode_jpeg
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise BadValue(
             f"decode='gpu': needs torchcodec 0.16 or later ({_first_line(error)}); pip install 'sa1b[gpu]', "
             "or pass decode='cpu'"
         ) from None
-    return decode
+    return found
 
 
 @cache  # one for all streams of a process: its CUDA streams must be few
@@ -355,11 +332,7 @@ def decoder(name: str) -> Decoder:
 
 
 def decoder_for(decode: str, current: Decoder, name: str) -> str:
-    """The name of the decoder of a loader whose stream has `name`; ValueError if `decode` is unknown.
-
-    "gpu" is the stream's decoder if it decodes on a GPU, else torchcodec. "auto" is the stream's decoder: on
-    a GPU no rate has been measured yet, so it never replaces a decoder.
-    """
+    """The name of the decoder of a loader whose stream has `name`; ValueError if `decode` is unknown."""
     if decode not in DECODES:
         raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
     if decode == "gpu" and current.device.type == "cpu":

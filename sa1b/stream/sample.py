@@ -70,16 +70,13 @@ class SampleOptions:
     decoder: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise BadValue(f"strategy={self.strategy!r} must be one of {', '.join(STRATEGIES)}")
-        whole = {"image_size": 1, "masks": 0, "min_pixels": 0, "min_pixels_size": 1}
-        for name, least in whole.items():
-            value = getattr(self, name)
-            if value is not None or name != "min_pixels_size":
+        for name, choices in (("strategy", STRATEGIES), ("resize", RESIZES)):
+            if (value := getattr(self, name)) not in choices:
+                raise BadValue(f"{name}={value!r} must be one of {', '.join(choices)}")
+        for name, least in (("image_size", 1), ("masks", 0), ("min_pixels", 0), ("min_pixels_size", 1)):
+            if (value := getattr(self, name)) is not None or name != "min_pixels_size":
                 object.__setattr__(self, name, whole_number(name, value, least))
         object.__setattr__(self, "flip", number("flip", self.flip, 0, 1))
-        if self.resize not in RESIZES:
-            raise BadValue(f"resize={self.resize!r} must be one of {', '.join(RESIZES)}")
         for transform in self.transforms:
             if isinstance(transform, type):
                 raise BadValue(
@@ -97,23 +94,18 @@ class SampleOptions:
     @property
     def transforms(self) -> tuple[Transform, ...]:
         """All transforms, in the order in which they run."""
-        if self.transform is None:
-            return ()
-        if isinstance(self.transform, str):  # a sequence too; refused as not callable
-            return (self.transform,)
-        return tuple(self.transform) if isinstance(self.transform, Sequence) else (self.transform,)
+        if isinstance(self.transform, Sequence) and not isinstance(self.transform, str):
+            return tuple(self.transform)
+        return () if self.transform is None else (self.transform,)
 
     def record(self) -> dict[str, str | int | float | None]:
         """The options by name as JSON values, for the state of a stream: equal where samples are equal."""
-        named = {
-            option.name: getattr(self, option.name) for option in fields(self) if option.name != "transform"
+        named = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "transform"}
+        return named | {
+            "min_pixels_size": (self.min_pixels_size or self.image_size) if self.min_pixels else None,
+            "decoder": f"{self.decoder}-{_RESAMPLING}",
+            "transform": ", ".join(map(name_of, self.transforms)) or None,
         }
-        if self.min_pixels == 0:
-            named["min_pixels_size"] = None
-        elif self.min_pixels_size is None:
-            named["min_pixels_size"] = self.image_size
-        named["decoder"] = f"{self.decoder}-{_RESAMPLING}"
-        return {**named, "transform": ", ".join(map(name_of, self.transforms)) or None}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,17 +158,20 @@ def pick_masks(
         filled &= usable
     if frame.is_whole and options.min_pixels == 0:
         # The record's columns are enough to choose; only the chosen masks are decoded.
-        chosen = choose(annotations, filled, options.masks, options.strategy, seed=seed, epoch=epoch)
+        chosen = choose(annotations, filled, options.masks, options.strategy, seed, epoch)
         runs = _in_frame(annotations.runs(chosen), frame)
     else:
         candidates = np.flatnonzero(filled)
         all_runs = _in_frame(annotations.runs(candidates), frame)
         areas = annotations.area.copy()
         areas[candidates] = geometry.area(all_runs)
-        filled[candidates] = (areas[candidates] > 0) & _large_enough(all_runs, frame, options)
-        chosen = choose(
-            replace(annotations, area=areas), filled, options.masks, options.strategy, seed=seed, epoch=epoch
-        )
+        filled[candidates] = areas[candidates] > 0
+        if options.min_pixels:
+            size = options.min_pixels_size or options.image_size
+            dense = geometry.frame(all_runs, options.image_size, size, frame.taken)
+            filled[candidates] &= geometry.area(dense) >= options.min_pixels
+        seen = replace(annotations, area=areas)
+        chosen = choose(seen, filled, options.masks, options.strategy, seed, epoch)
         runs = all_runs.select(np.searchsorted(candidates, chosen))
     rows, columns = frame.taken
     words = random_words(seed, Purpose.POINT, image_id, epoch, chosen)
@@ -202,29 +197,13 @@ def _in_frame(runs: Runs, frame: Frame) -> Runs:
     return geometry.flip_horizontal(runs) if frame.flip else runs
 
 
-def _large_enough(runs: Runs, frame: Frame, options: SampleOptions) -> npt.NDArray[np.bool_]:
-    if options.min_pixels == 0:
-        return np.ones(len(runs), np.bool_)
-    size = options.min_pixels_size or options.image_size
-    return geometry.area(geometry.frame(runs, options.image_size, size, frame.taken)) >= options.min_pixels
-
-
 def no_masks(image_id: int, frame: Frame) -> SampleMasks:
     """The sample of an image without masks."""
     _, _, width, height = frame.window
-    scores, numbers = np.zeros(0, np.float32), np.zeros(0, np.int64)
-    return SampleMasks(
-        image_id=image_id,
-        frame=frame,
-        runs=Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), height, width),
-        boxes=np.zeros((0, 4), np.float32),
-        points=np.zeros((0, 2), np.float32),
-        areas=numbers,
-        predicted_iou=scores,
-        stability_score=scores,
-        mask_ids=numbers,
-        mask_index=numbers,
-    )
+    runs = Runs(np.zeros(0, np.uint32), np.zeros(1, np.int64), height, width)
+    rows, scores, numbers = np.zeros((0, 4), np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64)
+    columns = (rows, rows[:, :2], numbers, scores, scores, numbers, numbers)
+    return SampleMasks(image_id, frame, runs, *columns)
 
 
 def choose(

@@ -1,14 +1,10 @@
 """Measure how many images per second a machine can load from a dataset directory, and find the bottleneck.
 
-Three measurements of the same random images, one after the other:
+Three measurements of the same random images, of which the first two are upper bounds of the third:
 
-    storage   reading the bytes of samples in the same way as the loader, with verification by CRC-32C; local
-              files are dropped from the page cache first
+    storage   reading the bytes of samples as the loader does; local files leave the page cache first
     decode    decoding JPEG files in memory to images of the padded square, with all threads
     loader    `sa1b.Loader`: all stages together, warm
-
-On a quiet machine the rates of the first two are upper bounds of the third. `benchmarks/own_time.py` measures
-the time of each stage per image on one core.
 """
 
 import itertools
@@ -98,11 +94,7 @@ class Throughput:
 
 
 def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **options: Any) -> Throughput:
-    """Measure storage, decoder and loader on the images of an endless stream, Stream(..., epochs=None).
-
-    `seconds` is the time of all measurements together, without warm-up; the last batch may exceed it.
-    `options` are arguments of `Loader`.
-    """
+    """Measure storage, decoder and loader of an endless stream for `seconds`; `options`: of the `Loader`."""
     if stream.epochs is not None:
         raise UsageError(
             f"Stream(epochs={stream.epochs}): the throughput of a stream that ends cannot be measured; "
@@ -214,18 +206,17 @@ def _images(stream: Stream) -> list[EncodedImage]:
 def _decodes(
     stream: Stream, images: list[EncodedImage], pool: ThreadPoolExecutor, threads: int, device: torch.device
 ) -> Iterator[int]:
-    batched, size = stream.decoder.batched, stream.options.image_size
-    together = stream.plan.micro_batch if batched else 1
-    calls = 1 if batched else _PORTION
-    jobs = min(threads, 2 * LANES) if batched else threads
-    shape = (jobs, together, size, size, 3)
-    on_cpu = stream.decoder.device.type == "cpu"
-    memory = torch.empty(shape, dtype=torch.uint8, device="cpu" if on_cpu else device)
+    decoder, size = stream.decoder, stream.options.image_size
+    jobs = min(threads, 2 * LANES) if decoder.batched else threads
+    portion = stream.plan.micro_batch if decoder.batched else _PORTION
+    shape = (jobs, portion if decoder.batched else 1, size, size, 3)
+    memory = torch.empty(shape, dtype=torch.uint8, device="cpu" if decoder.device.type == "cpu" else device)
 
     def work(number: int, out: torch.Tensor) -> int:
-        for first in range(number, number + calls * together, together):
-            stream.decoder.decode([images[i % len(images)] for i in range(first, first + together)], out)
-        return calls * together
+        some = [images[i % len(images)] for i in range(number * portion, (number + 1) * portion)]
+        for first in range(0, portion, len(out)):
+            decoder.decode(some[first : first + len(out)], out)
+        return portion
 
-    for first in itertools.count(0, jobs * calls * together):
-        yield sum(pool.map(work, itertools.count(first, calls * together), memory))
+    for first in itertools.count(0, jobs):
+        yield sum(pool.map(work, itertools.count(first), memory))

@@ -480,13 +480,13 @@ def test_what_cannot_be_decoded_is_logged_and_replaced(
             raise RuntimeError("Failed to decode batch: 5")
         return correct(self, file)
 
-    def decode_all_but_one(file: Any, *arguments: Any) -> None:
+    def decode_all_but_one(file: Any, *arguments: Any, whole: Any = decode.decode) -> None:
         if bytes(file) == damaged:
             raise BadSample("jpeg_broken", "no luck")
-        decode.decode(file, *arguments)
+        whole(file, *arguments)
 
     monkeypatch.setattr(HostLane, "image", refusing)
-    monkeypatch.setattr("sa1b.stream.decoders.decode", decode_all_but_one)
+    monkeypatch.setattr("sa1b.stream.decode.decode", decode_all_but_one)
     batches = iter(sa1b.Loader(own, threads=3, device="cuda", decode="gpu", quiet=True))
     found = [next(batches) for _ in range(6)]
     batches.close()
