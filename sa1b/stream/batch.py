@@ -12,7 +12,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from sa1b.arguments import BadValue
 from sa1b.errors import UsageError
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
-from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors, padded_index
+from sa1b.stream.ragged import PaddedMasks, RaggedMasks, Tensors
 from sa1b.stream.sample import SampleMasks
 from sa1b.stream.text import Texts
 
@@ -127,7 +127,9 @@ class Batch(Tensors):
         dense = self.dense
         if dense is None or size not in (None, dense.shape[-1]):
             dense = self.masks.dense(size)
-        index = padded_index(self.masks.counts)
+        columns = torch.arange(max(self.masks.counts, default=0))
+        number = torch.tensor(self.masks.counts, dtype=torch.int64)[:, None]
+        index = torch.where(columns < number, number.cumsum(0) - number + columns, -1)
         row, column = (
             indices.to(self.ids.device, non_blocking=True) for indices in (index >= 0).nonzero().unbind(1)
         )

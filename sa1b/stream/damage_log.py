@@ -42,13 +42,13 @@ class DamageLog:
     replay: Callable[[int], str] | None = None  # the command that shows the step of a position
 
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
-        self.path = path
-        self.rank = rank
+        self.path, self.rank = path, rank
         self._file = path.absolute()  # the process may change its folder
-        self._start = len(self._bytes()) if start is None else start  # of lines that are not counted
-        self._lock = ForkLock()
+        self._start = len(self._bytes()) if start is None else start  # lines before it are not counted
+        self._lock, self._said = ForkLock(), False
+        self._read = 0  # bytes of the file whose lines are known
+        self._known: list[tuple[int, dict[str, object]]] = []  # lines of this rank, and where they begin
         self._unwritten: list[dict[str, object]] = []
-        self._said = False
 
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int, int]]:
         return DamageLog, (self._file, self.rank, self._start)
@@ -111,9 +111,14 @@ class DamageLog:
     def entries(self, start: int = 0) -> list[dict[str, object]]:
         """Lines of this rank from byte `start` on, and those that this process could not write."""
         data = self._bytes()
-        written = data[start if start <= len(data) else 0 :]  # another program may have truncated it
-        lines = [line for raw in written.splitlines() if (line := _parsed(raw)) is not None]
-        return [line for line in lines if line.get("rank") == self.rank] + self._unwritten
+        if len(data) < self._read:  # another program has truncated it
+            self._read, self._known = 0, []
+        for raw in data[self._read : data.rfind(b"\n") + 1].splitlines(keepends=True):
+            if (line := _parsed(raw)) is not None and line.get("rank") == self.rank:
+                self._known.append((self._read, line))
+            self._read += len(raw)
+        counted = start if start <= len(data) else 0
+        return [line for begin, line in self._known if begin >= counted] + self._unwritten
 
     def _bytes(self) -> bytes:
         with suppress(OSError):  # it is not readable

@@ -175,10 +175,3 @@ class PaddedMasks(Tensors):
     boxes: Tensor
     index: Tensor
     valid: Tensor
-
-
-def padded_index(counts: tuple[int, ...]) -> Tensor:
-    """`PaddedMasks.index`, on the host, for images with these numbers of masks."""
-    columns = torch.arange(max(counts, default=0))
-    number = torch.tensor(counts, dtype=torch.int64)[:, None]
-    return torch.where(columns < number, number.cumsum(0) - number + columns, -1)
