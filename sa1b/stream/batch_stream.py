@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sa1b.arguments import BadValue, whole_number
+from sa1b.arguments import whole_number
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
@@ -43,8 +43,8 @@ class BatchStream(IterableDataset[Batch]):
         """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
 
     @abstractmethod
-    def state_at(self, position: int) -> dict[str, Any]:
-        """The state to resume from at a position."""
+    def identity(self) -> dict[str, Any]:
+        """The state to resume from without its position: what decides the sequence and the samples."""
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
         """The state to resume from.
@@ -53,11 +53,8 @@ class BatchStream(IterableDataset[Batch]):
             batch: the last batch that was used: training resumes after it. None: the last one that this
                 process has taken; UsageError if worker processes of a DataLoader have read.
         """
-        if batch is None:
-            return self.state_at(self.iterations.used)
-        if not isinstance(position := getattr(batch, "position", None), int):
-            raise BadValue(f"batch={batch!r} must be a batch of this stream")
-        return self.state_at(position)
+        position = self.iterations.used if batch is None else batch.position
+        return {"position": position, **self.identity()}
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from sa1b.arguments import BadValue, check_arguments, number, path, whole_number
+from sa1b.arguments import BadValue, check_arguments, number, whole_number
 from sa1b.hashing import random_words
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
@@ -41,7 +40,7 @@ from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import Plan, ResumeError, check_state, checked_position, process_rank
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
-from sa1b.stream.text import open_text
+from sa1b.stream.text import TextColumn, open_text
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import view_of
 
@@ -114,10 +113,10 @@ class Stream(BatchStream):
         text: Any = None,
         **options: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "options")}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "options")}
         if order not in ("shuffle", "sequential"):
             raise BadValue(f"order={order!r} must be 'shuffle' or 'sequential'")
-        if epochs is not None and (isinstance(epochs, bool) or epochs != 1):
+        if epochs not in (1, None):
             raise BadValue(
                 f"epochs={epochs!r} must be 1, an epoch in each iteration, or None, an endless iteration; "
                 "iterate again for more epochs"
@@ -126,33 +125,17 @@ class Stream(BatchStream):
             raise BadValue(
                 "epochs=None: a sequential iteration ends with its last image; pass order='shuffle'"
             )
-        if not isinstance(root, Dataset):
-            path("root", root, "the folder that `sa1b reshard` made, its URL, or an open dataset")
-        if view is not None:
-            path("view", view, "the name, digest or path of a view")
-        path("damage_log", damage_log)
         global_batch = whole_number("global_batch", global_batch, 1)
         micro_batch = None if micro_batch is None else whole_number("micro_batch", micro_batch, 1)
         block_size = whole_number("block_size", block_size, 1)
         seed = whole_number("seed", seed, 0, (1 << 63) - 1)
         deadline = number("deadline", deadline, above=0)
-        if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise BadValue(
-                f"storage_options={storage_options!r} must be a mapping, such as "
-                '{"endpoint_url": "https://..."}'
-            )
-        if join is not None and not isinstance(join, Mapping):
-            raise BadValue(
-                f"join={join!r} must be a mapping of names of columns to their files, such as "
-                'join={"caption": "captions.parquet"}'
-            )
         check_cache(cache, cache_bytes, is_open=isinstance(root, Dataset))
         layers = check_layers(layers, is_open=isinstance(root, Dataset))
         found_rank, found_size = process_rank()
         rank = found_rank if rank is None else whole_number("rank", rank)
         world_size = found_size if world_size is None else whole_number("world_size", world_size, 1)
-        given |= {"rank": rank, "world_size": world_size, "damage_log": damage_log}
-        self._arguments = {name: value for name, value in given.items() if name != "layers"} | options
+        self._arguments = {**arguments, **options, "rank": rank, "world_size": world_size}
         self.epochs = epochs
         self.view_name = None if view is None else str(view)
         self.seed = seed
@@ -178,15 +161,12 @@ class Stream(BatchStream):
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)
         self.columns = open_columns(join or {}, storage_options, dataset=self.dataset)
+        for name, source in (join or {}).items():
+            if not isinstance(source, Column):  # workers get open columns
+                self._warn_of_missing(f"join[{name!r}]", self.columns[name])
         self.text = open_text(text, self.dataset, storage_options)
-        opened = {
-            f"join[{name!r}]": column
-            for name, column in self.columns.items()
-            if column is not (join or {})[name]
-        }
-        if self.text is not None and self.text is not text:  # workers get open columns
-            opened["text"] = self.text.column
-        _warn_of_missing(opened, lambda: self.view.image_ids(self.dataset.table).astype(np.int64))
+        if self.text is not None and not isinstance(text, TextColumn):
+            self._warn_of_missing("text", self.text.column)
         count = len(self.view)
         formula = (
             Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
@@ -198,12 +178,29 @@ class Stream(BatchStream):
         self.damage_log = DamageLog(Path(damage_log), rank, start=None)
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
-        _share_compiled_code()
+
+    def _warn_of_missing(self, argument: str, column: Column) -> None:
+        """Warn of images without a row in a column by image id; ColumnError if it has none of the images."""
+        if column.key != "image_id":
+            return
+        ids = self.view.image_ids(self.dataset.table).astype(np.int64)
+        missing = len(ids) - column.count(ids)
+        if missing == len(ids):
+            raise ColumnError(
+                f"{argument}: {column.source} has none of the {missing:,} images of the stream; are its "
+                f"image_ids those of SA-1B, such as {ids[0]}?"
+            )
+        if missing:
+            warnings.warn(
+                f"{column.source} has no {column.name} for {missing:,} of {len(ids):,} images; "
+                "their value is None",
+                stacklevel=3,
+            )
 
     def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[Any, ...]]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
-        arguments = {**self._arguments, **opened, "cache": None, "cache_bytes": None}
+        arguments = {**self._arguments, **opened, "cache": None, "cache_bytes": None, "layers": ()}
         check_pickles(self.options.transforms)
         return _reopen, (arguments, self.iterations, self.damage_log)
 
@@ -234,11 +231,10 @@ class Stream(BatchStream):
         )
         return [source]
 
-    def state_at(self, position: int) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         condition = self.view.masks_where
         layers = [[layer.info.name, layer.info.digest] for layer in self.dataset.layers]
         return ({"layers": layers} if layers else {}) | {
-            "position": position,
             "seed": self.seed,
             "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,
@@ -271,45 +267,22 @@ class Stream(BatchStream):
 
     def check_state(self, state: object) -> None:
         """Check that a state, of which the position is ignored, has this stream's sequence: ResumeError."""
-        current = {name: value for name, value in self.state_at(0).items() if name != "position"}
         grown = self.view.digest == self.dataset.table.ids_digest
         name = "all images of the directory" if self.view_name is None else f"the view {self.view_name!r}"
-        check_state(current, state, name, self.root, grown=grown)
-
-
-@cache
-def _share_compiled_code() -> None:
-    """Load numba and a compiled loop before this process forks: its workers share this memory, 70 MB each."""
-    os.register_at_fork(before=_load_compiled_code)
+        check_state(self.identity(), state, name, self.root, grown=grown)
 
 
 @cache  # every later fork, of any library, only looks this up
 def _load_compiled_code() -> None:
+    """Load numba and a compiled loop before this process forks: its workers share this memory, 70 MB each."""
     with contextlib.suppress(Exception):  # which would be printed in any fork; a worker reports its own
         random_words(0, np.zeros(1, np.int64))
+
+
+os.register_at_fork(before=_load_compiled_code)
 
 
 def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:
     stream = Stream(**arguments)
     stream.iterations, stream.damage_log = iterations, damage_log
     return stream
-
-
-def _warn_of_missing(columns: Mapping[str, Column], images: Callable[[], npt.NDArray[np.int64]]) -> None:
-    """Warn of images without a row in columns by image id; ColumnError if a column has none of the images."""
-    for argument, column in columns.items():
-        if column.key != "image_id":
-            continue
-        ids = images()
-        missing = len(ids) - column.count(ids)
-        if 0 < missing == len(ids):
-            raise ColumnError(
-                f"{argument}: {column.source} has none of the {missing:,} images of the stream; are its "
-                f"image_ids those of SA-1B, such as {ids[0]}?"
-            )
-        if missing:
-            warnings.warn(
-                f"{column.source} has no {column.name} for {missing:,} of {len(ids):,} images; "
-                "their value is None",
-                stacklevel=3,
-            )

@@ -53,34 +53,28 @@ _UNKNOWN = (
 class Iterations:
     """The position at which the next iteration begins, shared with worker processes."""
 
-    # The shared state:
+    # The shared state, in JSON:
     #   position  at which the next iteration begins
     #   used      position after the last used batch; None if worker processes have read since it was set
     #   begun     by the workers, the last ones: [seed, position, workers]. The seed identifies the iterator,
     #             bit i of `workers` says that worker i has begun. Position None: all workers refuse it
 
-    def __init__(self, position: int = 0, inherited: int | None = None) -> None:
+    def __init__(self, position: int = 0, inherited: Any = None) -> None:
         self._lock = ForkLock()
-        self._file = _anonymous_file() if inherited is None else inherited
+        self._file = _anonymous_file() if inherited is None else inherited.detach()
         weakref.finalize(self, os.close, self._file).atexit = False
         if inherited is None:
             self._write({"position": position, "used": position, "begun": []})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:  # copied, not pickled for a worker process
-            return Iterations, (self.position,)
-        return _inherited, (DupFd(self._file),)
+        is_for_worker = get_spawning_popen() is not None  # else this is a copy
+        return Iterations, (0, DupFd(self._file)) if is_for_worker else (self.position,)
 
     @property
     def position(self) -> int:
         """Position of the next iteration."""
         with self._state() as state:
             return int(state["position"])
-
-    def resume(self, position: int | None, used: int | None) -> None:
-        """Set the position of the next iteration (None: keep it), and that after the last used batch."""
-        with self._state() as state:
-            self._write(state | {"used": used} | ({} if position is None else {"position": position}))
 
     @property
     def used(self) -> int:
@@ -93,6 +87,13 @@ class Iterations:
             raise UsageError(_UNKNOWN)
         return int(used)
 
+    def resume(self, position: int | None, used: int | None) -> None:
+        """Set the position of the next iteration (None: keep it), and that after the last used batch."""
+        with self._state() as state:
+            state["used"] = used
+            if position is not None:
+                state["position"] = position
+
     def begin(self, plan: Plan) -> int:
         """The position at which an iteration of this process begins; the next one is the next epoch.
 
@@ -101,7 +102,6 @@ class Iterations:
         """
         worker = get_worker_info()
         with self._state() as state:
-            position = None if plan.endless and state["used"] is None else state["position"]
             # An iterator is identified by `seed - id`, the random number that the DataLoader takes from
             # torch's generator for its workers. Persistent workers keep this number, and each of them begins
             # the iterations in the same order. If the generator is reset before each iteration, new workers
@@ -112,25 +112,27 @@ class Iterations:
                 position = joined[-1][1]
                 joined[-1][2] |= bit
             else:
+                position = None if plan.endless and state["used"] is None else state["position"]
                 state["used"] = None if worker else position
                 if worker:
                     state["begun"] = [*state["begun"], [iterator, position, bit]][-_REMEMBERED:]
                 if not plan.endless:
                     state["position"] = plan.epoch_end(state["position"])
-            self._write(state)
         if position is None:
             raise UsageError(_ENDLESS)
         return int(position)
 
     @contextmanager
     def _state(self) -> Iterator[dict[str, Any]]:
-        """The shared state, which no other thread or process changes meanwhile."""
+        """The shared state, which the caller may change, and no other thread or process meanwhile."""
         # The lock of the file belongs to the process, and does not exclude its other threads: the kernel
         # releases it if the process is killed.
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
-                yield json.loads(os.pread(self._file, _BYTES, 0))
+                state = json.loads(os.pread(self._file, _BYTES, 0))
+                yield state
+                self._write(state)
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
@@ -164,7 +166,6 @@ class StreamIterator(Iterator[Batch]):
         self._identity |= {"worker": self._worker, "workers": self._workers}
         self._used = 0
         self._batches: Generator[Batch] | None = None
-        self._ended = False
         if info:
             prepare_worker()
 
@@ -174,29 +175,30 @@ class StreamIterator(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            if self._ended:
-                raise StopIteration
-            self._ended = True  # also if the iteration cannot begin: a DataLoader asks for more at once
-            start, rest, ended = self._next_step()
-            pieces = iter(()) if ended else self._plan.micro_batches(start)
-            self._batches = self._read(islice(pieces, rest, None, self._workers))
+            self._batches = self._read(
+                ()
+            )  # if the iteration cannot begin: a DataLoader asks for more at once
+            start, rest = self._next_step()
+            pieces = (
+                () if rest is None else islice(self._plan.micro_batches(start), rest, None, self._workers)
+            )
+            self._batches = self._read(pieces)
         batch = next(self._batches)
         self._used += 1
         return batch
 
     def close(self) -> None:
         """End the iteration before its last batch: cancel its reads."""
-        if self._batches is None:
-            self._batches = self._read(())
+        self._batches = self._batches or self._read(())
         self._batches.close()
 
-    def _next_step(self) -> tuple[int, int, bool]:
-        """The step of the next batch, the number of the batch in it, and whether the iteration has ended."""
+    def _next_step(self) -> tuple[int, int | None]:
+        """The step of the next batch, and the batch's number in it; None: the iteration has ended."""
         steps, rest = divmod(self._worker + self._used * self._workers, self._plan.count)
         start = self._begun + steps * self._plan.global_batch
         if self._plan.endless or start < (end := self._plan.epoch_end(self._begun)):
-            return start, rest, False
-        return end, 0, True
+            return start, rest
+        return end, None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch; `following`: position at which the next iteration begins."""
@@ -220,10 +222,6 @@ class StreamIterator(Iterator[Batch]):
         self._used = checked_position(state["used"], "used")
         following = checked_position(state["following"], "following")
         self._iterations.resume(following, None if get_worker_info() else self._next_step()[0])
-
-
-def _inherited(descriptor: Any) -> Iterations:
-    return Iterations(inherited=descriptor.detach())
 
 
 def _anonymous_file() -> int:

@@ -19,22 +19,19 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sa1b.arguments import BadValue
 from sa1b.stream import order_kernels
-from sa1b.stream.order import Located, Sequential, checked_positions
+from sa1b.stream.order import Int64, Located
 
 MAX_PERIOD = 1 << 20  # positions; the table of a period takes 12 bytes each
 
-Int64 = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """The weights of the sources from a position on: whole numbers without a common divisor."""
 
     start: int
@@ -46,8 +43,8 @@ class Mixture:
     """The order of a mixture, for training.
 
     `phases` begin at ascending positions, the first at 0. `until` is the end of an iteration: when the first
-    source has been used once, or when all have; None is one endless iteration. ValueError: a source is in no
-    phase, or it is never used completely although `until` is "all".
+    source has been used once, or when all have; None is one endless iteration. ValueError: a source is never
+    used completely although `until` is "all".
     """
 
     counts: tuple[int, ...]  # samples of each source in one epoch of it
@@ -59,10 +56,10 @@ class Mixture:
     block_size: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        before = [np.zeros(len(self.counts), np.int64)]
+        before = [(0,) * len(self.counts)]
         for phase, after in zip(self.phases, self.phases[1:], strict=False):
-            before.append(before[-1] + _prefix(phase.weights, after.start - phase.start))
-        object.__setattr__(self, "before", tuple(tuple(counts.tolist()) for counts in before))
+            before.append(_seen(phase, before[-1], after.start))
+        object.__setattr__(self, "before", tuple(before))
         ends = [self.position_of(source, count - 1) for source, count in enumerate(self.counts)]
         finite = [end + 1 for end in ends if end is not None]
         if self.until == "all" and None in ends:
@@ -78,22 +75,27 @@ class Mixture:
 
     def locate(self, positions: Int64) -> Located:
         """For each position the number of its source, the position in this source, and True, all of [N]."""
-        positions = checked_positions(positions)
         source, local = np.empty_like(positions), np.empty_like(positions)
         numbers = np.searchsorted([phase.start for phase in self.phases], positions, "right") - 1
         for number in np.unique(numbers).tolist():
-            here, phase = np.flatnonzero(numbers == number), self.phases[number]
-            counts = np.array((phase.weights, self.before[number]))
-            period = _period(phase.weights)
-            order_kernels.locate(here, positions, phase.start, counts, *period, source, local)
+            here, phase = numbers == number, self.phases[number]
+            sources, ranks = _period(phase.weights)
+            turn, rest = np.divmod(positions[here] - phase.start, len(sources))
+            chosen = sources[rest]
+            source[here] = chosen
+            local[here] = (
+                np.take(self.before[number], chosen) + turn * np.take(phase.weights, chosen) + ranks[rest]
+            )
         return source, local, np.ones(len(positions), np.bool_)
+
+    def phase_at(self, position: int) -> int:
+        """The number of the phase of a position."""
+        return sum(phase.start <= position for phase in self.phases) - 1
 
     def seen(self, position: int) -> tuple[int, ...]:
         """Samples of each source before a position."""
-        number = sum(phase.start <= position for phase in self.phases) - 1
-        phase = self.phases[number]
-        here = _prefix(phase.weights, position - phase.start)
-        return tuple((np.array(self.before[number]) + here).tolist())
+        number = self.phase_at(position)
+        return _seen(self.phases[number], self.before[number], position)
 
     def position_of(self, source: int, index: int) -> int | None:
         """The position of a sample of a source, counted over its epochs; None if it is never used."""
@@ -105,67 +107,36 @@ class Mixture:
                 return phase.start + turn * len(sources) + int(np.flatnonzero(sources == source)[rank])
         return None
 
-    def check_step(self, position: int) -> None:
-        """ValueError if a step may not begin at this position: it is negative."""
-        checked_positions(position)
-
-
-@dataclass(frozen=True, slots=True)
-class Concatenated(Sequential):
-    """The order of an evaluation of several sources: each sample of each source once, one source after the
-    other, then padding; see `Sequential`.
-    """
-
-    counts: tuple[int, ...]
-
-    def locate(self, positions: Int64) -> Located:
-        """For each position the number of its source, the row in this source, and whether it is valid."""
-        rows, valid = self.rows(positions)
-        ends: Int64 = np.cumsum(self.counts, dtype=np.int64)
-        source: Int64 = np.searchsorted(ends, rows, "right")
-        return source, rows - (ends - self.counts)[source], valid
-
-    def seen(self, position: int) -> tuple[int, ...]:
-        """Samples of each source before a position."""
-        ends = np.cumsum(self.counts)
-        return tuple(np.clip(position - (ends - self.counts), 0, self.counts).tolist())
-
 
 def whole_weights(values: Sequence[object]) -> tuple[int, ...]:
     """Weights as whole numbers without a common divisor. They may be int, float, Fraction, or text such as
     "1/3"; a float is read as it is printed, 0.1 as 1/10. ValueError: a weight is negative or no number, all
     are 0, or their period has more than 2**20 positions.
     """
-    weights = [fraction_of(value) for value in values]
+    shown = ", ".join(map(str, values))
+    try:
+        weights = [Fraction(str(value)) for value in values]
+    except (ValueError, ZeroDivisionError) as error:
+        raise BadValue(f"weights={shown}: {error}; pass numbers, or texts such as '1/3'") from None
+    if min(weights) < 0 or not any(weights):
+        raise BadValue(f"weights={shown}: must be from 0, and at least one above 0")
     scale = lcm(*(weight.denominator for weight in weights))
-    divisor = gcd(*(int(weight * scale) for weight in weights))
-    if not divisor:
-        raise BadValue("weights: all are 0; at least one source must have a positive weight")
-    whole = [int(weight * scale) // divisor for weight in weights]
-    if sum(whole) > MAX_PERIOD:
+    whole = [int(weight * scale) for weight in weights]
+    divisor = gcd(*whole)
+    period = sum(whole) // divisor
+    if period > MAX_PERIOD:
         raise BadValue(
-            f"weights={', '.join(map(str, values))}: repeat after {sum(whole):,} positions, and the limit is "
-            f"{MAX_PERIOD:,}; round them"
+            f"weights={shown}: repeat after {period:,} positions, and the limit is {MAX_PERIOD:,}; round them"
         )
-    return tuple(whole)
+    return tuple(weight // divisor for weight in whole)
 
 
-def fraction_of(value: object) -> Fraction:
-    """The weight of a source. ValueError: it is negative or no number."""
-    valid = isinstance(value, int | float | str | Fraction | np.integer | np.floating)
-    if valid and not isinstance(value, bool):
-        try:
-            if (weight := Fraction(str(value))) >= 0:
-                return weight
-        except (ValueError, ZeroDivisionError):
-            pass
-    raise BadValue(f"weight={value!r} must be a number from 0, or text such as '1/3'")
-
-
-def _prefix(weights: tuple[int, ...], positions: int) -> Int64:
-    sources, _ = _period(weights)
-    turn, rest = divmod(positions, len(sources))
-    return turn * np.array(weights, np.int64) + np.bincount(sources[:rest], minlength=len(weights))
+def _seen(phase: Phase, before: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """Samples of each source before a position of a phase, of which some lie before the phase."""
+    sources, _ = _period(phase.weights)
+    turn, rest = divmod(position - phase.start, len(sources))
+    within = np.bincount(sources[:rest], minlength=len(before))
+    return tuple((before + turn * np.array(phase.weights) + within).tolist())
 
 
 @lru_cache(maxsize=64)

@@ -34,17 +34,15 @@ from sa1b.hashing import Purpose, Words, random_word
 from sa1b.stream import order_kernels
 from sa1b.stream.order_kernels import ROUNDS, EpochSizes
 
+Int64 = npt.NDArray[np.int64]
 # For N positions, three arrays: number of the source, int64; position in this source, int64; and whether the
 # sample is valid (else padding), bool.
-Located = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
-
-MAX_COUNT = 1 << 32  # row numbers are stored as uint32
+Located = tuple[Int64, Int64, npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The shuffled order of a view, for training. ValueError: count or block_size is out of range, or the
-    digest is empty.
+    """The shuffled order of a view, for training.
 
     With `block_size` L > 1, each block of L positions contains L consecutive rows (cyclically), so that one
     read can fetch them. Row numbers must then count samples in the order of shard and offset, as in
@@ -68,20 +66,12 @@ class Order:
     block_size: int = 1  # L, samples that stay together
     endless: bool = True  # a step may begin in one epoch and end in the next
 
-    def __post_init__(self) -> None:
-        _check_count(self.count)
-        if self.block_size < 1:
-            raise BadValue(f"block_size={self.block_size} must be at least 1")
-        if not self.digest:
-            raise BadValue("digest must be that of the view: without it, all views would share one order")
-
-    def rows(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def rows(self, positions: Int64) -> Int64:
         """The rows at these positions, int64, same shape: 0 to N - 1. Positions may span epochs.
 
-        Takes 20 ns per position in large calls and 20 us for 256 positions; releases the GIL. Negative:
-        ValueError.
+        Takes 20 ns per position in large calls and 20 us for 256 positions; releases the GIL.
         """
-        epochs, places = np.divmod(checked_positions(positions), self.count)
+        epochs, places = np.divmod(positions, self.count)
         out = np.empty(epochs.shape, np.int64)
         for epoch in np.unique(epochs).tolist():
             chosen = epochs == epoch
@@ -90,13 +80,12 @@ class Order:
             out[chosen] = part
         return out
 
-    def locate(self, positions: npt.NDArray[np.int64]) -> Located:
+    def locate(self, positions: Int64) -> Located:
         """The positions as they are: this order has one source."""
         return np.zeros(len(positions), np.int64), positions, np.ones(len(positions), np.bool_)
 
     def check_step(self, position: int) -> None:
-        """ValueError if a step may not begin at this position: it is negative or cuts a block."""
-        checked_positions(position)
+        """ValueError if a step may not begin at this position, because it cuts a block."""
         if (position if self.endless else position % self.count) % self.block_size:
             raise BadValue(
                 f"position={position} must be at the border of two blocks of {self.block_size} samples"
@@ -116,22 +105,29 @@ class Sequential:
     """
 
     count: int
+    counts: tuple[int, ...] = ()  # of a mixture: the samples of each source, read one after the other
 
     endless: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        _check_count(self.count)
-
-    def locate(self, positions: npt.NDArray[np.int64]) -> Located:
-        """The rows of the one source of this order, and whether each is valid."""
-        rows, valid = self.rows(positions)
-        return np.zeros(len(rows), np.int64), rows, valid
-
-    def rows(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """The rows at these positions, int64, and whether each is valid; ValueError if one is negative."""
-        positions = checked_positions(positions)
+    def rows(self, positions: Int64) -> tuple[Int64, npt.NDArray[np.bool_]]:
+        """The rows at these positions, int64, and whether each is valid."""
         return np.minimum(positions, self.count - 1), positions < self.count
+
+    def locate(self, positions: Int64) -> Located:
+        """For each position the number of its source, the row in this source, and whether it is valid."""
+        rows, valid = self.rows(positions)
+        starts = self._starts()
+        source: Int64 = np.searchsorted(starts[1:], rows, "right")
+        return source, rows - starts[source], valid
+
+    def seen(self, position: int) -> tuple[int, ...]:
+        """Samples of each source before a position."""
+        starts = self._starts()
+        return tuple(np.clip(position - starts[:-1], 0, np.diff(starts)).tolist())
+
+    def _starts(self) -> Int64:
+        return np.cumsum((0, *(self.counts or (self.count,))), dtype=np.int64)
 
 
 def check_global_batch(global_batch: int, world_size: int, block_size: int = 1) -> None:
@@ -162,7 +158,6 @@ def rank_slice(
         raise BadValue(
             f"rank={rank} must be from 0 to {world_size - 1}, below world_size={world_size}; pass both"
         )
-    checked_positions(position)
     blocks = -(-samples // block_size)
     start, stop = (min(block_size * (r * blocks // world_size), samples) for r in (rank, rank + 1))
     return position + start, position + stop
@@ -171,27 +166,23 @@ def rank_slice(
 def whole_share(samples: int, world_size: int, block_size: int = 1) -> int:
     """The least `size` with which every rank runs one micro-batch in a step. See `check_global_batch`."""
     check_global_batch(samples, world_size, block_size)
-    return max(_lengths(samples, world_size, block_size))
+    return _largest_slice(samples, world_size, block_size)
 
 
 def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: int = 1) -> int:
     """Number of micro-batches of at most `size` samples that every rank runs in a step."""
-    if size < 1:
-        raise BadValue(f"micro_batch={size} must be at least 1")
-    return -(-max(_lengths(samples, world_size, block_size)) // size)
+    return -(-_largest_slice(samples, world_size, block_size) // size)
 
 
-def _lengths(samples: int, world_size: int, block_size: int) -> list[int]:
+def _largest_slice(samples: int, world_size: int, block_size: int) -> int:
     slices = (rank_slice(0, samples, rank, world_size, block_size=block_size) for rank in range(world_size))
-    return [stop - start for start, stop in slices]
+    return max(stop - start for start, stop in slices)
 
 
 def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:
     """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty. A
     block stays within one micro-batch if its length divides `size`.
     """
-    if not 0 <= stop - start <= size * count:
-        raise BadValue(f"[{start}, {stop}) must fit into {count} micro-batches of {size} samples")
     cuts = [min(start + i * size, stop) for i in range(count + 1)]
     return list(pairwise(cuts))
 
@@ -208,24 +199,8 @@ def _epoch(order: Order, epoch: int) -> tuple[Words, EpochSizes]:
     words = np.frombuffer(hashlib.blake2b(text, digest_size=64, person=b"sa1b-order-1").digest(), "<u8")
     head = min(-epoch * order.count % order.block_size, order.count) if order.endless else 0
     units = (order.count - head) // order.block_size
-    tall = max(1, _root(units))
+    tall = isqrt(max(units, 1) - 1) + 1
     wide = max(1, -(-units // tall))
     shift = int(words[ROUNDS]) % order.count
     sizes = map(np.uint64, (order.count, order.block_size, head, units, tall, wide, shift))
     return words[:ROUNDS].astype(np.uint64), cast(EpochSizes, tuple(sizes))
-
-
-def _root(number: int) -> int:
-    return isqrt(number - 1) + 1 if number else 0
-
-
-def _check_count(count: int) -> None:
-    if not 1 <= count <= MAX_COUNT:
-        raise BadValue(f"count={count:,} must be from 1 to {MAX_COUNT:,}")
-
-
-def checked_positions(positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    checked = np.asarray(positions, np.int64)
-    if checked.size and checked.min() < 0:
-        raise BadValue(f"position={checked.min()} must not be negative")
-    return checked

@@ -74,11 +74,11 @@ class Plan:
 
     def micro_batches(self, position: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches from the start of a step to the end of the epoch, if there is an end.
-        ValueError if the position is negative or cuts a block.
+        ValueError if the position cuts a block.
         """
         if isinstance(self.order, Sequential):
             position %= self.order.count  # every epoch repeats the first one
-        else:
+        elif isinstance(self.order, Order):
             self.order.check_step(position)
         end = self.epoch_end(position)
         while self.endless or position < end:
@@ -135,7 +135,8 @@ def process_rank() -> tuple[int, int]:
     return rank, world_size
 
 
-_SEQUENCE = ("order", "block_size", "ids_sha256", "masks_where", "seed")
+_SEQUENCE = ("layers", "order", "block_size", "ids_sha256", "masks_where", "seed")
+_PASS = "pass what state_dict() returned"
 
 
 class ResumeError(Sa1bError):
@@ -148,9 +149,6 @@ class ResumeError(Sa1bError):
         self.argument = argument
 
 
-_PASS = "pass what state_dict() returned"
-
-
 def check_state(current: Mapping[str, Any], state: object, view: str, root: str, *, grown: bool) -> None:
     """Check that a state has the same sequence as a stream, `current`, and warn about other differences.
 
@@ -159,20 +157,12 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     """
     if not isinstance(state, Mapping):
         raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
-    saved, now = state.get("layers", []), current.get("layers", [])
-    if saved != now:
-        raise ResumeError(
-            f"saved state with {_layers(saved)}, this stream has {_layers(now)}: the masks differ; pass the "
-            "layers that the state was saved with, or begin again from its weights",
-            "layers",
-        )
-    current = {name: value for name, value in current.items() if name != "layers"}
+    state, current = {"layers": [], **state}, {"layers": [], **current}
     if missing := current.keys() - state.keys():
         raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
     if not isinstance(state["options"], Mapping):
         raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
-    decoder = str(state["options"].get("decoder"))
-    if decoder.startswith("nvimgcodec"):
+    if str(decoder := state["options"].get("decoder")).startswith("nvimgcodec"):
         raise ResumeError(
             f"saved state with the decoder {decoder}, which this version does not have: the pixels differ; "
             "begin again from its weights with decode='gpu', which is torchcodec, or set the state's "
@@ -183,14 +173,15 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
         if state[name] != current[name]:
             raise _other_sequence(name, state[name], current[name], view, root, grown=grown)
-    if changed := [
-        f"{name} {value}, now {current['options'].get(name)}"
-        for name, value in {**current["options"], **state["options"]}.items()
-        if current["options"].get(name) != value
-    ]:
+    options = {**current["options"], **state["options"]}
+    changed = {name: value for name, value in options.items() if current["options"].get(name) != value}
+    if changed:
+        differs = ", ".join(
+            f"{name} {old}, now {current['options'].get(name)}" for name, old in changed.items()
+        )
         warnings.warn(
-            f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
-            "images is the same, but the samples differ",
+            f"the state was saved by a stream with other options: {differs}. The sequence of images is the "
+            "same, but the samples differ",
             stacklevel=3,
         )
     if state["bytes_sha256"] != current["bytes_sha256"]:
@@ -203,22 +194,26 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
 
 
 def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *, grown: bool) -> ResumeError:
-    argument, remedy = "view", "pass the view that the state was saved with"
-    if name == "ids_sha256":
+    if name == "layers":
+        return ResumeError(
+            f"saved state with {_layers(saved)}, this stream has {_layers(current)}: the masks differ; pass "
+            "the layers that the state was saved with, or begin again from its weights",
+            name,
+        )
+    argument, differs, remedy = name, f"{name} {saved}, this stream {current}", f"pass {name}={saved!r}"
+    if name == "masks_where":
+        argument, remedy = "view", "pass the view that the state was saved with"
+        before, now = ("none" if text is None else repr(text) for text in (saved, current))
+        differs = f"condition on masks {before}, {view} {now}"
+    elif name == "ids_sha256":
+        argument, remedy = "view", f"pass the view that the state was saved with; see `{command('view')}`"
         differs = f"other images ({_short(saved)}) than {view} ({_short(current)})"
-        remedy += f"; `{command('view')}` prints the digests of views"
         if grown:
             remedy = (
                 f"if sources were added to {root} since, make a view of the images that it was trained on "
                 f"(`{command('view', root)} --ids FILE --name NAME`) and pass it as view: a view keeps its "
                 "images and its sequence when a directory grows"
             )
-    elif name == "masks_where":
-        before, now = ("none" if text is None else repr(text) for text in (saved, current))
-        differs, remedy = f"condition on masks {before}, {view} {now}", f"{remedy}, as view"
-    else:
-        differs = f"{name} {saved}, this stream {current}"
-        argument, remedy = name, f"pass {name}={saved!r}"
     return ResumeError(
         f"saved state with {differs}: its sequence differs, so samples would be repeated and left out; "
         f"{remedy}",
@@ -227,10 +222,9 @@ def _other_sequence(name: str, saved: Any, current: Any, view: str, root: str, *
 
 
 def _layers(layers: Any) -> str:
-    try:  # a saved state may have any value here
-        return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
-    except (TypeError, ValueError):
+    if not isinstance(layers, list):
         return f"layers {reprlib.repr(layers)}"
+    return ", ".join(f"the layer {name} ({_short(digest)})" for name, digest in layers) or "no layer"
 
 
 def _short(digest: Any) -> str:
