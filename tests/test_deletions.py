@@ -118,7 +118,6 @@ REASONS = {
     "storage/store.py replace_if": STORE,
     "stream/worker_memory.py _end_with": "folder that multiprocessing has made in this process",
     "stream/worker_memory.py _remove_segments": "files in /dev/shm with torch's name of this process",
-    "stream/columns.py _local": CACHE,
     "stream/columns.py _open_file": CACHE,
     "stream/columns.py _remove": TEMPORARY,
     "programs/transfer/dataset_copy.py _finish": NAMED,

@@ -6,12 +6,12 @@
     schedule:
       - {from_step: 10000, weights: {sa1b: 1, mine: 1}}
 
-A source has the settings of `--data.` that differ from the flags, and the fields of `_Source`. Paths are
-relative to the current folder, as in flags.
+A source has the settings of `--data.` that differ from the flags, and a weight, seed and view of evaluations.
+Paths are relative to the current folder, as in flags.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,6 @@ _SHARED = {
 }
 
 
-class _Source(msgspec.Struct):
-    """Settings of a source that are no flag of `--data.`: weight, seed and view of evaluations."""
-
-    weight: int | float | str
-    seed: int | None = None  # None: that of the run
-    evaluation_view: str | msgspec.UnsetType | None = msgspec.UNSET  # unset: --evaluation.view; null: none
-
-
 class _Change(msgspec.Struct, forbid_unknown_fields=True):
     weights: dict[str, int | float | str]
     from_step: int | None = None
@@ -47,19 +39,21 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     schedule: list[_Change] = []
 
 
-@dataclass(frozen=True, slots=True)
-class MixSource:
+class MixSource(msgspec.Struct):
     """A source of a mixture; `data.view` and `data.layers` are those of the training."""
 
-    name: str
-    data: DataConfig
     weight: int | float | str
-    seed: int | None
-    evaluation_view: str | msgspec.UnsetType | None
+    seed: int | None = None  # None: that of the run
+    evaluation_view: str | msgspec.UnsetType | None = msgspec.UNSET  # unset: --evaluation.view; null: none
+    name: str = ""
+    data: DataConfig = msgspec.field(default_factory=DataConfig)
 
     def view(self, evaluation: str | None) -> str | None:
         """The view of an evaluation by `--evaluation.view`; None: the source has no part in it."""
         return evaluation if self.evaluation_view is msgspec.UNSET else self.evaluation_view
+
+
+_OWN = ("weight", "seed", "evaluation_view")  # settings of a source that are no flag of `--data.`
 
 
 def read_mix(
@@ -102,17 +96,18 @@ def roots_of(config: DataConfig) -> list[str]:
 
 
 def _source(flag: str, name: str, given: Mapping[str, Any], config: DataConfig) -> MixSource:
-    own = asdict(replace(config, mix=None))
-    allowed = [*_Source.__struct_fields__, *(key for key in own if key not in _SHARED)]
+    flags = asdict(replace(config, mix=None))
+    allowed = [*_OWN, *(key for key in flags if key not in _SHARED)]
     if unknown := [key for key in given if key not in allowed]:
         raise UsageError(
             f"{flag}: source {name}: {unknown[0]}: no setting of a source; it has {', '.join(allowed)}"
         )
     try:
-        extra, data = msgspec.convert(given, _Source), msgspec.convert({**own, **given}, DataConfig)
+        source = msgspec.convert({key: given[key] for key in _OWN if key in given}, MixSource)
+        source.name, source.data = name, msgspec.convert({**flags, **given}, DataConfig)
     except (msgspec.ValidationError, ValueError) as error:
         raise UsageError(f"{flag}: source {name}: {error}; correct it") from None
-    return MixSource(name, data, extra.weight, extra.seed, extra.evaluation_view)
+    return source
 
 
 def reschedule(mix: Mix, config: DataConfig, state: Mapping[str, Any]) -> list[list[int]]:

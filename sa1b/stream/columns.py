@@ -16,9 +16,9 @@ that has none of the first 1,000 ids.
 
 A source is converted once, to an Arrow file sorted by id in the cache of sa1b.storage.cache. A pyarrow table
 is converted to a temporary file, which is removed with the stream. Every process maps the file into memory:
-the pages are shared, and a lookup is a binary search. If the size or the modification time of a source
-changes, it is converted again. Converting takes about three times the column's size in memory, in one
-process.
+the pages are shared, and a lookup is a binary search. If what the file system says of a source changes, such
+as its size or time, it is converted again. Converting takes about three times the column's size in memory, in
+one process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,8 +39,6 @@ from sa1b.arguments import plain_root
 from sa1b.errors import Sa1bError
 from sa1b.storage.atomic import commit, flush, lock, naming_path
 from sa1b.storage.cache import cache_folder
-from sa1b.storage.errors import MissingError
-from sa1b.storage.reader import Reader, pieces_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 
 KEYS = ("mask_id", "image_id")
 _LOOKED_UP = 1000  # ids without a single value, after which there is a warning
-_VERSION = 2  # format of the converted files
+_VERSION = 3  # format of the converted files
 
 
 class ColumnError(Sa1bError):
@@ -63,10 +61,8 @@ class Column:
     all ids, that this process has looked up.
     """
 
-    # Measured with a million captions of 130 bytes, read completely in four spawned workers: each worker
-    # takes 50 MiB more (proportional set size, /proc/PID/smaps_rollup). pyarrow takes 20 MiB. The other 30
-    # MiB are the worker's part of the file of 135 MiB, which five processes share. Looking up the 16 images
-    # of a batch takes 0.2 ms.
+    # A million captions of 130 bytes take a worker process 50 MiB: pyarrow 20, and 30 of the file of 135 MiB
+    # that five processes share. Looking up the 16 images of a batch takes 0.2 ms.
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         import pyarrow as pa
@@ -130,18 +126,10 @@ def open_columns(
     dataset: "Dataset | None" = None,
     argument: str = "join[{!r}]",
 ) -> dict[str, Column]:
-    """Open the columns of a stream; convert sources that are not converted yet.
-
-    Args:
-        join: name of the column -> source; an open column is used unchanged.
-        key: the column of ids; None: the first of KEYS that the source has, else one that names images.
-        texts: the values are texts: an id may have several rows, and a conversation is its answers.
-        dataset: whose images are named, also by their own file names, see sa1b.shards.file_names.
-        argument: the argument of a source in messages, with the name of its column.
-
-    Raises:
-        ColumnError: the source has no such column or no key, or its ids are duplicate or not integers.
-        OSError: the cache cannot be written.
+    """The columns of sources by name; open ones are used unchanged. `key`: the column of ids, by default the
+    first of KEYS, or one that names images, also by the dataset's own file names. `texts`: an id may have
+    several rows, and a conversation is its answers. `argument` names a source in messages. ColumnError: the
+    source cannot be joined. OSError: the cache cannot be written.
     """
     names = None
     if dataset is not None and not all(isinstance(source, Column) for source in join.values()):
@@ -167,21 +155,16 @@ class _Wanted(NamedTuple):
 def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     import pyarrow as pa
 
-    argument = wanted.argument
     if isinstance(source, Column):
         return source
-    if not isinstance(wanted.name, str) or wanted.name in ("", *KEYS):
-        raise ColumnError(f"{argument}: must be the name of a column other than {' and '.join(KEYS)}")
-    if isinstance(source, str | os.PathLike):
-        return _open_file(os.fspath(source), storage_options, wanted)
+    if wanted.name in ("", *KEYS):
+        raise ColumnError(f"{wanted.argument}: must be the name of a column other than {' and '.join(KEYS)}")
     if not isinstance(source, pa.Table):
-        kind = type(source).__name__
-        raise ColumnError(f"{argument}: {kind} is not a source; pass a path, a URL or a pyarrow table")
-    batch = _sorted(source, f"{argument}: the pyarrow table", wanted)
+        return _open_file(source, storage_options, wanted)
+    batch = _sorted(source, f"{wanted.argument}: the pyarrow table", wanted)
     descriptor, name = tempfile.mkstemp(prefix="sa1b-column-", suffix=".arrow")  # workers map it: no copies
     os.close(descriptor)
-    with naming_path(Path(name)):
-        _write(batch, Path(name))
+    _write(batch, Path(name))
     column = Column(wanted.name, Path(name), "the pyarrow table")
     weakref.finalize(column, _remove, name, os.getpid())
     return column
@@ -193,62 +176,48 @@ def _remove(path: str, process: int) -> None:
             Path(path).unlink()
 
 
-def _open_file(source: str, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
+def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
     from sa1b.shards.tables import ENDINGS
 
     name, argument, key, texts, names = wanted
+    source = plain_root(given)
     if not source.lower().endswith(ENDINGS):
         endings = ", ".join(ENDINGS)
         raise ColumnError(f"{argument}: {source} is no table; its name must end with one of {endings}")
-    source = plain_root(source)
-    if "://" not in source:
-        source = str(Path(source).absolute())
-    parent, _, file = source.rpartition("/")
-    with Reader(parent or "/", options=storage_options) as reader:
-        try:
-            size = reader.size(file)
-        except MissingError as error:
-            why = f"{argument}: {source} does not exist; give the path of a table"
-            raise MissingError(why, url=source) from error
-        changed = Path(source).stat().st_mtime_ns if reader.is_local else _state(source, storage_options)
-        converted_by = [source, name, key, texts, None if names is None else names.digest]
-        folder = cache_folder() / "columns" / _digest([part for part in converted_by if part is not None])
-        final = folder / f"{_digest([_VERSION, size, changed])}.arrow"
-        if not final.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with lock(folder, wait=True):
-                if not final.exists():  # no other process has converted it meanwhile
-                    for stale in folder.glob("*.partial"):
-                        stale.unlink()
-                    with _local(source, reader, size, folder) as path:
-                        _convert(path, source, final, wanted)
-    return Column(name, final, source)
-
-
-def _state(url: str, storage_options: Mapping[str, Any] | None) -> str:
-    """A value that changes with the object: its ETag or modification time, depending on the store."""
-    import fsspec
-
+    system: Any = None  # of a URL
+    path = source = source if "://" in source else str(Path(source).absolute())
+    state: Any
     try:
-        system, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
-        return repr(sorted((key, str(value)) for key, value in system.info(path).items()))
+        if "://" in source:
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(source, **(storage_options or {}))
+            state = sorted((entry, str(value)) for entry, value in system.info(path).items())
+        else:
+            state = Path(path).stat().st_size, Path(path).stat().st_mtime_ns
+    except FileNotFoundError as error:
+        raise ColumnError(f"{argument}: {source} does not exist; give the path of a table") from error
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ColumnError(f"{url}: cannot be read ({why}); check the URL and the credentials") from error
-
-
-@contextlib.contextmanager
-def _local(source: str, reader: Reader, size: int, folder: Path) -> Iterator[str]:
-    if reader.is_local:
-        yield source
-        return
-    copy = folder / source.rpartition("/")[2]
-    try:
-        with naming_path(copy), copy.open("wb") as output:
-            output.writelines(reader.read_ranges(pieces_of(copy.name, size)))
-        yield str(copy)
-    finally:
-        copy.unlink(missing_ok=True)
+        raise ColumnError(f"{source}: cannot be read ({why}); check the URL and the credentials") from error
+    how = [source, name, key, texts, None if names is None else names.digest]
+    folder = cache_folder() / "columns" / _digest(how)
+    final = folder / f"{_digest([_VERSION, state])}.arrow"
+    if not final.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder, wait=True):
+            if not final.exists():  # no other process has converted it meanwhile
+                for stale in folder.glob("*.partial"):
+                    stale.unlink()
+                copy = folder / Path(path).name
+                try:
+                    if system is not None:
+                        with naming_path(copy):
+                            system.get_file(path, str(copy))
+                    _convert(path if system is None else str(copy), source, final, wanted)
+                finally:
+                    copy.unlink(missing_ok=True)
+    return Column(name, final, source)
 
 
 def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
@@ -256,12 +225,13 @@ def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
 
     from sa1b.shards.tables import IMAGE_COLUMNS, read_table
 
-    temporary, read = final.with_suffix(".partial"), dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
+    try:
+        read = dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
+        table = read_table(path, read, wanted.name, wanted.texts)
+    except (pa.ArrowException, ValueError) as error:
+        raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
+    temporary = final.with_suffix(".partial")
     with naming_path(temporary):
-        try:
-            table = read_table(path, read, wanted.name, wanted.texts)
-        except (pa.ArrowException, ValueError) as error:
-            raise ColumnError(f"{source}: cannot be read ({error}); write the file again") from error
         _write(_sorted(table, source, wanted), temporary)
         flush(temporary)
         commit(temporary, final)
@@ -276,9 +246,6 @@ def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch"
 
     name, headings = wanted.name, table.schema.names
     known = ", ".join(headings) or "none"
-    for heading in (*KEYS, name):
-        if (times := headings.count(heading)) > 1:
-            raise ColumnError(f"{source}: has {times} columns {heading!r}; rename all but one")
     if name not in headings:
         raise ColumnError(f"{source}: no column {name!r}; choose from {known}")
     if wanted.key is not None and wanted.key not in headings:
@@ -287,8 +254,7 @@ def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch"
     if column is None:
         way = "name one mask_id, image_id or, with names of files, file_name"
         raise ColumnError(f"{source}: has {known}, and no column to join {name!r} by; {way}")
-    kind = table.schema.field(column).type
-    if column != "mask_id" and is_text(kind):
+    if column != "mask_id" and is_text(table.schema.field(column).type):
         table, others = with_ids(table, column, wanted.names)
         if others and not len(table):
             way = "write such as sa_7.jpg or, of images alone, the path in their source"
@@ -296,8 +262,6 @@ def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch"
         if others:
             left = f"{others:,} of {others + len(table):,} rows of column {column!r} name no image"
             warnings.warn(f"{source}: {left}; they are left out", stacklevel=4)
-    elif not pa.types.is_integer(kind):
-        raise ColumnError(f"{source}: column {column!r} is {kind}; ids are integers or such as sa_7.jpg")
     if nulls := table[column].null_count:
         raise ColumnError(f"{source}: column {column!r} has no id in {nulls:,} rows; remove these rows")
     try:
@@ -310,8 +274,7 @@ def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch"
     ids, values = ids[order], values.take(pa.array(order))
     repeated = np.flatnonzero(ids[1:] == ids[:-1])
     if len(repeated):
-        one_or_list = getattr(values.type, "value_type", values.type)
-        if not (wanted.texts and pa.types.is_large_string(one_or_list)):
+        if not (wanted.texts and pa.types.is_large_string(getattr(values.type, "value_type", values.type))):
             raise ColumnError(
                 f"{source}: id {ids[repeated[0]]} occurs more than once in column {column!r}; repeated rows "
                 f"in all: {len(repeated):,}; keep one row of each, or collect the values of an id in a list"
@@ -327,17 +290,15 @@ def _large(kind: "pa.DataType") -> "pa.DataType":
 
     if pa.types.is_dictionary(kind):
         return _large(kind.value_type)
-    if pa.types.is_string(kind):
-        return pa.large_string()
-    if pa.types.is_binary(kind):
-        return pa.large_binary()
-    return pa.large_list(_large(kind.value_type)) if pa.types.is_list(kind) else kind
+    if pa.types.is_list(kind):
+        return pa.large_list(_large(kind.value_type))
+    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
 def _write(batch: "pa.RecordBatch", path: Path) -> None:
     import pyarrow as pa
 
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+    with naming_path(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
 

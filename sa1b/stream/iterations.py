@@ -1,11 +1,10 @@
 """Start positions of the iterations of a stream, shared by a process and its DataLoader's worker processes.
 
-A DataLoader with workers does not call the stream of the main process. Every worker process iterates over its
-own copy: new processes in each iteration or, with persistent_workers, the same processes again. The position
-of the next iteration is therefore in memory that all of them share: an anonymous file that forked workers
-inherit and spawned workers receive. The first worker of an iteration advances the position to the start of
-the next iteration. The other workers join the current iteration at its start. With 100 images and two
-workers:
+Every worker process iterates over its own copy of the stream: new processes in each iteration or, with
+persistent_workers, the same processes again. The position of the next iteration is therefore in memory that
+all of them share: an anonymous file that forked workers inherit and spawned workers receive. The first worker
+of an iteration advances it to the start of the next one. The others join the iteration at its start. With 100
+images and two workers:
 
     position 0      worker 0 begins an iteration at 0: the next one begins at 100
     position 100    worker 1 joins it at 0, because it has the same iterator as worker 0
@@ -33,7 +32,7 @@ from torch.utils.data import get_worker_info
 from sa1b.errors import UsageError
 from sa1b.limit import ForkLock
 from sa1b.stream.batch import Batch
-from sa1b.stream.plan import MicroBatch, Plan, ResumeError, checked_position
+from sa1b.stream.plan import MicroBatch, Plan, ResumeError
 from sa1b.stream.worker_memory import prepare_worker
 
 _RUNNING: "weakref.WeakSet[Generator[Any]]" = weakref.WeakSet()  # iterations of this process
@@ -141,16 +140,9 @@ class Iterations:
 
 
 class StreamIterator(Iterator[Batch]):
-    """One iteration over a stream in one process, with a state that torchdata's StatefulDataLoader saves.
-
-        loader = torchdata.stateful_dataloader.StatefulDataLoader(stream, batch_size=None, num_workers=2)
-        for batch in loader:
-            ...
-            save({"loader": loader.state_dict()})     # has the state of the iteration of each worker
-
-    The state of a worker's iteration is the position at which it began and the number of its used batches.
-    The start of the next batch is computed from both, so no batch is read to resume. The iteration begins
-    with its first batch.
+    """One iteration over a stream in one process, which begins with its first batch. torchdata's
+    StatefulDataLoader saves its state: the start and the number of used batches, from which the start of the
+    next batch is computed.
     """
 
     def __init__(
@@ -175,14 +167,8 @@ class StreamIterator(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = self._read(
-                ()
-            )  # if the iteration cannot begin: a DataLoader asks for more at once
-            start, rest = self._next_step()
-            pieces = (
-                () if rest is None else islice(self._plan.micro_batches(start), rest, None, self._workers)
-            )
-            self._batches = self._read(pieces)
+            self._batches = self._read(())  # a DataLoader asks for more also if the iteration cannot begin
+            self._batches = self._read(self._pieces())
         batch = next(self._batches)
         self._used += 1
         return batch
@@ -191,6 +177,10 @@ class StreamIterator(Iterator[Batch]):
         """End the iteration before its last batch: cancel its reads."""
         self._batches = self._batches or self._read(())
         self._batches.close()
+
+    def _pieces(self) -> Iterable[MicroBatch]:
+        start, rest = self._next_step()
+        return () if rest is None else islice(self._plan.micro_batches(start), rest, None, self._workers)
 
     def _next_step(self) -> tuple[int, int | None]:
         """The step of the next batch, and the batch's number in it; None: the iteration has ended."""
@@ -207,21 +197,16 @@ class StreamIterator(Iterator[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue an iteration before its first batch; ResumeError if ranks, workers or sizes differ."""
-        if state.keys() != {*self._identity, "begun", "used", "following"}:
-            raise ResumeError(
-                f"load_state_dict({state!r}): not the state of an iteration; pass what state_dict() of the "
-                "StatefulDataLoader returned"
-            )
         now = self._identity
-        if changes := [f"{key} {state[key]}, now {now[key]}" for key in now if state[key] != now[key]]:
+        if changes := [
+            f"{key} {state.get(key)}, now {now[key]}" for key in now if state.get(key) != now[key]
+        ]:
             raise ResumeError(
                 f"load_state_dict(): {', '.join(changes)}; resume with the same ranks, workers and batch "
                 "sizes, or save stream.state_dict(batch) or the state of a sa1b.Loader, which fit others"
             )
-        self._begun = checked_position(state["begun"], "begun")
-        self._used = checked_position(state["used"], "used")
-        following = checked_position(state["following"], "following")
-        self._iterations.resume(following, None if get_worker_info() else self._next_step()[0])
+        self._begun, self._used = state["begun"], state["used"]
+        self._iterations.resume(state["following"], None if get_worker_info() else self._next_step()[0])
 
 
 def _anonymous_file() -> int:

@@ -88,10 +88,6 @@ class TrainingData(lightning.Callback):
         """Record that the trainer has this callback."""
         self._is_callback = True
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Forget the trainer."""
-        self._is_callback = False
-
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Count the optimizer's steps from those of the checkpoint on."""
         self._steps, self._is_partial = trainer.global_step, False

@@ -112,9 +112,9 @@ class Plan:
         return rank_slice(position, samples, self.rank, self.world_size, block_size=self.block_size)
 
 
-def checked_position(position: object, name: str = "position") -> int:
+def checked_position(position: object) -> int:
     """A position from 0 to MAX_POSITION, which leaves room for an epoch in 63 bits; ValueError for others."""
-    return whole_number(name, position, most=MAX_POSITION)
+    return whole_number("position", position, most=MAX_POSITION)
 
 
 def process_rank() -> tuple[int, int]:
@@ -136,7 +136,6 @@ def process_rank() -> tuple[int, int]:
 
 
 _SEQUENCE = ("layers", "order", "block_size", "ids_sha256", "masks_where", "seed")
-_PASS = "pass what state_dict() returned"
 
 
 class ResumeError(Sa1bError):
@@ -155,14 +154,13 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     View and dataset directory are for messages. `grown`: the stream reads all images of the directory, which
     may have grown since the state was saved. ResumeError: another sequence, or not the state of a stream.
     """
-    if not isinstance(state, Mapping):
-        raise ResumeError(f"state {reprlib.repr(state)}: not the state of a stream; {_PASS}")
-    state, current = {"layers": [], **state}, {"layers": [], **current}
-    if missing := current.keys() - state.keys():
-        raise ResumeError(f"state {reprlib.repr(state)}: has no {', '.join(sorted(missing))}; {_PASS}")
-    if not isinstance(state["options"], Mapping):
-        raise ResumeError(f"state options {reprlib.repr(state['options'])}: not a mapping; {_PASS}")
-    if str(decoder := state["options"].get("decoder")).startswith("nvimgcodec"):
+    current = {"layers": [], **current}
+    saved = {"layers": [], **state} if isinstance(state, Mapping) else {}
+    if not (current.keys() <= saved.keys() and isinstance(saved["options"], Mapping)):
+        raise ResumeError(
+            f"state {reprlib.repr(state)}: not the state of a stream; pass what state_dict() returned"
+        )
+    if str(decoder := saved["options"].get("decoder")).startswith("nvimgcodec"):
         raise ResumeError(
             f"saved state with the decoder {decoder}, which this version does not have: the pixels differ; "
             "begin again from its weights with decode='gpu', which is torchcodec, or set the state's "
@@ -171,9 +169,9 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
         )
     # With blocks, an endless order cuts the blocks of later epochs at other rows.
     for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
-        if state[name] != current[name]:
-            raise _other_sequence(name, state[name], current[name], view, root, grown=grown)
-    options = {**current["options"], **state["options"]}
+        if saved[name] != current[name]:
+            raise _other_sequence(name, saved[name], current[name], view, root, grown=grown)
+    options = {**current["options"], **saved["options"]}
     changed = {name: value for name, value in options.items() if current["options"].get(name) != value}
     if changed:
         differs = ", ".join(
@@ -184,9 +182,9 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
             "same, but the samples differ",
             stacklevel=3,
         )
-    if state["bytes_sha256"] != current["bytes_sha256"]:
+    if saved["bytes_sha256"] != current["bytes_sha256"]:
         warnings.warn(
-            f"{root} has changed since the state was saved (sample table {_short(state['bytes_sha256'])}, "
+            f"{root} has changed since the state was saved (sample table {_short(saved['bytes_sha256'])}, "
             f"now {_short(current['bytes_sha256'])}): the images are the same, but their stored bytes "
             "may differ",
             stacklevel=3,

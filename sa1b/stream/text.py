@@ -18,7 +18,7 @@ lists of float of one length, which are embeddings that a text encoder computed 
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,6 @@ from torch.nn.functional import pad
 
 from sa1b.arguments import BadValue, whole_number
 from sa1b.hashing import Purpose, below, random_words
-from sa1b.storage.errors import MissingError
 from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
 from sa1b.stream.ragged import Tensors
 from sa1b.stream.tokenizer import BYTES, Tokenizer, open_tokenizer
@@ -110,51 +109,44 @@ class Text:
     length: int = 64
 
     def __post_init__(self) -> None:
-        if self.key is not None and self.key not in KEYS:
+        if self.key not in (None, *KEYS):
             raise BadValue(f"key={self.key!r} must be {' or '.join(map(repr, KEYS))}")
-        if not isinstance(self.tokenizer, str | os.PathLike):
-            raise BadValue(
-                f"tokenizer={self.tokenizer!r} must be a name, so that worker processes can open it: pass "
-                "MODULE:FUNCTION for a function"
-            )
+        if callable(self.tokenizer):
+            raise BadValue(f"tokenizer={self.tokenizer!r} must be a name, such as MODULE:FUNCTION")
         object.__setattr__(self, "length", whole_number("length", self.length, 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class TextColumn:
     """An open table of texts."""
 
-    options: Text
-    column: Column
-    tokenizer: Tokenizer | None = field(init=False)  # None: the table has embeddings
-    width: int = field(init=False)  # numbers of an embedding; 0 if the table has strings
-    several: bool = field(init=False)  # whether an id has a list of texts
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: Text, column: Column) -> None:
         import pyarrow as pa
 
         from sa1b.shards.image_ids import is_text
 
-        kind, source, name = self.column.kind, self.column.source, self.column.name
-        innermost, lists = kind, 0
+        self.options, self.column = options, column
+        where = f"{column.source}: column {column.name!r}"
+        innermost, lists = column.kind, 0
         while hasattr(innermost, "value_type"):
             innermost, lists = innermost.value_type, lists + 1
         embeds = pa.types.is_floating(innermost)
-        several = lists - embeds == 1  # an embedding is a list itself
+        self.several = lists - embeds == 1  # an id has a list of texts; an embedding is a list itself
         if not (embeds or is_text(innermost)) or lists - embeds not in (0, 1):
             raise ColumnError(
-                f"{source}: column {name!r} is {kind}; texts are strings or lists of strings, embeddings "
-                "lists of float or lists of these"
+                f"{where} is {column.kind}; texts are strings or lists of strings, embeddings lists of float "
+                "or lists of these"
             )
-        texts = self.column.values.flatten() if several else self.column.values
+        texts = column.values.flatten() if self.several else column.values
         row = texts.is_valid().index(True).as_py()
         first = [] if row < 0 else texts[row].as_py()
         if first == []:
-            where = f"column {name!r} has no value in any of its {len(self.column):,} rows"
-            raise ColumnError(f"{source}: {where}; pass a table with texts")
-        object.__setattr__(self, "several", several)
-        object.__setattr__(self, "tokenizer", None if embeds else open_tokenizer(self.options.tokenizer))
-        object.__setattr__(self, "width", len(first) if embeds else 0)
+            raise ColumnError(
+                f"{where} has no value in any of its {len(column):,} rows; pass a table with texts"
+            )
+        self.tokenizer = (
+            None if embeds else open_tokenizer(options.tokenizer)
+        )  # None: the table has embeddings
+        self.width = len(first) if embeds else 0  # numbers of an embedding
 
     def __reduce__(self) -> tuple[type["TextColumn"], tuple[Text, Column]]:
         return TextColumn, (self.options, self.column)
@@ -191,7 +183,6 @@ class TextColumn:
 
     def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
         vectors = np.zeros((len(values), self.width), np.float32)
-        keys = [-1] * len(values)
         for row, value in enumerate(values):
             if value is None:
                 continue
@@ -201,27 +192,31 @@ class TextColumn:
                 fault = lengths if len(value) != self.width else "with NaN or an infinite number"
                 which = f"{self.column.key} {ids[row]} has an embedding {fault}"
                 raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
-            vectors[row], keys[row] = vector, _key(vector.tobytes())
-        return Texts(
-            tokens=torch.zeros(0, dtype=torch.int32),
-            offsets=torch.zeros(len(values) + 1, dtype=torch.int64),
-            vectors=torch.from_numpy(vectors),
-            keys=torch.tensor(keys, dtype=torch.int64),
-            key=self.column.key,
-            length=self.options.length,
-        )
+            vectors[row] = vector
+        keys = [None if value is None else vectors[row].tobytes() for row, value in enumerate(values)]
+        return _texts([_NO_TOKENS] * len(values), vectors, keys, self.options.length, self.column.key)
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
     """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns none."""
-    rows = [np.zeros(0, np.int32) if value is None else _tokens(value, tokenizer) for value in values]
-    rows = [row[:length] for row in rows]
-    keys = [-1 if value is None else _key(value.encode()) for value in values]
+    rows = [_NO_TOKENS if value is None else _tokens(value, tokenizer)[:length] for value in values]
+    keys = [None if value is None else value.encode() for value in values]
+    return _texts(rows, np.zeros((len(values), 0), np.float32), keys, length, key)
+
+
+def _texts(
+    rows: list[npt.NDArray[np.int32]], vectors: npt.NDArray[np.float32], keys: list[bytes | None],
+    length: int, key: Key,
+) -> Texts:  # fmt: skip
+    hashes = [-1 if one is None else _key(one) for one in keys]
     return Texts(
-        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *rows])),
+        tokens=torch.from_numpy(np.concatenate([_NO_TOKENS, *rows])),
         offsets=torch.from_numpy(np.cumsum([0, *map(len, rows)], dtype=np.int64)),
-        vectors=torch.zeros(len(values), 0),
-        keys=torch.tensor(keys, dtype=torch.int64),
+        vectors=torch.from_numpy(vectors),
+        keys=torch.tensor(hashes, dtype=torch.int64),
         key=key,
         length=length,
     )
@@ -264,11 +259,9 @@ def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> Tex
                 f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
                 "of .txt and .json files beside the images and of columns of Parquet; or pass a table"
             )
-    how: Any = {"key": options.key, "texts": True, "dataset": dataset, "argument": "text"}
-    try:
-        opened = open_columns({name: source}, storage_options, **how)
-    except MissingError as error:
-        raise ColumnError(str(error)) from None
+    opened = open_columns(
+        {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
+    )
     return TextColumn(options, opened[name])
 
 

@@ -46,11 +46,7 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     except (ImportError, AttributeError) as error:
         way = f"set PYTHONPATH to the folder of the module, or pass {_FORMS}"
         raise UsageError(f"tokenizer {name!r}: cannot be imported ({error}); {way}") from error
-    vocabulary = getattr(called, "vocabulary", None)
-    if not callable(called) or not (vocabulary is None or isinstance(vocabulary, int)):
-        must = "must be a function that returns a list of int; its attribute `vocabulary`, if any, is an int"
-        raise UsageError(f"tokenizer {name!r}: {must}")
-    return Tokenizer(name, called, vocabulary)
+    return Tokenizer(name, called, getattr(called, "vocabulary", None))
 
 
 def _of_library(path: str) -> Tokenizer:
@@ -58,11 +54,10 @@ def _of_library(path: str) -> Tokenizer:
         raise UsageError(f"tokenizer {path!r}: there is no such file; pass {_FORMS}")
     try:
         library: Any = import_module("tokenizers")
+        opened = library.Tokenizer.from_file(path)
     except ImportError:
         way = "install it with: pip install 'sa1b[text]'"
         raise UsageError(f"tokenizer {path!r}: the package tokenizers is missing; {way}") from None
-    try:
-        opened = library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises Exception itself
         why = f"is no file of the library tokenizers ({error}); write it with Tokenizer.save"
         raise UsageError(f"tokenizer {path!r}: {why}") from error

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 import sa1b
 from sa1b.storage.cache import cache_folder
-from sa1b.storage.errors import MissingError
 from sa1b.stream import columns
 from sa1b.stream.columns import ColumnError, open_columns
 from tests import processes
@@ -323,11 +322,10 @@ def test_rows_of_other_datasets_are_left_out_and_a_number_in_another_column_is_n
             pa.table({"image_id": ["x"], "caption": ["a"]}),
             "no row of column 'image_id' names an image",
         ),
-        (pa.table({"image_id": [1.0], "caption": ["a"]}), "column 'image_id' is double; ids are integers"),
         (pa.table({"image_id": [1, None], "caption": ["a", "b"]}), "column 'image_id' has no id in 1 rows"),
         (pa.table({"image_id": pa.array([2**63], pa.uint64()), "caption": ["a"]}), "9223372036854775808"),
     ],
-    ids=["key", "column", "duplicate", "string", "float", "null", "large"],
+    ids=["key", "column", "duplicate", "string", "null", "large"],
 )
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "table"])
 def test_a_table_that_cannot_be_joined_is_named(
@@ -343,26 +341,12 @@ def test_a_table_that_cannot_be_joined_is_named(
     assert ("the pyarrow table" if form == "table" else str(source)) in str(caught.value)
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
-    table = pa.Table.from_arrays(
-        [pa.array([1]), pa.array(["a"]), pa.array(["b"])], ["image_id", "caption", "caption"]
-    )
-    pq.write_table(table, tmp_path / "c.parquet")
-    for source in (table, tmp_path / "c.parquet"):
-        with pytest.raises(ColumnError, match="has 2 columns 'caption'"):
-            open_columns({"caption": source})
-
-
 def test_sources_of_another_form_are_refused(tmp_path: Path) -> None:
-    for source, message in (
-        (tmp_path / "c.xml", "c.xml is no table; its name must end with one of .parquet"),
-        (3, "int is not a source; pass a path, a URL or a pyarrow table"),
-    ):
-        with pytest.raises(ColumnError, match=message):
-            open_columns({"caption": source})
+    with pytest.raises(ColumnError, match="c.xml is no table; its name must end with one of .parquet"):
+        open_columns({"caption": tmp_path / "c.xml"})
     with pytest.raises(ColumnError, match=r"join\['image_id'\]: must be the name of a column"):
         open_columns({"image_id": table_of([1])})
-    with pytest.raises(MissingError, match=r"^join\['caption'\]: \S+missing\.parquet does not exist"):
+    with pytest.raises(ColumnError, match=r"^join\['caption'\]: \S+missing\.parquet does not exist"):
         open_columns({"caption": tmp_path / "missing.parquet"})
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but nothing else")
     (tmp_path / "broken.jsonl").write_text('{"image_id": 1, "caption": "a"}\n{"image_id": 2, ')
