@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from sa1b.errors import UsageError
@@ -36,14 +37,11 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         return Tokenizer(name, lambda text: bytearray(text.encode()), 256)
     if name.endswith(".json"):
         return _of_library(name)
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    if ":" not in name:
         raise UsageError(f"tokenizer {name!r}: must be {_FORMS}")
     try:
-        called: Any = import_module(module)
-        for part in function.split("."):
-            called = getattr(called, part)
-    except (ImportError, AttributeError) as error:
+        called: Any = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         way = f"set PYTHONPATH to the folder of the module, or pass {_FORMS}"
         raise UsageError(f"tokenizer {name!r}: cannot be imported ({error}); {way}") from error
     return Tokenizer(name, called, getattr(called, "vocabulary", None))

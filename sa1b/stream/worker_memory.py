@@ -1,14 +1,13 @@
 """A DataLoader's worker process: how its batches reach the training process, and when it ends.
 
-torch pickles the batches of a DataLoader's worker process in a background thread: tensors go into shared
-memory, and their file descriptors through a Unix socket in the temporary directory. If that fails, Python
-prints a traceback in the worker and drops the batch, and the training process waits for it forever. It
-fails if TMPDIR is too long for the path of a socket (107 bytes), if `ulimit -n` is low or if /dev/shm is
-full. In a prepared worker the error replaces the batch and is raised in the training process.
+torch pickles a worker's batches in a background thread: tensors go into shared memory, and their descriptors
+through a Unix socket in the temporary directory. If that fails (TMPDIR is too long for a socket's path of 107
+bytes, `ulimit -n` is low, /dev/shm is full), Python prints a traceback and drops the batch, and the training
+process waits for it forever. In a prepared worker the error replaces the batch.
 
 New shared memory takes longer than the copy into it, because the system clears every page at its first use: 3
-ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses. A buffer is free
-again when no tensor of the worker and no tensor that was sent from it refers to it.
+ms for an image of 1024 x 1024 pixels. A worker therefore decodes into memory that it reuses when no tensor of
+the worker and no tensor that was sent from it refers to it any more.
 
 A worker that sends a batch to a training process that was killed would wait forever, because other workers
 hold the end of its pipe too. A thread therefore waits for the end of the training process.
