@@ -214,6 +214,8 @@ def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wan
                     if system is not None:
                         with naming_path(copy):
                             system.get_file(path, str(copy))
+                        if system.size(path) not in (None, copy.stat().st_size):
+                            raise ColumnError(f"{source}: the copy is not complete; run the command again")
                     _convert(path if system is None else str(copy), source, final, wanted)
                 finally:
                     copy.unlink(missing_ok=True)
