@@ -156,10 +156,12 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     """
     current = {"layers": [], **current}
     saved = {"layers": [], **state} if isinstance(state, Mapping) else {}
-    if not (current.keys() <= saved.keys() and isinstance(saved["options"], Mapping)):
-        raise ResumeError(
-            f"state {reprlib.repr(state)}: not the state of a stream; pass what state_dict() returned"
-        )
+    missing = {*current} - {*saved}
+    if not isinstance(saved.get("options"), Mapping):
+        missing.add("options")
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        raise ResumeError(f"state {reprlib.repr(state)}: has no {lacks}; pass what state_dict() returned")
     if str(decoder := saved["options"].get("decoder")).startswith("nvimgcodec"):
         raise ResumeError(
             f"saved state with the decoder {decoder}, which this version does not have: the pixels differ; "
