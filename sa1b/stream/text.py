@@ -125,7 +125,7 @@ class TextColumn:
         from sa1b.shards.image_ids import is_text
 
         self.options, self.column = options, column
-        where = f"{column.source}: column {column.name!r}"
+        source, name = column.source, column.name
         innermost, lists = column.kind, 0
         while hasattr(innermost, "value_type"):
             innermost, lists = innermost.value_type, lists + 1
@@ -133,19 +133,19 @@ class TextColumn:
         self.several = lists - embeds == 1  # an id has a list of texts; an embedding is a list itself
         if not (embeds or is_text(innermost)) or lists - embeds not in (0, 1):
             raise ColumnError(
-                f"{where} is {column.kind}; texts are strings or lists of strings, embeddings lists of float "
-                "or lists of these"
+                f"{source}: column {name!r} is {column.kind}; texts are strings or lists of strings, "
+                "embeddings lists of float or lists of these"
             )
         texts = column.values.flatten() if self.several else column.values
         row = texts.is_valid().index(True).as_py()
         first = [] if row < 0 else texts[row].as_py()
         if first == []:
             raise ColumnError(
-                f"{where} has no value in any of its {len(column):,} rows; pass a table with texts"
+                f"{source}: column {name!r} has no value in any of its {len(column):,} rows; pass a table "
+                "with texts"
             )
-        self.tokenizer = (
-            None if embeds else open_tokenizer(options.tokenizer)
-        )  # None: the table has embeddings
+        # None: the table has embeddings
+        self.tokenizer = None if embeds else open_tokenizer(options.tokenizer)
         self.width = len(first) if embeds else 0  # numbers of an embedding
 
     def __reduce__(self) -> tuple[type["TextColumn"], tuple[Text, Column]]:
