@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import logging
+import os
 import shutil
 from collections.abc import Callable
 from os import PathLike
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sa1b.engine.checkpoint import bucket, tensors
-from sa1b.engine.checkpoint.folder import RetrievalError, check, folder_name, none_good, step_of, steps
+from sa1b.engine.checkpoint.checkpoints import newest_good
+from sa1b.engine.checkpoint.folder import CHECKPOINTS, check, folder_name, read_state, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
 from sa1b.shards.staging import clean_scratch
@@ -25,7 +26,6 @@ KINDS = (
     "the folder of a run (--out of `sa1b train`), a checkpoint in it (RUN/checkpoints/step-...), "
     "a .safetensors or a .pth, or the URL of one of these"
 )
-_LOG = logging.getLogger(__name__)
 
 
 def find_weights(
@@ -43,31 +43,26 @@ def find_weights(
     CheckpointError: the checkpoint is damaged, or the folder has none. Sa1bError or OSError: the file is
     damaged or of another model, or cannot be read.
     """
-    if protocol_of(str(source)):
-        return _fetched_weights(str(source).rstrip("/"), read_file, scratch, mean=mean)
-    source = Path(source)
-    if not source.exists():
+    if protocol_of(os.fspath(source)):
+        return _fetched_weights(os.fspath(source).rstrip("/"), read_file, scratch, mean=mean)
+    path = Path(source)
+    if not path.exists():
         with contextlib.suppress(FileNotFoundError):
-            read_file(source)  # raises another error if it knows who publishes a file of this name
-        raise CheckpointError(f"{source}: no such file or folder; pass {KINDS}")
-    if not source.is_dir():
-        return str(source), read_file(source)
-    if (source / "checkpoints").is_dir():
-        checkpoint = newest(source / "checkpoints")
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{source}: has no checkpoint yet; wait for the first one (--checkpoint.every), or pass "
-                "other weights"
-            )
-    elif source.name == "checkpoints" and steps(source):
-        raise CheckpointError(f"{source}: the folder of a run's checkpoints; pass {source.parent}")
-    elif not is_checkpoint(source):
-        tars = "; tars become shards by `sa1b reshard`" if any(source.glob("*.tar*")) else ""
-        raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}{tars}")
-    else:
-        check(source)
-        checkpoint = source
-    return str(checkpoint), tensors.read_weights(checkpoint, mean=mean)
+            read_file(path)  # raises another error if it knows who publishes a file of this name
+        raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
+    if not path.is_dir():
+        return str(path), read_file(path)
+    if path.name == CHECKPOINTS and steps(path):
+        raise CheckpointError(f"{path}: the folder of a run's checkpoints; pass {path.parent}")
+    step = step_of(path.name)
+    folder = path / CHECKPOINTS if step is None else path.parent
+
+    def proved(number: int) -> Path:
+        check(folder / folder_name(number))
+        return folder / folder_name(number)
+
+    checkpoint, weights = _read(str(path), steps(folder) if step is None else [step], proved, mean=mean)
+    return str(checkpoint), weights
 
 
 def _fetched_weights(
@@ -82,17 +77,33 @@ def _fetched_weights(
     step = step_of(last)
     store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
     there = bucket.committed(store) if step is None else [step]
-    if not there:
-        raise CheckpointError(f"{url}: has no checkpoint; pass {KINDS}")
     store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = temporary_path(store.scratch / "weights")
-    with clean_scratch(store), contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        if step is not None:
-            return url, tensors.read_weights(bucket.download(store, step, folder), mean=mean)
-        checkpoint = _newest(url, there, lambda number: bucket.download(store, number, folder))
-        where = store.url(f"checkpoints/{checkpoint.name}")
-        return where, tensors.read_weights(checkpoint, mean=mean)
+    with clean_scratch(store):
+        try:
+            copy, weights = _read(
+                url, there, lambda number: bucket.download(store, number, folder), mean=mean
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return store.url(f"{CHECKPOINTS}/{copy.name}"), weights
+
+
+def _read(
+    source: str, there: list[int], proved: Callable[[int], Path], *, mean: bool
+) -> tuple[Path, dict[str, Tensor]]:
+    """Folder and weights of the newest good checkpoint; `proved`: the folder of one with right digests."""
+
+    def read(step: int) -> tuple[Path, dict[str, Tensor]]:
+        folder = proved(step)
+        read_state(folder)
+        return folder, tensors.read_weights(folder, mean=mean)
+
+    if not there:
+        raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}")
+    if step_of(source.rpartition("/")[2]) is not None:
+        return read(there[0])
+    return newest_good(f"{source}/{CHECKPOINTS}", there, read)[0]
 
 
 def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
@@ -104,13 +115,12 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
     number = step_of(source.rpartition("/")[2])
     if number is not None or source.endswith(FILES):
         return source, number
-    there = (
-        bucket.committed(open_store(source)) if protocol_of(source) else steps(Path(source, "checkpoints"))
-    )
+    is_url = bool(protocol_of(source))
+    there = bucket.committed(open_store(source)) if is_url else steps(Path(source, CHECKPOINTS))
     if not there:
         return source, None
     nearest = min(there, key=lambda saved: (abs(saved - step), saved))
-    return f"{source}/checkpoints/{folder_name(nearest)}", nearest
+    return f"{source}/{CHECKPOINTS}/{folder_name(nearest)}", nearest
 
 
 def state_digest(module: nn.Module) -> str:
@@ -132,35 +142,3 @@ def load_weights(model: Model, source: str | PathLike[str], scratch: Path | None
             raise UsageError(f"{where}: {error}") from None
     except (Sa1bError, OSError) as error:
         raise UsageError(f"--init: {error}") from None
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a path is a folder with the name of a committed checkpoint, good or damaged."""
-    return folder.is_dir() and step_of(folder.name) is not None
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest good checkpoint in RUN/checkpoints; None if there is none. Call it in one process.
-
-    Each damaged checkpoint is skipped with a logged warning. CheckpointError: none is good.
-    """
-
-    def proved(step: int) -> Path:
-        check(folder / folder_name(step))
-        return folder / folder_name(step)
-
-    there = steps(folder)
-    return _newest(str(folder), there, proved) if there else None
-
-
-def _newest(where: str, there: list[int], prove: Callable[[int], Path]) -> Path:
-    refused = []
-    for step in reversed(there):
-        try:
-            return prove(step)
-        except RetrievalError:
-            raise
-        except (CheckpointError, OSError) as error:
-            refused.append(str(error))
-            _LOG.warning("skipping checkpoint %s: %s", folder_name(step), error)
-    raise none_good(where, refused)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import read_state, steps
@@ -60,7 +60,7 @@ def test_a_copy_to_host_memory_that_fails_is_a_failed_write(
     small = SmallRun()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(tolerate=1))
     with monkeypatch.context() as patch:
-        patch.setattr(DefaultStager, "stage", Mock(side_effect=RuntimeError("no pinned memory")))
+        patch.setattr(StateDictStager, "stage", Mock(side_effect=RuntimeError("no pinned memory")))
         checkpoints.save(1, small.model, small.optimizer, {})
     checkpoints.save(2, small.model, small.optimizer, {})
     checkpoints.close()

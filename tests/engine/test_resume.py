@@ -61,8 +61,6 @@ OTHERS = {
     "config.json": '{\n  "architectures": ["SamModel"]\n}',
     "metrics.jsonl": '{"step": 1, "loss": 0.5}\n',
     "predictions.jsonl": '{"id": 7}\n',
-    "operations-0.txt": "cut, sew",
-    "trace-0.json": "{}",
 }
 
 

@@ -35,7 +35,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from sa1b import train
-from sa1b.engine.checkpoint import bucket, resume
+from sa1b.engine.checkpoint import resume
+from sa1b.engine.checkpoint.bucket import RemoteRun
 from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import CommitWriter
 from sa1b.engine.ranks import agreement
@@ -73,7 +74,7 @@ PLACES = {
     "save": (train, "save", 1),
     "write": (CommitWriter, "write_data", 1),
     "writing thread": (Checkpoints, "_write", 1),
-    "upload": (bucket._BucketWriter, "push", 1),
+    "upload": (RemoteRun, "push", 1),
     "end of a save": (Checkpoints, "_settle", 1),
     "closing": (train, "close", 1),
 }

@@ -1,4 +1,4 @@
-"""A run in a bucket: its claim, its folder on this machine, its checkpoints, and the upload of its files.
+"""A run in a bucket is a run in a folder of this machine, whose files are uploaded.
 
     run = RemoteRun(open_store("s3://BUCKET/run"), folder)     # all ranks; only one run can have this URL
     ... append to run.folder / "metrics.jsonl" ...
@@ -18,9 +18,8 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from sa1b.engine.checkpoint.folder import (
     CHECKPOINTS,
@@ -29,17 +28,14 @@ from sa1b.engine.checkpoint.folder import (
     CommitWriter,
     Folder,
     RetrievalError,
-    as_error,
     check_files,
     digests,
     folder_name,
     is_own,
     manifest_of,
-    read_state,
     step_of,
     wait_for_claim,
 )
-from sa1b.engine.checkpoint.tensors import read_table
 from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.shards.manifest import DATASET
@@ -71,72 +67,38 @@ def committed(store: Store) -> list[int]:
 
 def _checkpoints(store: Store) -> dict[int, set[str]]:
     """The files of each folder of a checkpoint, without hidden ones, by its step."""
-    folders = [name for name in store.folders(CHECKPOINTS) if step_of(name) is not None]
-    there = store.map(lambda name: store.names(f"{CHECKPOINTS}/{name}"), folders)
-    return {int(name[5:]): set(names) for name, names in zip(folders, there, strict=True)}
+    there = {step: name for name in store.folders(CHECKPOINTS) if (step := step_of(name)) is not None}
+    names = store.map(lambda name: set(store.names(f"{CHECKPOINTS}/{name}")), there.values())
+    return dict(zip(there, names, strict=True))
+
+
+def _name(step: int) -> str:
+    return f"{CHECKPOINTS}/{folder_name(step)}"
 
 
 def download(store: Store, step: int, folder: Path) -> Path:
-    """Copy a checkpoint to a folder in `folder`, and verify its digests, its table of tensors and its state.
+    """Copy a checkpoint to a folder in `folder`, and verify its digests.
     RetrievalError: the store cannot be reached, or the disk has no space. CheckpointError: it is damaged.
     """
-    name = f"{CHECKPOINTS}/{folder_name(step)}"
-    url, local = store.url(name), folder / folder_name(step)
+    name, local = _name(step), folder / folder_name(step)
+    url = store.url(name)
     try:
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(parents=True)
         manifest = MANIFEST if store.exists(f"{name}/{MANIFEST}") else OLD_MANIFEST
         (local / manifest).write_bytes(store.read(f"{name}/{manifest}"))
-        files = digests(local)
-        if not files:
-            raise as_error(url, [manifest])
-        for file, sha256 in files.items():
+        for file, sha256 in digests(local).items():
             with (local / file).open("w+b") as copy:
                 store.reader.forget(f"{name}/{file}")
                 fetch(store.reader, f"{name}/{file}", sha256, copy)
-        read_state(local)
-        read_table(local)
-    except (DamageError, MissingError, ReplacedError, FileNotFoundError) as error:
-        raise CheckpointError(str(error)) from None
-    except CheckpointError as error:
-        raise type(error)(str(error).replace(str(local), url)) from None
+    except (CheckpointError, DamageError, MissingError, ReplacedError, FileNotFoundError) as error:
+        raise CheckpointError(str(error).replace(str(local), url)) from None
     except (StorageError, OSError) as error:
         raise RetrievalError(
-            f"{url}: cannot be copied to {local} ({error}); start the same command again when the store is "
-            "available, or pass another folder with --scratch"
+            f"{url}: cannot be copied to {local} ({error}); start the same command again when the "
+            "store is available, or pass another folder with --scratch"
         ) from None
     return local
-
-
-class _BucketWriter(CommitWriter):
-    """Uploads what it has written, which removes it here."""
-
-    def __init__(self, run: "RemoteRun", step: int, state: bytes) -> None:
-        super().__init__(run.path(step), run.token, state)
-        self.run, self.step, self.name = run, step, f"{CHECKPOINTS}/{folder_name(step)}"
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        """On rank 0, before any rank writes."""
-        self.run.sweep(self.step)
-        return super().prepare_global_plan(plans)
-
-    def push(self, names: dict[str, str]) -> None:
-        for name in names:
-            self.run.store.commit_file(self.partial / name, f"{self.name}/{name}")
-        self.run.upload()
-
-    def commit(self, files: dict[str, str]) -> None:
-        store, claim = self.run.store, self.run.claim
-        if claim is None or not claim.is_held():
-            other = observe(store, _CLAIM) or "ended since"
-            raise LockedError(
-                f"{store.root}: another run ({other}) has taken over this --out, because this run sent "
-                "no heartbeat for too long; stop one of them"
-            )
-        if not store.put_if_absent(f"{self.name}/{MANIFEST}", manifest_of(files).encode()):
-            raise CheckpointError(
-                f"{MANIFEST}: not written by this run; start one run at a time with this --out"
-            )
 
 
 class RemoteRun(Folder):
@@ -159,8 +121,7 @@ class RemoteRun(Folder):
         self.remedy = f"free space in {folder} or make {store.root} available"
         self.claim: Claim | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
-        refused = self.ranks.on_first(self._open)
-        if refused is not None:
+        if refused := self.ranks.on_first(self._open):
             raise UsageError(refused)
         try:
             folders = self.ranks.on_all(self._identify)
@@ -170,6 +131,60 @@ class RemoteRun(Folder):
         except CheckpointError:
             self.release()
             raise
+
+    def _open(self) -> str | None:
+        """Take the claim and remove what was not committed; returns why the URL is refused."""
+        store, url = self.store, self.store.root
+        try:
+            if store.exists(DATASET):
+                raise UsageError(
+                    f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
+                )
+            self.claim = wait_for_claim(url, lambda: Claim.take(store, _CLAIM), self._holder).__enter__()
+            check_files(store, url)
+            remove_leftovers(store)
+            self.sweep()
+        except UsageError as error:
+            self.release()
+            return str(error)
+        except UnavailableError:
+            raise
+        except (StorageError, ImportError, ValueError) as error:
+            return f"--out {url}: cannot be written: {error}"
+        return None
+
+    def _holder(self, waited: float) -> str | None:
+        """The holder of the claim. One on another machine is alive if it has sent a heartbeat since the wait
+        began.
+        """
+        holder = observe(self.store, _CLAIM)
+        return str(holder) if holder and (holder.is_here or holder.age < waited - _CLOCKS) else None
+
+    def _identify(self) -> str:
+        """A text that is the same on the ranks that share the folder, and on no others."""
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            store = FolderStore(self.folder)
+            store.put_if_absent(".id", secrets.token_hex(8).encode())
+            return store.read(".id").decode()
+        except OSError as error:
+            raise UsageError(
+                f"--scratch {self.folder.parent}: cannot be written ({error.strerror}); pass another folder"
+            ) from None
+
+    def _pull(self) -> None:
+        """Continue the lines in the bucket. A file here that begins with them was not uploaded to its end; in
+        another one are lines of steps that have been repeated elsewhere since.
+        """
+        if not self.leads:
+            return
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
+        for path in (self.folder / name for name in _CONTINUED):
+            name = self._object_name(path.name)
+            there = self.store.read(name) if self.store.exists(name) else b""
+            if there and not (path.exists() and path.read_bytes().startswith(there)):
+                path.write_bytes(there)
+        self.upload()
 
     def check_space(self, need: int) -> None:
         """CheckpointError if a machine has no space for a checkpoint of so many bytes; collective."""
@@ -191,20 +206,34 @@ class RemoteRun(Folder):
             if self.leads:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def push(self, writer: CommitWriter, names: Iterable[str]) -> None:
+        """Upload files that this rank has written, which removes them here."""
+        for name in names:
+            self.store.commit_file(writer.partial / name, f"{_name(writer.step)}/{name}")
+        self.upload()
+
+    def commit(self, writer: CommitWriter, files: dict[str, str]) -> None:
+        if self.claim is None or not self.claim.is_held():
+            other = observe(self.store, _CLAIM) or "ended since"
+            raise LockedError(
+                f"{self.store.root}: another run ({other}) has taken over this --out, because this run sent "
+                "no heartbeat for too long; stop one of them"
+            )
+        if not self.store.put_if_absent(f"{_name(writer.step)}/{MANIFEST}", manifest_of(files)):
+            raise CheckpointError(
+                f"{MANIFEST}: not written by this run; start one run at a time with this --out"
+            )
+
     def set_aside(self, step: int) -> str:
-        name = f"{CHECKPOINTS}/{folder_name(step)}"
+        name = _name(step)
         self.store.put(f"{name}/{_DAMAGED}", self.store.read(f"{name}/{MANIFEST}"))
         self.store.remove(f"{name}/{MANIFEST}")
         return self.store.url(f"{name}/{_DAMAGED}")
 
-    def writer(self, step: int, state: bytes) -> CommitWriter:
-        return _BucketWriter(self, step, state)
-
     def remove(self, step: int) -> None:
         """Remove a checkpoint; the manifest first."""
-        name = f"{CHECKPOINTS}/{folder_name(step)}"
-        self.store.remove(f"{name}/{MANIFEST}")
-        self.store.remove_folder(name, is_own)
+        self.store.remove(f"{_name(step)}/{MANIFEST}")
+        self.store.remove_folder(_name(step), is_own)
 
     def sweep(self, step: int | None = None) -> None:
         """Remove what was not committed, and an earlier checkpoint of this step, also a damaged one."""
@@ -237,20 +266,6 @@ class RemoteRun(Folder):
             return name  # else with the number of the first rank of its machine
         return f"{name.removesuffix('.jsonl')}-{self._leader}.jsonl"
 
-    def _pull(self) -> None:
-        """Continue the lines in the bucket. A file here that begins with them was not uploaded to its end; in
-        another one are lines of steps that have been repeated elsewhere since.
-        """
-        if not self.leads:
-            return
-        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)  # of a killed run
-        for path in (self.folder / name for name in _CONTINUED):
-            name = self._object_name(path.name)
-            there = self.store.read(name) if self.store.exists(name) else b""
-            if not (path.exists() and path.read_bytes().startswith(there)) and there:
-                path.write_bytes(there)
-        self.upload()
-
     def close(self) -> None:
         """Upload the last files, remove the local folder and release the claim; collective."""
         try:
@@ -270,43 +285,3 @@ class RemoteRun(Folder):
         claim, self.claim = self.claim, None
         if claim is not None:
             claim.release()
-
-    def _open(self) -> str | None:
-        """Take the claim and remove what was not committed; returns why the URL is refused."""
-        url = self.store.root
-        try:
-            if self.store.exists(DATASET):
-                return (
-                    f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
-                )
-            self.claim = wait_for_claim(url, lambda: Claim.take(self.store, _CLAIM), self._holder).__enter__()
-            check_files(self.store, url)
-            remove_leftovers(self.store)
-            self.sweep()
-        except UsageError as error:
-            self.release()
-            return str(error)
-        except UnavailableError:
-            raise
-        except (StorageError, ImportError, ValueError) as error:
-            return f"--out {url}: cannot be written: {error}"
-        return None
-
-    def _holder(self, waited: float) -> str | None:
-        """The holder of the claim. One on another machine is alive if it has sent a heartbeat since the wait
-        began.
-        """
-        holder = observe(self.store, _CLAIM)
-        return str(holder) if holder and (holder.is_here or holder.age < waited - _CLOCKS) else None
-
-    def _identify(self) -> str:
-        """A text that is the same on the ranks that share the folder, and on no others."""
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            store = FolderStore(self.folder)
-            store.put_if_absent(".id", secrets.token_hex(8).encode())
-            return store.read(".id").decode()
-        except OSError as error:
-            raise UsageError(
-                f"--scratch {self.folder.parent}: cannot be written ({error.strerror}); pass another folder"
-            ) from None

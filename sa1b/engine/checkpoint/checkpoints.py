@@ -2,10 +2,7 @@
 
     checkpoints = Checkpoints(run, CheckpointConfig())          # all ranks, after wrapping
     state = checkpoints.resume(module, optimizer)               # None: a fresh start
-    for step in ...:
-        ...
-        if step % config.every == 0:
-            checkpoints.save(step, module, optimizer, {"position": position, ...})
+    checkpoints.save(step, module, optimizer, {"position": position, ...})
     checkpoints.close()
 
 RUN/checkpoints has a folder for each, see `folder.py`; `bucket.py` has those of a run at a URL.
@@ -18,15 +15,16 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import Optimizer
 
 from sa1b.engine.checkpoint import tensors
@@ -38,18 +36,15 @@ from sa1b.engine.checkpoint.folder import (
     RetrievalError,
     folder_name,
     is_old,
-    none_good,
     read_state,
     remove,
 )
-from sa1b.engine.checkpoint.tensors import MismatchError
 from sa1b.engine.settings import CheckpointConfig
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.storage.errors import StorageError
 
 _LOG = logging.getLogger(__name__)
-# A stager of torch 2.11 and 2.12 closes itself after its first copy.
-_REUSES_STAGER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -67,8 +62,8 @@ class Checkpoints:
         self._place = Folder(run, limit) if isinstance(run, Path) else run
         self._ranks = self._place.ranks
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._stager: DefaultStager | None = None
-        self._writing: Future[None] | None = None
+        self._stager: Any = None  # torch's DefaultStager closes itself after its first copy in some releases
+        self._writing: Future[str | None] | None = None
         self._failures: list[str] = []  # failed writes since the last successful write
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -82,7 +77,8 @@ class Checkpoints:
             raise self._failed()
         ranks, began = self._ranks, time.perf_counter()
         document = {"step": step, "world_size": ranks.world_size, "torch": torch.__version__, "state": state}
-        writer = self._place.writer(step, json.dumps(document, indent=1, allow_nan=False).encode() + b"\n")
+        data = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+        writer = CommitWriter(self._place, step, data)
         own = tensors.share(tensors.gather(model, optimizer), ranks.rank, ranks.world_size)
         if self.config.asynchronous:
             try:
@@ -93,18 +89,6 @@ class Checkpoints:
         self._writing = self._writer.submit(self._write, writer, own, began)
         if not self.config.asynchronous:
             self._settle()
-
-    def _copy(self, own: dict[str, Tensor]) -> None:
-        """Replace the tensors by a copy in host memory, which is kept and reused; on a GPU it is pinned."""
-        cuda = any(tensor.is_cuda for tensor in own.values())
-        if self._stager is None or not _REUSES_STAGER:
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
-        try:
-            staged = self._stager.stage(own)
-            own |= staged.result() if isinstance(staged, Future) else staged
-        except BaseException:
-            self._stager = None
-            raise
 
     @property
     def in_flight(self) -> bool:
@@ -117,8 +101,7 @@ class Checkpoints:
         """
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
-        if self._stager is not None:
-            self._stager.close()
+        self._stager = None  # which frees pinned memory
         self._place.close()
         if self._failures:
             raise self._failed()
@@ -136,52 +119,59 @@ class Checkpoints:
         may be good cannot be read now. MismatchError: it has another model or other trained parameters.
         UsageError: an earlier version of this program has written it.
         """
-        place, log = self._place, _LOG.warning if self._ranks.rank == 0 else _LOG.debug
+        place, ranks = self._place, self._ranks
         if isinstance(place, RemoteRun):
             place.check_space(tensors.bytes_of(model, optimizer))
-        refused: dict[int, str] = {}
-        for step in reversed(self.steps()):
-            try:
-                with place.proved(step) as folder:
-                    if is_old(folder):
-                        out = place.root.removesuffix(f"/{CHECKPOINTS}")
-                        raise UsageError(
-                            f"--out {out}: of an earlier version of this program, which only its own version "
-                            f"can resume; pass --init {out} and another --out to train on from its weights"
-                        )
-                    state = self._ranks.on_all(partial(read_state, folder))[0]
-                    tensors.load(folder, model, optimizer, self._ranks)
-            except MismatchError as error:
-                error.state = state
-                raise
-            except RetrievalError:
-                raise
-            except CheckpointError as error:
-                refused[step] = str(error)
-                log("skipping checkpoint %s: %s", f"{place.root}/{folder_name(step)}", error)
-                continue
-            for other in refused:  # only now: a run without a good checkpoint must not start anew
-                log("damaged checkpoint renamed: %s", self._ranks.on_first(partial(place.set_aside, other)))
-            return state
-        if refused:
-            raise none_good(place.root, list(refused.values()))
-        return None
 
-    def _write(self, writer: CommitWriter, own: dict[str, Tensor], began: float) -> None:
-        """Write and commit a checkpoint; collective, in the writing thread. Fails on all ranks or on none."""
+        def load(step: int) -> dict[str, Any]:
+            with place.proved(step) as folder:
+                if is_old(folder):
+                    out = place.root.removesuffix(f"/{CHECKPOINTS}")
+                    raise UsageError(
+                        f"--out {out}: of an earlier version of this program, which only its own version "
+                        f"can resume; pass --init {out} and another --out to train on from its weights"
+                    )
+                state = ranks.on_all(lambda: read_state(folder))[0]
+                try:
+                    tensors.load(folder, model, optimizer, ranks)
+                except tensors.MismatchError as error:
+                    error.state = state
+                    raise
+                return state
+
+        if not (there := self.steps()):
+            return None
+        level = logging.DEBUG if ranks.rank else logging.WARNING
+        state, refused = newest_good(place.root, there, load, level)
+        for step in refused:  # only now: a run without a good checkpoint must not start anew
+            _LOG.log(level, "damaged checkpoint renamed: %s", ranks.on_first(partial(place.set_aside, step)))
+        return state
+
+    def _copy(self, own: dict[str, Tensor]) -> None:
+        """Replace the tensors by a copy in host memory, which is kept and reused; on a GPU it is pinned."""
+        cuda = any(tensor.is_cuda for tensor in own.values())
+        self._stager = self._stager or StateDictStager(pin_memory=cuda)
+        own |= self._stager.stage(own, non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize()
+
+    def _write(self, writer: CommitWriter, own: dict[str, Tensor], began: float) -> str | None:
+        """Write and commit a checkpoint, in the writing thread; collective. Why it failed, on all ranks."""
         group = self._ranks.group
         try:
+            self._ranks.on_first(lambda: self._place.sweep(writer.step))
             self._ranks.on_all(
                 lambda: state_dict_saver.save(
                     dict(own), storage_writer=writer, process_group=group, no_dist=group is None
                 )
             )
         except CheckpointError as error:
-            raise CheckpointError(self._report(writer, error)) from None
+            return self._report(writer, error)
         self.seconds = time.perf_counter() - began
         if self._ranks.rank == 0:
             _LOG.info("checkpoint written: %s", f"{self._place.root}/{writer.final.name}")
             self._rotate()
+        return None
 
     def _report(self, writer: CommitWriter, error: CheckpointError) -> str:
         """Log a failed write, make its space free, and return its description."""
@@ -209,19 +199,39 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         try:
             # Ranks that wait for the thread of another one end before that rank, which has the reason.
-            writing.result(1.1 * self._ranks.limit)
-            self._failures.clear()
+            failed = writing.result(1.1 * self._ranks.limit)
         except TimeoutError:
             raise CheckpointError(
                 f"{self._place.root}: the write of a checkpoint has not ended within "
                 f"{self._ranks.limit:g} s (--parallel.timeout-first); check the disk or the server of its "
                 "mount, then start the same command again: it resumes from the newest checkpoint"
             ) from None
-        except CheckpointError as error:
-            self._failures.append(str(error))
+        self._failures = [*self._failures, failed] if failed else []
 
     def _failed(self) -> CheckpointError:
         return CheckpointError(
             f"{self._failures[-1]}: {len(self._failures)} failed in a row; {self._place.remedy}, then "
             "start the same command again: it resumes from the newest checkpoint"
         )
+
+
+def newest_good(
+    root: str, there: list[int], use: Callable[[int], T], level: int = logging.WARNING
+) -> tuple[T, list[int]]:
+    """What `use` returns for the newest of the steps whose checkpoint is good, and the damaged newer ones,
+    each of which is logged. CheckpointError: none is good.
+    """
+    refused: dict[int, str] = {}
+    for step in reversed(there):
+        try:
+            return use(step), [*refused]
+        except (RetrievalError, tensors.MismatchError):
+            raise
+        except CheckpointError as error:
+            refused[step] = str(error)
+            _LOG.log(level, "skipping checkpoint %s: %s", f"{root}/{folder_name(step)}", error)
+    listed = "\n  ".join(refused.values())
+    raise CheckpointError(
+        f"{root}: none of its {len(refused)} checkpoints can be used; restore one from a copy, or move the "
+        f"folder away to start again from step 0:\n  {listed}"
+    )

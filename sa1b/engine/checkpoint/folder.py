@@ -11,8 +11,6 @@ go to rank 0, where `finish` runs if all ranks have succeeded. Until then the fo
 """
 
 import contextlib
-import hashlib
-import io
 import json
 import logging
 import os
@@ -20,7 +18,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,35 +26,36 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from sa1b.engine.checkpoint.tensors import METADATA, read_table
-from sa1b.engine.ranks.rank_info import ranks
+from sa1b.engine.checkpoint.tensors import ALONE, METADATA, read_table
+from sa1b.engine.ranks.rank_info import Ranks, ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.report import first_names
 from sa1b.storage.atomic import commit, flush, lock, naming_path, sha256_of
-from sa1b.storage.store import Store
+from sa1b.storage.store import FolderStore, Store
 
 CHECKPOINTS, MANIFEST, STATE = "checkpoints", "manifest.sha256", "state.json"
 OLD_MANIFEST = "manifest.json"  # of earlier versions, whose weights can be read: the digests as JSON
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial-[0-9a-f]{8}")
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|manifest\.sha256(\.damaged)?")
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
 _INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
 _PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _POLL, _QUIET = 0.5, 5.0  # seconds between two looks at a claim, and before a wait is reported
-# Files that a run replaces -> first bytes of a file that a run wrote. Profiles have no bytes that distinguish
-# them from other profiles of torch.
+# Files that a run replaces -> first bytes of a file that a run wrote
 _REPLACED = {
     "config.json": b'{\n "preset": ',
     "metrics.jsonl": b'{"run": {',
     "predictions.jsonl": b'{"image_id": ',
 }
-_PROFILE = re.compile(r"operations-\d+\.txt|trace-\d+\.json")
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RetrievalError(CheckpointError):
     """A checkpoint that may be good cannot be copied from its bucket: the store or the local disk failed."""
+
+
+# Names
 
 
 def run_around(path: str) -> str | None:
@@ -69,8 +68,12 @@ def run_around(path: str) -> str | None:
 
 def steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints in RUN/checkpoints, good or damaged, oldest first."""
-    numbers = (step_of(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    numbers = map(step_of, _names(folder)) if folder.is_dir() else ()
     return sorted(step for step in numbers if step is not None)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def step_of(name: str) -> int | None:
@@ -89,22 +92,28 @@ def is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """The sha256 of each other file by the manifest; empty: that is not as it was written."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        if is_old(folder):
-            files = json.loads((folder / OLD_MANIFEST).read_bytes())["files"]
-            text = manifest_of({name: file["sha256"] for name, file in files.items()})
-        else:
-            text = (folder / MANIFEST).read_text()
-        found = {name: digest for digest, name in _LINE.findall(text)}
-        if text == manifest_of(found) and {METADATA, STATE} <= found.keys() and all(map(is_own, found)):
-            return found
-    return {}
+def check_files(store: Store, out: str, *only: str) -> None:
+    """UsageError for a folder with a file that the run would replace and that no run wrote.
+
+    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
+    default all of a run.
+    """
+    for name, begins in _REPLACED.items():
+        beginning = store.read(name)[: len(begins)] if store.exists(name) else b""
+        if name == "config.json" and beginning == begins:
+            return
+        if not begins.startswith(beginning) and (not only or name in only):
+            raise UsageError(
+                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
+                "another folder, or move the file away"
+            )
 
 
-def manifest_of(files: dict[str, str]) -> str:
-    return "".join(f"{files[name]}  {name}\n" for name in sorted(files))
+# Proof
+
+
+def manifest_of(files: dict[str, str]) -> bytes:
+    return "".join(f"{files[name]}  {name}\n" for name in sorted(files)).encode()
 
 
 def is_old(folder: Path) -> bool:
@@ -112,23 +121,38 @@ def is_old(folder: Path) -> bool:
     return (folder / OLD_MANIFEST).exists() and not (folder / MANIFEST).exists()
 
 
-def damaged(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Files of a checkpoint that differ from its manifest, are missing or not in it; each rank reads its
-    share of them.
+def digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each other file by the manifest; CheckpointError: that is not as it was written."""
+    name = OLD_MANIFEST if is_old(folder) else MANIFEST
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        data = (folder / name).read_bytes()
+        if name == OLD_MANIFEST:
+            data = manifest_of({file: one["sha256"] for file, one in json.loads(data)["files"].items()})
+        lines = [line.partition("  ") for line in data.decode().splitlines()]
+        files = {file: digest for digest, _, file in lines}
+        if data == manifest_of(files) and {METADATA, STATE} <= files.keys() and all(map(is_own, files)):
+            return files
+    raise _damaged(folder, [name])
+
+
+def check(folder: Path, ranks: Ranks = ALONE) -> None:
+    """Verify the digests of a checkpoint, each rank a share of its files; CheckpointError names the damaged,
+    missing and surplus ones.
     """
+    shares = ranks.on_all(lambda: _differing(folder, ranks.rank, ranks.world_size))
+    if differing := set[str]().union(*shares):
+        raise _damaged(folder, sorted(differing))
+
+
+def _differing(folder: Path, rank: int, world_size: int) -> set[str]:
     files = digests(folder)
-    manifest = OLD_MANIFEST if is_old(folder) else MANIFEST
-    if not files:
-        return [manifest]
-    wrong = files.keys() ^ {path.name for path in folder.iterdir() if path.name != manifest}
-    for name in sorted(files.keys() - wrong)[rank::world_size]:
-        if (folder / name).is_symlink() or sha256_of(folder / name) != files[name]:
-            wrong.add(name)
-    return sorted(wrong)
+    found = files.keys() ^ (_names(folder) - {MANIFEST, OLD_MANIFEST})
+    shared = sorted(files.keys() - found)[rank::world_size]
+    return found | {name for name in shared if sha256_of(folder / name) != files[name]}
 
 
-def as_error(folder: Path | str, wrong: list[str]) -> CheckpointError:
-    return CheckpointError(f"{folder}/{first_names(wrong)}: not as written; use an older checkpoint")
+def _damaged(folder: Path, names: list[str]) -> CheckpointError:
+    return CheckpointError(f"{folder}/{first_names(names)}: not as written; use an older checkpoint")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -141,41 +165,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     raise CheckpointError(f"{folder / STATE}: not the state of this step; use an older checkpoint")
 
 
-def check(folder: Path) -> None:
-    """Verify a checkpoint in one process: reads every byte. CheckpointError names what is damaged."""
-    if step_of(folder.name) is None or not folder.is_dir():
-        raise CheckpointError(f"{folder}: not a checkpoint; pass a folder with a name such as step-00000100")
-    if wrong := damaged(folder):
-        raise as_error(folder, wrong)
-    read_state(folder)
-    read_table(folder)
-
-
-def none_good(folder: Path | str, refused: list[str]) -> CheckpointError:
-    """The error if there are checkpoints but none can be used."""
-    listed = "\n  ".join(refused)
-    return CheckpointError(
-        f"{folder}: none of its {len(refused)} checkpoints can be used; restore one from a copy, or move the "
-        f"folder away to start again from step 0:\n  {listed}"
-    )
-
-
-class _DurableFile(io.FileIO):
-    """A file that is on the disk once it is closed, with the digest of what it was given."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb")
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        count = super().write(data)
-        self.digest.update(memoryview(data).cast("B")[:count])
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            os.fsync(self.fileno())  # torch calls fsync on .metadata before it has flushed its buffer
-        super().close()
+# Writing
 
 
 class _DurableFiles(FileSystem):
@@ -185,12 +175,12 @@ class _DurableFiles(FileSystem):
         self.digests: dict[str, str] = {}
 
     @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with naming_path(Path(path)):
-            file = _DurableFile(Path(path))
-            with io.BufferedWriter(file, 1 << 20) as stream:
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with naming_path(file := Path(path)):
+            with file.open(mode) as stream:
                 yield stream
-        self.digests[Path(path).name] = file.digest.hexdigest()
+            flush(file)  # torch calls fsync on .metadata before its buffer is flushed
+            self.digests[file.name] = sha256_of(file)
 
 
 class _Written(list[Any]):
@@ -200,16 +190,17 @@ class _Written(list[Any]):
 
 
 class CommitWriter(FileSystemWriter):
-    """Writes a checkpoint to `partial`, and renames it to `final` when all ranks have written."""
+    """Writes a checkpoint to the local folder `partial`; its place commits it when all ranks have written."""
 
     fs: _DurableFiles
 
-    def __init__(self, final: Path, token: str, state: bytes) -> None:
-        self.final, self.partial = final, final.with_name(f"{final.name}.partial-{token}")
+    def __init__(self, place: "Folder", step: int, state: bytes) -> None:
+        self.place, self.step, self.state, self.final = place, step, state, place.path(step)
+        self.partial = self.final.with_name(f"{self.final.name}.partial-{place.token}")
         # One thread, because torch loses errors of other threads. No prefetching of copies, because every
         # rank would create streams on the first GPU.
         super().__init__(self.partial, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
-        self.fs, self.state = _DurableFiles(), state
+        self.fs = _DurableFiles()
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
         """Write the files of this rank, flushed to the disk."""
@@ -221,7 +212,7 @@ class CommitWriter(FileSystemWriter):
                 cause = cause.__context__
             raise cause or error from None
         results.digests = dict(self.fs.digests)
-        self.push(results.digests)
+        self.place.push(self, results.digests)
         future: Future[Any] = Future()
         future.set_result(results)
         return future
@@ -232,27 +223,13 @@ class CommitWriter(FileSystemWriter):
         read_table(self.partial)  # so that an invalid one is not found at the next start only
         self.write(STATE, self.state)
         own = {METADATA: self.fs.digests[f"{METADATA}.tmp"], STATE: self.fs.digests[STATE]}
-        self.push(own)
-        self.commit(own | {name: digest for part in results for name, digest in part.digests.items()})
+        self.place.push(self, own)
+        files = own | {name: digest for part in results for name, digest in part.digests.items()}
+        self.place.commit(self, files)
 
     def write(self, name: str, data: bytes) -> None:
         with self.fs.create_stream(self.partial / name, "wb") as file:
             file.write(data)
-
-    def push(self, names: dict[str, str]) -> None:
-        """Make files that this rank has written durable; in a folder they are."""
-
-    def commit(self, files: dict[str, str]) -> None:
-        if others := sorted(files.keys() ^ {path.name for path in self.partial.iterdir()}):
-            raise CheckpointError(
-                f"{others[0]}: not seen by rank 0, or not written by this run; all ranks must share --out, "
-                "and no other run may use it"
-            )
-        self.write(MANIFEST, manifest_of(files).encode())
-        flush(self.partial)
-        if self.final.exists():  # of a killed run whose writer went on
-            remove(self.final)
-        commit(self.partial, self.final)
 
 
 def remove(folder: Path) -> None:
@@ -261,37 +238,12 @@ def remove(folder: Path) -> None:
     if not _PARTIAL.fullmatch(folder.name):
         aside = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
         commit(folder, aside)
-    for path in [path for path in aside.iterdir() if is_own(path.name) and not path.is_dir()]:
-        path.unlink(missing_ok=True)
-    try:
-        aside.rmdir()
-    except OSError:
-        others = sorted(path.name for path in aside.iterdir())
-        _LOG.warning("%s stays: no run wrote %s", aside, first_names(others))
+    FolderStore(aside.parent).remove_folder(aside.name, is_own)
+    if aside.exists():
+        _LOG.warning("%s stays: no run wrote %s", aside, first_names(sorted(_names(aside))))
 
 
-def check_files(store: Store, out: str, *only: str) -> None:
-    """UsageError for a folder with a file that the run would replace and that no run wrote.
-
-    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
-    default all of a run.
-    """
-    for name in store.names(""):  # sorted: config.json is the first
-        begins = _REPLACED.get(name, b"" if _PROFILE.fullmatch(name) else None)
-        if begins is None:
-            continue
-        beginning = store.read(name)[: len(begins)] if begins else b"not known"
-        if begins.startswith(beginning):  # or it is empty
-            if beginning and name == "config.json":
-                return
-        elif not only or name in only:
-            raise UsageError(
-                f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
-                "another folder, or move the file away"
-            )
-
-
-T = TypeVar("T")
+# The run
 
 
 def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[float], str | None]) -> T:
@@ -317,8 +269,7 @@ class Folder:
     """The checkpoints of a run in a folder that all ranks share, which rank 0 locks.
 
     `folder` is that of the run, `root` the path or URL of its checkpoints. `leads`: this rank removes files
-    that several ranks have written. All ranks create it and call `proved` and `writer`, only rank 0 `steps`,
-    `set_aside` and `remove`.
+    that several ranks have written. All ranks create it and call `proved` and `push`, only rank 0 the others.
     """
 
     remedy = "free space or repair the disk"
@@ -346,8 +297,7 @@ class Folder:
 
         wait_for_claim(str(self.folder), take, holder)
         process.write_text(f"{socket.gethostname()}:{os.getpid()}")
-        for left in [left for left in folder.iterdir() if _PARTIAL.fullmatch(left.name)]:
-            remove(left)
+        self.sweep()
         return secrets.token_hex(4)
 
     def path(self, step: int) -> Path:
@@ -360,10 +310,24 @@ class Folder:
     @contextlib.contextmanager
     def proved(self, step: int) -> Iterator[Path]:
         """The local folder of a checkpoint whose digests are right; CheckpointError: it is damaged."""
-        shares = self.ranks.on_all(lambda: damaged(self.path(step), self.ranks.rank, self.ranks.world_size))
-        if wrong := sorted({name for share in shares for name in share}):
-            raise as_error(self.path(step), wrong)
+        check(self.path(step), self.ranks)
         yield self.path(step)
+
+    def push(self, writer: CommitWriter, names: Iterable[str]) -> None:
+        """Make files that this rank has written durable; in a folder they are."""
+
+    def commit(self, writer: CommitWriter, files: dict[str, str]) -> None:
+        """Write the manifest of all files, and give the folder its name."""
+        if others := sorted(files.keys() ^ _names(writer.partial)):
+            raise CheckpointError(
+                f"{others[0]}: not seen by rank 0, or not written by this run; all ranks must share --out, "
+                "and no other run may use it"
+            )
+        writer.write(MANIFEST, manifest_of(files))
+        flush(writer.partial)
+        if writer.final.exists():  # of a killed run whose writer went on
+            remove(writer.final)
+        commit(writer.partial, writer.final)
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged checkpoint, so that it counts no more; return its new path."""
@@ -371,11 +335,13 @@ class Folder:
         commit(self.path(step), aside)
         return str(aside)
 
-    def writer(self, step: int, state: bytes) -> CommitWriter:
-        return CommitWriter(self.path(step), self.token, state)
-
     def remove(self, step: int) -> None:
         remove(self.path(step))
+
+    def sweep(self, step: int | None = None) -> None:
+        """Remove what was not committed; `step`: which is written next."""
+        for name in filter(_PARTIAL.fullmatch, _names(self.folder / CHECKPOINTS)):
+            remove(self.folder / CHECKPOINTS / name)
 
     def close(self) -> None:
         """Release the folder, once no rank writes any more."""

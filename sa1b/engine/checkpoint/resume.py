@@ -27,57 +27,52 @@ _OF_TRAINING = (
     *("data.text", "data.text-column", "data.text-key", "data.text-tokens", "data.text-width"),
     *("data.tokenizer", "parallel.precision", "parallel.compress", "parallel.reduce"),
 )
-_OTHER_PARTS = ("data", "parallel", "checkpoint", "evaluation", "health", "logging")
+_OTHER_PARTS = ("data.", "parallel.", "checkpoint.", "evaluation.", "health.", "logging.")
 
 
 def restore(
     config: Config, checkpoints: Checkpoints, training: TrainStep, feed: Feed
 ) -> tuple[int, dict[str, Any] | None, list[str]]:
     """Load the newest good checkpoint, if any: its step, its metrics, and what to print."""
+    out, current = config.out, config.document()
     if config.resume == "no" and checkpoints.steps():
-        raise UsageError(
-            f"--resume no: --out {config.out} has checkpoints; pass another --out, or move it away"
-        )
-    current = config.document()
+        raise UsageError(f"--resume no: --out {out} has checkpoints; pass another --out, or move it away")
     try:
         state = checkpoints.resume(training.module, training.optimizer)
     except MismatchError as error:
-        saved = error.state.get("config", {})
-        _refuse(saved, current, config.out, ("preset",))
-        _refuse(saved, current, config.out, ("model.", "optim.freeze"))
+        _refuse(error.state["config"], current, out, "preset")
+        _refuse(error.state["config"], current, out, "model.", "optim.freeze")
         raise
     agree_on_weights(training.module, training.rank_info)
     if state is None:
         return 0, None, []
-    saved, step, position = state.get("config", {}), int(state["step"]), state["stream"]["position"]
-    _refuse(saved, current, config.out, ("optim.freeze",))
-    if (mean := saved.get("optim", {}).get("ema")) and not config.optim.ema:
+    saved, step, position = state["config"], int(state["step"]), state["stream"]["position"]
+    _refuse(saved, current, out, "optim.freeze")
+    if (mean := saved["optim"].get("ema")) and not config.optim.ema:
         raise UsageError(
-            f"--out {config.out}: was trained with --optim.ema {mean}, this run has none; pass --optim.ema "
-            f"{mean}, or another --out with --init {config.out}"
+            f"--out {out}: was trained with --optim.ema {mean}, this run has none; pass --optim.ema {mean}, "
+            f"or another --out with --init {out}"
         )
     try:
         with catch_warnings(record=True) as noted:
             simplefilter("always")
-            batch = saved.get("data", current["data"])["global_batch"]
-            feed.load_state_dict({"history": [[0, 0, batch]]} | state["stream"])
+            feed.load_state_dict({"history": [[0, 0, saved["data"]["global_batch"]]], **state["stream"]})
     except ResumeError as error:
-        _refuse(saved, current, config.out, _SEQUENCE)
+        _refuse(saved, current, out, *_SEQUENCE)
         raise UsageError(
-            f"--out {config.out}: {error}; the flag of the view is --data.view; to train on the images that "
-            f"are there now, pass another --out with --init {config.out}"
+            f"--out {out}: {error}; the flag of the view is --data.view; to train on the images that are "
+            f"there now, pass another --out with --init {out}"
         ) from None
     if state["scaler"]:  # empty unless the checkpoint is of fp16; the scale then starts anew
         training.scaler.load_state_dict(state["scaler"])
     steps = config.optim.steps
     if step >= steps:
         more = "" if step == steps else f" and is at step {step:,}"
-        has = f"{config.out} has all {counted(steps, 'step')}{more}"
-        said = [f"{has}: raise --optim.steps to continue training"]
+        said = [f"{out} has all {counted(steps, 'step')}{more}: raise --optim.steps to continue training"]
     else:
         said = [f"resuming after step {step:,} at position {position:,}", *changes(saved, current, step)]
     # On all ranks, as warnings, they would be printed many times.
-    return step, state.get("metrics"), [*said, *(f"warning: {warning.message}" for warning in noted)]
+    return step, state["metrics"], [*said, *(f"warning: {warning.message}" for warning in noted)]
 
 
 def start(rank_info: RankInfo, machines: Sequence[str], parallel: ParallelConfig, step_images: str) -> str:
@@ -96,7 +91,11 @@ def start(rank_info: RankInfo, machines: Sequence[str], parallel: ParallelConfig
 
 def changes(saved: Settings, current: Settings, step: int) -> list[str]:
     """Lines to print: settings that affect training and differ from those of the checkpoint."""
-    differing = {name: values for name, values in _differences(saved, current).items() if _of_training(name)}
+    differing = {
+        name: values
+        for name, values in _differences(saved, current).items()
+        if name in _OF_TRAINING or ("." in name and not name.startswith(_OTHER_PARTS))
+    }
     named = [f"--{name} {_shown(before)} -> {_shown(now)}" for name, (before, now) in differing.items()]
     lines = [f"settings that differ from those of step {step:,}: {', '.join(named)}"] if named else []
     if differing.get("optim.ema", (None, None))[0] == 0:
@@ -104,17 +103,10 @@ def changes(saved: Settings, current: Settings, step: int) -> list[str]:
     return lines
 
 
-def _of_training(name: str) -> bool:
-    part, dot, _ = name.partition(".")
-    return name in _OF_TRAINING or bool(dot and part not in _OTHER_PARTS)
-
-
-def _refuse(saved: Settings, current: Settings, out: str, names: tuple[str, ...]) -> None:
+def _refuse(saved: Settings, current: Settings, out: str, *names: str) -> None:
     """UsageError if settings whose names begin with one of `names` differ; it has flags and both values."""
     differing = {
-        name: values
-        for name, values in _differences(saved, current).items()
-        if name.startswith(names) and (name != "optim.freeze" or sorted(values[0]) != sorted(values[1]))
+        name: values for name, values in _differences(saved, current).items() if name.startswith(names)
     }
     if differing:
         given = [", ".join(_given(name, values[i]) for name, values in differing.items()) for i in (0, 1)]
@@ -131,8 +123,10 @@ def _refuse(saved: Settings, current: Settings, out: str, names: tuple[str, ...]
 def _differences(saved: Settings, current: Settings) -> dict[str, tuple[Any, Any]]:
     """Saved and current value of each setting that both have, by its flag."""
     before, now = dict(leaves(saved)), dict(leaves(current))
-    now.pop("model.kernels", None)  # was a switch
-    return {name: (before[name], now[name]) for name in now if before.get(name, now[name]) != now[name]}
+    found = {name: (before.get(name, value), value) for name, value in now.items()}
+    if sorted(found["optim.freeze"][0]) == sorted(found["optim.freeze"][1]):
+        del found["optim.freeze"]  # at most in another order
+    return {name: (old, new) for name, (old, new) in found.items() if old != new}
 
 
 def _given(name: str, value: Any) -> str:

@@ -1,8 +1,7 @@
 """The tensors of a model and its optimizer, with names that do not depend on mode or world size.
 
 The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
-published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`. DDP and FSDP do not change the
-names, so a checkpoint of one mode can be loaded in the other, at any world size.
+published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`.
 
 Only tensors are saved, because torch unpickles everything else without a check. It reads a tensor with
 weights_only, but `.metadata`, the table of contents, is a pickle too; `read_table` reads it.
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sa1b.arguments import BadType
 from sa1b.engine.model import stored
 from sa1b.engine.ranks.rank_info import Ranks
 from sa1b.errors import CheckpointError
@@ -30,6 +28,7 @@ from sa1b.report import first_names
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 METADATA = ".metadata"
+ALONE = Ranks(0, 1, None)  # a process without others
 
 # The warning is needless: a single process is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -38,9 +37,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class MismatchError(CheckpointError):
     """A good checkpoint of another model, whose state it has; older checkpoints do not fit either."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.state: dict[str, Any] = {}
+    state: dict[str, Any]
 
 
 _ALLOWED = {
@@ -70,8 +67,6 @@ def read_table(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             table: Metadata = _Unpickler(file).load()
-    except OSError:
-        raise
     except Exception as error:
         raise CheckpointError(
             f"{path}: not a table of tensors ({error or type(error).__name__}); use an older checkpoint"
@@ -98,11 +93,7 @@ def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Te
     tensors = {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
     names = _names(model)
     for parameter, values in optimizer.state.items() if optimizer is not None else ():
-        for key, value in values.items():
-            if not isinstance(value, Tensor):
-                keeper, kind = type(optimizer).__name__, type(value).__name__
-                raise BadType(f"optimizer {keeper}: keeps {key} as {kind}; it must keep tensors")
-            tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+        tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in values.items()}
     return tensors
 
 
@@ -128,14 +119,13 @@ def bytes_of(model: nn.Module, optimizer: Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, ranks: Ranks) -> None:
-    """Fill a model, and an optimizer if there is one, in place; collective.
+def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Fill a model and its optimizer in place; collective.
 
     The hyperparameters of the optimizer's groups do not change: they come from the configuration.
     MismatchError: names or shapes differ. CheckpointError: tensors cannot be read; both may be partly filled.
     """
-    entries = _entries(folder)
-    targets = gather(model)
+    entries, targets = _entries(folder), gather(model)
     saved = {name: (entry.properties.dtype, entry.size) for name, entry in entries.items()}
     needed = {name: (tensor.dtype, tensor.shape) for name, tensor in targets.items()}
     model_names = needed.keys() | {name for name in saved if name.startswith(MODEL)}
@@ -145,30 +135,24 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None, ranks: Ran
             f"{folder}: of another model, which differs in {first_names(differing, 3)}; pass the settings "
             "that it was trained with"
         )
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    if optimizer is not None:
-        trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        by_name = {name: parameter for parameter, name in _names(model).items() if parameter in trained}
-        for full in (name for name in entries if name.startswith(OPTIMIZER)):
-            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-            if name not in by_name:
-                raise MismatchError(
-                    f"{folder}: has optimizer state for {name}, which is not trained in this run; pass the "
-                    "--optim.freeze of that run, or start from its weights with --init"
-                )
-            like, (dtype, size) = by_name[name], saved[full]
-            # What has not the shape of its parameter is a count of steps.
-            count, moment = torch.zeros(size, dtype=dtype), torch.zeros_like(like, dtype=dtype).detach()
-            targets[full] = moment if size == like.shape else count
-            states.setdefault(like, {})[key] = targets[full]
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {parameter: number for number, parameter in enumerate(trained)}
+    by_name = {name: parameter for parameter, name in _names(model).items() if parameter in numbers}
+    state: dict[int, dict[str, Tensor]] = {}
+    for full in (name for name in saved if name.startswith(OPTIMIZER)):
+        name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+        if name not in by_name:
+            raise MismatchError(
+                f"{folder}: has optimizer state for {name}, which is not trained in this run; pass the "
+                "--optim.freeze of that run, or start from its weights with --init"
+            )
+        like, (dtype, size) = by_name[name], saved[full]
+        # What has not the shape of its parameter is a count of steps.
+        count, moment = torch.zeros(size, dtype=dtype), torch.zeros_like(like, dtype=dtype).detach()
+        targets[full] = moment if size == like.shape else count
+        state.setdefault(numbers[like], {})[key] = targets[full]
     ranks.on_all(lambda: _read(folder, targets, ranks))
-    if optimizer is not None:
-        packed = optimizer.state_dict()
-        numbers = [number for group in packed["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        pairs = zip(numbers, parameters, strict=True)
-        packed["state"] = {number: states[parameter] for number, parameter in pairs if parameter in states}
-        optimizer.load_state_dict(packed)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def read_weights(folder: Path, *, mean: bool = True) -> dict[str, Tensor]:
@@ -184,8 +168,7 @@ def read_weights(folder: Path, *, mean: bool = True) -> dict[str, Tensor]:
         source: torch.empty(entries[source].size, dtype=entries[source].properties.dtype)
         for source in sources.values()
     }
-    single = Ranks(0, 1, None)
-    single.on_all(lambda: _read(folder, targets, single))
+    ALONE.on_all(lambda: _read(folder, targets, ALONE))
     return {name: targets[source] for name, source in sources.items()}
 
 
