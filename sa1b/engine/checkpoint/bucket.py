@@ -112,9 +112,6 @@ class RemoteRun(Folder):
         CheckpointError: another run uses the store; the store cannot be reached, or the folder not written.
     """
 
-    # Objects cannot be appended to. So files are in a local folder, which the ranks of a machine share, and
-    # `upload` copies those that have changed. `_pull` brings the lines of earlier starts at the start.
-
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks(limit)
         self.root, self.token = store.url(CHECKPOINTS), secrets.token_hex(4)
@@ -154,9 +151,7 @@ class RemoteRun(Folder):
         return None
 
     def _holder(self, waited: float) -> str | None:
-        """The holder of the claim. One on another machine is alive if it has sent a heartbeat since the wait
-        began.
-        """
+        """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""
         holder = observe(self.store, _CLAIM)
         return str(holder) if holder and (holder.is_here or holder.age < waited - _CLOCKS) else None
 
@@ -191,8 +186,6 @@ class RemoteRun(Folder):
         way = "pass a folder on a larger disk with --scratch"
         self.ranks.on_all(lambda: check_free_bytes(self.folder, need, way, " for a checkpoint"))
 
-    # Checkpoints
-
     def steps(self) -> list[int]:
         return committed(self.store)
 
@@ -225,10 +218,10 @@ class RemoteRun(Folder):
             )
 
     def set_aside(self, step: int) -> str:
-        name = _name(step)
-        self.store.put(f"{name}/{_DAMAGED}", self.store.read(f"{name}/{MANIFEST}"))
-        self.store.remove(f"{name}/{MANIFEST}")
-        return self.store.url(f"{name}/{_DAMAGED}")
+        manifest, aside = f"{_name(step)}/{MANIFEST}", f"{_name(step)}/{_DAMAGED}"
+        self.store.put(aside, self.store.read(manifest))
+        self.store.remove(manifest)
+        return self.store.url(aside)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint; the manifest first."""
@@ -241,8 +234,6 @@ class RemoteRun(Folder):
         for there, names in _checkpoints(self.store).items():
             if there == step or not names & {MANIFEST, OLD_MANIFEST, _DAMAGED}:
                 self.remove(there)
-
-    # Other files
 
     def upload(self) -> None:
         """Upload the files of this machine that have changed. StorageError: the store cannot be written."""
@@ -282,6 +273,6 @@ class RemoteRun(Folder):
 
     def release(self) -> None:
         """Remove the claim, so that another run can use the URL; on rank 0, once no rank writes any more."""
-        claim, self.claim = self.claim, None
-        if claim is not None:
-            claim.release()
+        if self.claim is not None:
+            self.claim.release()
+        self.claim = None

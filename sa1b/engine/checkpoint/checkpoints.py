@@ -101,7 +101,8 @@ class Checkpoints:
         """
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
-        self._stager = None  # which frees pinned memory
+        if self._stager is not None:
+            self._stager.close()
         self._place.close()
         if self._failures:
             raise self._failed()

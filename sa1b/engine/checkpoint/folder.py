@@ -38,7 +38,7 @@ OLD_MANIFEST = "manifest.json"  # of earlier versions, whose weights can be read
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d{8,}\.partial-[0-9a-f]{8}")
 _OWN = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.json|manifest\.sha256(\.damaged)?")
-_INSIDE = re.compile(r"(.+)/checkpoints/step-\d{8,}(?:/.*)?")
+_INSIDE = re.compile(r"(.+)/checkpoints(/step-\d{8,}(?:/.*)?)?")
 _PATIENCE = 60.0  # seconds to wait for processes of a killed run to end
 _POLL, _QUIET = 0.5, 5.0  # seconds between two looks at a claim, and before a wait is reported
 # Files that a run replaces -> first bytes of a file that a run wrote
@@ -55,15 +55,10 @@ class RetrievalError(CheckpointError):
     """A checkpoint that may be good cannot be copied from its bucket: the store or the local disk failed."""
 
 
-# Names
-
-
 def run_around(path: str) -> str | None:
     """The run in whose checkpoints an absolute path or URL is; None if it is in no checkpoint."""
     match = _INSIDE.fullmatch(path)
-    if match is None and path.endswith("/checkpoints") and steps(Path(path)):
-        return path.removesuffix("/checkpoints")
-    return match and match[1]
+    return match[1] if match and (match[2] or steps(Path(path))) else None
 
 
 def steps(folder: Path) -> list[int]:
@@ -107,9 +102,6 @@ def check_files(store: Store, out: str, *only: str) -> None:
                 f"--out {out}: {name} in it is not of a run of this program, and would be replaced; pass "
                 "another folder, or move the file away"
             )
-
-
-# Proof
 
 
 def manifest_of(files: dict[str, str]) -> bytes:
@@ -163,9 +155,6 @@ def read_state(folder: Path) -> dict[str, Any]:
             state: dict[str, Any] = document["state"]
             return state
     raise CheckpointError(f"{folder / STATE}: not the state of this step; use an older checkpoint")
-
-
-# Writing
 
 
 class _DurableFiles(FileSystem):
@@ -239,11 +228,8 @@ def remove(folder: Path) -> None:
         aside = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(4)}")
         commit(folder, aside)
     FolderStore(aside.parent).remove_folder(aside.name, is_own)
-    if aside.exists():
+    if aside.exists() and aside != folder:  # said once
         _LOG.warning("%s stays: no run wrote %s", aside, first_names(sorted(_names(aside))))
-
-
-# The run
 
 
 def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[float], str | None]) -> T:
