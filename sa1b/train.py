@@ -50,8 +50,7 @@ from sa1b.engine.watch.control import Control, Health, HealthError, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.metrics import BestScore, Metrics, Window
-from sa1b.engine.watch.phase import EVALUATION, OTHER, ForwardTime, Phases
-from sa1b.engine.watch.profiler import StepProfiler
+from sa1b.engine.watch.profiler import step_profiler
 from sa1b.engine.watch.signals import (
     deadline_of,
     exit_at_once,
@@ -60,7 +59,7 @@ from sa1b.engine.watch.signals import (
     refused,
     stdout_is_closed,
 )
-from sa1b.engine.watch.watchdog import Watchdog, record_collectives
+from sa1b.engine.watch.watchdog import EVALUATION, OTHER, Phases, Watchdog, record_collectives
 from sa1b.engine.weights import state_digest
 from sa1b.errors import CheckpointError, UsageError
 from sa1b.recipes.presets import PRESETS, SamConfig
@@ -101,8 +100,7 @@ class Run:
     metrics: Metrics
     best: BestScore
     sampler: Sampler
-    forward_time: ForwardTime
-    window: Window | None  # on rank 0
+    window: Window
     step: int  # completed steps
 
     @property
@@ -125,7 +123,7 @@ def begin(
     remote: RemoteRun | None = None,
 ) -> Run:
     """All that a run needs; all ranks call it together. `remote`: the run in a bucket if --out is a URL."""
-    control = Control(rank_info, *deadline_of(config.deadline), limit=config.data.deadline)
+    control = Control(rank_info, deadline_of(config.deadline), limit=config.data.deadline)
 
     # Data. The order of samples is a formula of the seed, so the state of a feed is a position.
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
@@ -147,8 +145,8 @@ def begin(
     elif rank_info.rank == 0:
         print(f"files of the run are in {config.folder} until they are uploaded", flush=True)
     checkpoints = Checkpoints(remote or config.folder, config.checkpoint, config.parallel.timeout_first)
-    with phases.part("resume"):
-        step, last, said = resume.restore(config, checkpoints, training, feed)
+    phases.enter("resume")
+    step, last, said = resume.restore(config, checkpoints, training, feed)
     position, batch = feed.state_dict()["position"], config.data.global_batch
     feed.stream.damage_log.replay = lambda at: command(
         "replay", config.out, "--step", step + (at - position) // batch + 1
@@ -160,20 +158,17 @@ def begin(
     about |= {"config": config.document(), "data": feed.receipt()}
     written = Metrics(
         config.logging, config.folder, rank_info, control, done=step, steps=config.optim.steps, about=about,
-        last=last, shown=training.model.shown, callbacks=callbacks, settings=config.document(),
+        last=last, shown=training.model.shown, callbacks=callbacks,
     )  # fmt: skip
-    best = BestScore(config.evaluation, written.evaluations)
-    best.share(rank_info)
+    best = BestScore(config.evaluation, rank_info.gather(written.evaluations)[0])
     checkpoints.best = best.step
     machines = rank_info.gather(socket.gethostname())
-    window = None
-    if rank_info.rank == 0:
-        window = Window(machines, config.logging.window, written, LoaderSettings.of(feed.loader))
-    health, sampler = Health(config.health, config.folder, rank_info, control), Sampler(rank_info.device)
-    forward_time = ForwardTime(training.module, rank_info.device)
+    window = Window(machines, config.logging.window, written, LoaderSettings.of(feed.loader))
+    health = Health(config.health, config.folder, rank_info, control)
+    sampler = Sampler(rank_info.device, training.module)
     run = Run(
         config, rank_info, phases, control, feed, held_out, training, checkpoints, health, written, best,
-        sampler, forward_time, window, step,
+        sampler, window, step,
     )  # fmt: skip
     if best.exhausted and step < config.optim.steps:
         said = [f"{config.out} ended after step {step:,}: {best.why}; raise it to train on"]
@@ -196,63 +191,65 @@ def train(run: Run) -> None:
     if run.step not in run.best.evaluations:  # also one that a stop interrupted
         record(run, evaluate_if_due(run))
     if not run.ended:
-        with phases.part("data"):
-            batch = feed.peek()
-        with phases.part("warm up"):
-            warm_up(module, partial(training.forward_backward, batch, run.step))
+        phases.enter("data")
+        batch = feed.peek()
+        phases.enter("warm up")
+        warm_up(module, partial(training.forward_backward, batch, run.step))
     first, buffers = run.step, Buffers(module, shared=config.parallel.broadcast_buffers)
-    profiler = StepProfiler(config.logging, first, config.folder, rank_info, control, run.metrics.say)
+    steps, say = config.logging.profile, run.metrics.say
+    profiler = step_profiler(steps, first, config.folder, rank_info, control, say)
     while not run.ended:
         phases.begin(run.step)
         buffers.keep()
         set_lr(optimizer, lr := lr_at(config.optim, config.data.global_batch, run.step))
         totals, ids = dict[str, Tensor](), list[Tensor]()
-        for number, batch in phases.numbered("data", feed.step()):
-            with phases.part("compute", number), micro_batch(module, last=number == feed.micro_batches):
+        phases.enter("data", 1)
+        for number, batch in enumerate(feed.step(), 1):
+            phases.enter("compute", number)
+            with micro_batch(module, last=number == feed.micro_batches):
                 sums = training.forward_backward(batch, run.step, number)
             totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
             ids.append(batch.ids)
-        with phases.part("sync"):
-            norm = training.finish(totals["count"])
-            figures = control.exchange(totals, norm, sum(map(len, ids)), numbers(run), training.worst())
-        with phases.part("update"):
-            loss = figures.means["loss"]
-            if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
-                scaler.step(optimizer)
-                update_ema(optimizer, config.optim, run.step)
-                buffers.share()
-            else:
-                buffers.restore()
-                if run.health.skipped == 1:
-                    skipped = f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}"
-                    run.metrics.say(skipped)
-            scaler.update()
-            clear(module, optimizer)
-            if run.step % GARBAGE_STEPS == 0:
-                gc.collect()  # on all ranks in the same step, so that they do not wait for each other in turn
-        profiler.after(run.step)
+            phases.enter("data", number + 1)
+        phases.enter("sync")
+        norm = training.finish(totals["count"])
+        figures = control.exchange(totals, norm, sum(map(len, ids)), numbers(run), training.worst())
+        phases.enter("update")
+        loss = figures.means["loss"]
+        if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
+            scaler.step(optimizer)
+            update_ema(optimizer, config.optim, run.step)
+            buffers.share()
+        else:
+            buffers.restore()
+            if run.health.skipped == 1:
+                say(f"step {run.step + 1} is skipped: loss {loss}, gradient norm {figures.norm}")
+        scaler.update()
+        clear(module, optimizer)
+        if run.step % GARBAGE_STEPS == 0:
+            gc.collect()  # on all ranks in the same step, so that they do not wait for each other in turn
+        phases.enter(OTHER)
+        if profiler is not None:
+            profiler.step()
         if run.step == first:
             set_timeout(rank_info, config.parallel.timeout)
         run.step += 1
         end_step(run, figures, lr)
-    profiler.close()
+    if profiler is not None:
+        profiler.stop()
     run.health.end(run.step)
 
 
 def numbers(run: Run) -> dict[str, float]:
     """Numbers of this rank that the ranks exchange after each step.
 
-    `data_wait`: seconds of this step in which it waited for data; `forward`: those of the last forward pass
-    of the step before; `peak_memory`: bytes; the last sample of its device, see `Sampler`; busy seconds of
-    the loader's stages so far.
+    `data_wait`: seconds of this step in which it waited for data; those of its device, see `Sampler`; busy
+    seconds of the loader's stages so far.
     """
-    busy = run.feed.stream.stats.busy_seconds()
     return {
         "data_wait": run.phases.seconds["data"],
-        "forward": run.forward_time.seconds(),
-        "peak_memory": metrics.peak_memory(run.rank_info.device),
         **run.sampler.latest(),
-        **dict(zip(BUSY, busy.values(), strict=True)),
+        **dict(zip(BUSY, run.feed.stream.stats.busy_seconds().values(), strict=True)),
     }
 
 
@@ -271,8 +268,7 @@ def end_step(run: Run, figures: StepFigures, lr: float) -> None:
     epochs = {f"epochs/{name}": seen for name, (_, seen) in run.feed.seen().items()}
     line = metrics.figures_of(figures, run.phases, lr, ideal) | epochs
     run.metrics.step(step, line, always=saves or run.ended)
-    if run.window is not None:
-        run.window.add(step, figures.ranks, took)
+    run.window.add(step, figures.ranks, took)
     record(run, scores)
 
 
@@ -286,12 +282,14 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
         return None
     if (scorer := run.config.scorer(rank_info.device)) is None:
         return None
-    with averaged(training.module, training.optimizer), run.phases.part(EVALUATION):
+    run.phases.enter(EVALUATION)
+    with averaged(training.module, training.optimizer):
         scores = evaluate(
             training.module, held_out, scorer, run.config, rank_info, control=run.control, phases=run.phases
         )
+    run.phases.enter(OTHER)
     if scores is not None:
-        run.best.evaluations[step] = scores
+        run.best.add(step, scores)
         run.checkpoints.best = run.best.step
     return scores
 
@@ -312,8 +310,9 @@ def save(run: Run, line: dict[str, Any]) -> None:
         "scaler": run.training.scaler.state_dict(),
         "config": run.config.document(),
     }
-    with run.phases.part("checkpoint"):
-        run.checkpoints.save(run.step, run.training.module, run.training.optimizer, state)
+    run.phases.enter("checkpoint")
+    run.checkpoints.save(run.step, run.training.module, run.training.optimizer, state)
+    run.phases.enter(OTHER)
 
 
 def close(run: Run) -> None:
@@ -461,12 +460,12 @@ def main(
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        return refused(error, rank, on_all=config is None)
+        return refused(error, rank, phases, on_all=config is None)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return broken_pipe()
         images = 1 if config is None or config.evaluate_only else config.micro_batches(world_size)[0]
-        return failed(error, rank, world_size, images, starting=not phases.steps)
+        return failed(error, rank, world_size, images, phases)
 
 
 if __name__ == "__main__":

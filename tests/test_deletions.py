@@ -55,7 +55,6 @@ REASONS = {
     "engine/checkpoint/folder.py remove": CHECKPOINT,
     "engine/weights.py _fetched_weights": TEMPORARY,
     "engine/ranks/agreement.py check_shared_folder": TEMPORARY,
-    "engine/watch/watchdog.py __enter__": "the heartbeat of this rank's earlier start",
     "engine/watch/watchdog.py __exit__": "the heartbeat and the empty file of stacks that this process made",
     "programs/export/coco.py finish": TEMPORARY,
     "programs/export/export.py export": "a part that the record of the export lists; only with --overwrite",

@@ -21,7 +21,7 @@ from benchmarks.gpu.training import common
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.process_group import start, stop
 from sa1b.engine.step.gradients import clear
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.recipes import presets
 from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.stream.batch import Batch

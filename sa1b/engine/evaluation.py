@@ -14,7 +14,7 @@ from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.phase import EVALUATION, Phases
+from sa1b.engine.watch.watchdog import EVALUATION, Phases
 from sa1b.errors import UsageError
 from sa1b.storage.atomic import write_whole
 from sa1b.stream.batch_stream import BatchStream

@@ -25,8 +25,8 @@ from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.metrics import score_line
-from sa1b.engine.watch.phase import Phases
 from sa1b.engine.watch.signals import WriteError
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import UsageError
 from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size

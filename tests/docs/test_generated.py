@@ -13,7 +13,7 @@ import pytest
 from sa1b.engine.watch.control import StepFigures
 from sa1b.engine.watch.hardware import SAMPLED
 from sa1b.engine.watch.metrics import Window, figures_of
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam.interactive import Interactive
 from sa1b.stream.bottleneck import BUSY, LoaderSettings

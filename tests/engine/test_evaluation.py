@@ -17,7 +17,7 @@ from sa1b.engine.settings import DataConfig, EvaluationConfig, OptimConfig, Para
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.optim import freeze
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import UsageError
 from sa1b.masks import bbox, rasterize
 from sa1b.recipes.presets import SamConfig

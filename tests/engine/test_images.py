@@ -11,7 +11,7 @@ from sa1b.engine.model import worst_image
 from sa1b.engine.settings import ParallelConfig
 from sa1b.engine.watch.control import Control
 from sa1b.engine.watch.metrics import figures_of
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from tests.engine.launch import group, launch
 from tests.engine.stream_root import place_of
 

@@ -13,7 +13,7 @@ import sa1b
 from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.metrics import BestScore, LoggingConfig, Metrics, about, figures_of, score_line
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.version import code_digest
@@ -31,8 +31,9 @@ def test_the_clock_of_a_step_stops_when_its_figures_are_made(monkeypatch: pytest
     phases.begin(4)
 
     def spend(part: str, amount: float) -> None:
-        with phases.part(part):
-            now[0] += amount
+        phases.enter(part)
+        now[0] += amount
+        phases.enter("other")
 
     spend("data", 1.0)
     spend("compute", 2.0)
@@ -82,7 +83,8 @@ def metrics_of(run: Path, done: int = 0, *, last: dict[str, object] | None = Non
     place = place_of()
     settings = {"tensorboard": False, **config}
     shown = {"IoU": "iou_last"}
-    return Metrics(LoggingConfig(**settings), run, place, Control(place), done, 9, last=last, shown=shown)
+    given: dict[str, Any] = {"about": {}, "last": last, "shown": shown}
+    return Metrics(LoggingConfig(**settings), run, place, Control(place), done, 9, **given)
 
 
 def write(run: Path, done: int, until: int, **config: object) -> None:
@@ -159,7 +161,7 @@ def test_evaluations_in_the_file_are_known_at_the_next_start(tmp_path: Path) -> 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     place = place_of(1, 2)
-    metrics = Metrics(LoggingConfig(), tmp_path, place, Control(place), 0, 9)
+    metrics = Metrics(LoggingConfig(), tmp_path, place, Control(place), 0, 9, about={})
     metrics.step(1, FIGURES)
     metrics.evaluation(1, {"masks": 0}, 1.0, {})
     metrics.close()
@@ -200,13 +202,12 @@ def test_the_best_score_and_the_evaluations_since() -> None:
     found = []
     scores: list[Any] = [0.5, 0.25, 0.75, None, 0.75, 0.1]
     for step, score in enumerate(scores):
-        best.evaluations[step] = {"mean": score}
+        best.add(step, {"mean": score})
         found.append((best.step, best.exhausted))
     assert found == [(0, False), (0, False), (2, False), (2, False), (2, True), (2, True)]
     assert best.why.startswith("3 evaluations without")
-    best.evaluations[6] = {"boxes": 3, "miou": 0.5}
     with pytest.raises(UsageError, match="--evaluation.best mean: not a score; choose from boxes, miou"):
-        assert best.step
+        best.add(6, {"boxes": 3, "miou": 0.5})
     without = BestScore(EvaluationConfig(), {0: {"mean": 1.0}})
     assert (without.step, without.exhausted) == (None, False)
 

@@ -135,7 +135,7 @@ def _set_clock(at: int) -> None:
 
     def asked(self: Control) -> Stop:
         if current[0] >= at:
-            self._clock = lambda: time.time() + 365 * 24 * 3600
+            self._deadline -= 365 * 24 * 3600
         return own_stop(self)
 
     train.lr_at, Control.own_stop = lr_at, asked

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sa1b import train
 from sa1b.engine import config as settings
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.watch.phase import Phases
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.recipes.presets import PRESETS
 from tests.train.command import BATCH, FLAGS
 

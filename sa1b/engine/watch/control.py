@@ -59,34 +59,27 @@ class StepFigures:
     images: int  # of all ranks
     norm: float  # of the gradient before clipping
     own_loss: float  # this rank's sum of the loss
-    ranks: dict[str, list[float]]  # further numbers by name, one of each rank
+    ranks: Mapping[str, list[float]]  # further numbers by name, one of each rank
 
 
 class Control:
     """Stop requests and failures of all ranks, exchanged together with the figures of each step.
 
-    The run stops before `deadline`, in seconds of `clock`; None: no deadline. `limit`: seconds that the write
-    of a file may take.
+    The run stops before `deadline`, in seconds of time.time; None: no deadline. `limit`: seconds that the
+    write of a file may take.
 
     Attributes:
         failure, asked: this rank's first failed write, and why this rank was asked to stop.
         stop, failed: why the run stops, and whether a write has failed; both are the same on all ranks.
     """
 
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        deadline: float | None = None,
-        clock: Callable[[], float] = time.time,
-        limit: float = 300.0,
-    ) -> None:
+    def __init__(self, rank_info: RankInfo, deadline: float | None = None, limit: float = 300.0) -> None:
         self.failure: WriteError | None = None
         self.asked = self.stop = Stop.NONE
         self.failed = False
-        self._rank_info, self._deadline, self._clock = rank_info, deadline, clock
+        self._rank_info, self._deadline = rank_info, math.inf if deadline is None else deadline
         self._limit, self._limited = limit, Limited()
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._checkpoint = 0.0
+        self._steps, self._checkpoint = deque([0.0], maxlen=_STEPS), 0.0
 
     @property
     def stopping(self) -> bool:
@@ -107,48 +100,37 @@ class Control:
         `numbers` are its timings and others, and `of_rank` those that are on the device; NaN: unknown. Names
         and their order are the same on all ranks, as is the norm of the gradient.
         """
-        device, of_rank = self._rank_info.device, of_rank or {}
-        names = [name for name in totals if name != "count"]
-        sums = [*(totals[name] for name in names), totals["count"], norm]
-        values = [
-            value.detach().to(device, torch.float64, non_blocking=True)
-            for value in (*sums, *of_rank.values())
-        ]
-        rows = self._gather(torch.stack(values), [*numbers.values(), images])
-        mine, columns = rows[self._rank_info.rank], [list(column) for column in zip(*rows, strict=True)]
-        of_all = dict(zip(names, map(sum, columns), strict=False))
-        count = sum(columns[len(names)])
-        return StepFigures(
-            means={name: _mean(name, of_all, count) for name in names},
-            count=count,
-            images=round(sum(columns[-1])),
-            norm=mine[len(names) + 1],
-            own_loss=mine[names.index("loss")],
-            ranks=dict(zip([*of_rank, *numbers], columns[len(sums) : -1], strict=True)),
-        )
+        sums = {f"sum/{name}": value for name, value in totals.items()}
+        ranks = self._gather({**sums, "norm": norm, **(of_rank or {})}, {**numbers, "images": images})
+        of_all = {name: sum(ranks[f"sum/{name}"]) for name in totals}
+        count, own = of_all.pop("count"), self._rank_info.rank
+        means = {name: _mean(name, of_all, count) for name in of_all}
+        images = round(sum(ranks["images"]))
+        return StepFigures(means, count, images, ranks["norm"][own], ranks["sum/loss"][own], ranks)
 
     def poll(self) -> bool:
         """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
-        self._gather(torch.zeros(0, dtype=torch.float64, device=self._rank_info.device), [])
+        self._gather({}, {})
         return self.stopping
 
-    def _gather(self, values: Tensor, numbers: list[float]) -> list[list[float]]:
-        """Gather the values and numbers of each rank, together with requests and failures."""
+    def _gather(
+        self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float]
+    ) -> dict[str, list[float]]:
+        """The numbers of each rank by name, exchanged together with requests and failures."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
-        of_host = torch.tensor(
-            [*numbers, self.own_stop(), self.failure is not None],
-            dtype=torch.float64,
-            pin_memory=device.type == "cuda",
-        )
-        values = torch.cat((values, of_host.to(device, non_blocking=True)))
-        gathered = torch.zeros((ranks, len(values)), dtype=torch.float64, device=device)
-        gathered[self._rank_info.rank] = values
+        on_host = {**on_host, "stop": self.own_stop(), "failed": self.failure is not None}
+        host = torch.tensor([*on_host.values()], dtype=torch.float64, pin_memory=device.type == "cuda")
+        values = [value.detach().reshape(1) for value in on_device.values()]
+        moved = [value.to(device, torch.float64, non_blocking=True) for value in (*values, host)]
+        gathered = torch.zeros((ranks, len(on_device) + len(on_host)), dtype=torch.float64, device=device)
+        gathered[self._rank_info.rank] = torch.cat(moved)
         if ranks > 1:
             dist.all_reduce(gathered)  # zeros of other ranks do not change the sum
-        rows: list[list[float]] = gathered.tolist()  # waits for the device
-        self.failed = self.failed or any(row[-1] for row in rows)
-        self.stop = Stop(max(self.stop, *(round(row[-2]) for row in rows)))
-        return [row[:-2] for row in rows]
+        columns: list[list[float]] = gathered.T.tolist()  # waits for the device
+        found = dict(zip((*on_device, *on_host), columns, strict=True))
+        self.failed = self.failed or any(found["failed"])
+        self.stop = Stop(max(self.stop, *map(round, found["stop"])))
+        return found
 
     def install(self) -> None:
         """Install handlers of the signals to stop, unless training runs in another thread than the main one:
@@ -165,8 +147,7 @@ class Control:
 
     def own_stop(self) -> Stop:
         """Why this rank asks to stop: a signal, or a deadline too near for a step and a checkpoint."""
-        due = self._deadline is not None and self._clock() + self._needed() >= self._deadline
-        return Stop.DEADLINE if due else self.asked
+        return Stop.DEADLINE if time.time() + self._needed() >= self._deadline else self.asked
 
     @property
     def restarts(self) -> bool:
@@ -191,18 +172,12 @@ class Control:
         try:
             self.within(path, work)
         except OSError as error:
-            self.fail(
-                WriteError(
+            if self.failure is None:
+                self.failure = WriteError(
                     f"{error.filename or path}: cannot be written ({error.strerror or error}); "
                     f"free space or repair the disk, {_AGAIN}"
                 )
-            )
-
-    def fail(self, error: WriteError) -> None:
-        """Log an error and stop all ranks after their step, unless this rank has failed before."""
-        if self.failure is None:
-            self.failure = error
-            _LOG.error("rank %d: %s", self._rank_info.rank, error)
+                _LOG.error("rank %d: %s", self._rank_info.rank, self.failure)
 
     def within(self, path: Path, work: Callable[[], T]) -> T:
         """The result of work on a file; WriteError if it has not ended within the limit: the disk hangs."""
@@ -225,7 +200,7 @@ class Control:
             raise WriteError("--out: another rank cannot write its files; see that rank's message")
 
     def _needed(self) -> float:
-        return max(self._steps, default=0.0) + self._checkpoint
+        return max(self._steps) + self._checkpoint
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.asked = max(self.asked, Stop.TERMINATED if number == signal.SIGTERM else Stop.ASKED)
@@ -246,10 +221,8 @@ class Control:
                 f"checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes from an older "
                 "checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
             )
-        with suppress(
-            OSError
-        ):  # not by print, which the signal may have interrupted; a terminal may be closed
-            os.write(2, text.encode())
+        with suppress(OSError):  # a terminal may be closed
+            os.write(2, text.encode())  # not by print, which the signal may have interrupted
 
 
 def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
@@ -287,14 +260,16 @@ class HealthConfig:
 
 
 class Health:
-    """Decides, on all ranks alike, whether steps are taken; `control` gets failed writes of its log."""
+    """Decides, on all ranks alike, whether steps are taken; `control` gets failed writes of its log.
+
+    Attributes:
+        skipped: steps of this process that were not taken.
+        lost: last consecutive steps without a finite loss; the weights may be bad.
+    """
 
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
-        self.path = run / "not-finite.jsonl"
-        self.skipped = 0
-        self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad
-        self._patience, self._rank, self._control = config.patience, rank_info.rank, control
-        self._in_row = 0
+        self.path, self.skipped, self.lost = run / "not-finite.jsonl", 0, 0
+        self._patience, self._rank, self._control, self._in_row = config.patience, rank_info.rank, control, 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
         """Decide whether the optimizer may take the step, counted from 1 as in metrics.jsonl.

@@ -1,23 +1,21 @@
-"""GPUs by name, the cluster that a run is planned for, and samples of the device of a rank.
-
-    sampler = Sampler(rank_info.device)
-    sampler.latest()             # {"gpu_utilisation": 0.97, "gpu_memory_gb": 61.2, "gpu_power_w": 640.0, ...}
-    sampler.close()
+"""GPUs by name, the cluster that a run is planned for, and numbers of the device of a rank.
 
 Figures of GPUs are those of the vendors' data sheets: operations per second of dense matrix products, without
 sparsity; memory in 10^9 bytes; the rate in one direction between the GPUs of a node, by NVLink if the GPU has
 it, else by PCIe.
 """
 
-import difflib
 import math
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from sa1b.arguments import Range
 from sa1b.engine.model import Model
@@ -67,12 +65,8 @@ def gpu_named(name: str) -> Gpu:
     for gpu in GPUS:
         if gpu.name.casefold().replace("-", " ") == wanted:
             return gpu
-    known = [gpu.name for gpu in GPUS]
-    near = difflib.get_close_matches(name.upper(), known, 1, cutoff=0.5)
-    raise UsageError(
-        f"--gpu {name}: unknown; {f'did you mean {near[0]!r}? ' if near else ''}"
-        f"known are {', '.join(known)}; for others pass --tflops and --gpu-memory"
-    )
+    known = ", ".join(repr(gpu.name) for gpu in GPUS)
+    raise UsageError(f"--gpu {name}: not known; pass one of {known}, or --tflops and --gpu-memory")
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float | None:
@@ -137,11 +131,6 @@ def peak_seconds(
     return model.flops(images, masks) / (peak * rank_info.world_size) if peak else None
 
 
-SAMPLED = (
-    *("gpu_utilisation", "gpu_memory_gb", "gpu_power_w", "gpu_clock_mhz"),
-    *("cpu_utilisation", "memory_gb"),
-)
-_INTERVAL = 1.0  # seconds
 # Of torch, through the module `pynvml` (package nvidia-ml-py).
 _GPU: dict[str, Callable[[torch.device], float]] = {
     "gpu_utilisation": lambda device: torch.cuda.utilization(device) / 100,
@@ -149,31 +138,43 @@ _GPU: dict[str, Callable[[torch.device], float]] = {
     "gpu_power_w": lambda device: torch.cuda.power_draw(device) / 1e3,
     "gpu_clock_mhz": torch.cuda.clock_rate,
 }
+SAMPLED = (*_GPU, "cpu_utilisation", "memory_gb")
+_INTERVAL = 1.0  # seconds between samples
 
 
 class Sampler:
-    """Samples of a device, at most one each second.
+    """Numbers of a rank's device and of the forward passes of its `module`.
 
-    `gpu_utilisation`: part of the time in which a kernel ran, 0 to 1. `gpu_memory_gb`: used memory of the GPU
-    by all programs, GB (10^9 bytes). `gpu_power_w`: watts. `gpu_clock_mhz`: of its multiprocessors.
-    `cpu_utilisation`: processors that this process used since the sample before; 1.5: one and a half.
-    `memory_gb`: resident memory of this process, GB.
+    `forward`: seconds of the last pass of the step before. `peak_memory`: bytes so far of the GPU, or of this
+    process on a CPU. Sampled at most once a second are, of a GPU, `gpu_utilisation`: part of the time in
+    which a kernel ran, 0 to 1; `gpu_memory_gb`: memory used by all programs, GB (10^9 bytes); `gpu_power_w`:
+    watts; `gpu_clock_mhz`: of its multiprocessors. Without a GPU, `cpu_utilisation`: processors that this
+    process used since the sample before, 1.5: one and a half; `memory_gb`: its resident memory, GB.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._latest = device, dict[str, float]()
+    def __init__(self, device: torch.device, module: nn.Module) -> None:
+        self._device, self._is_gpu, self._sample = device, device.type == "cuda", dict[str, float]()
         self._before = time.perf_counter(), time.process_time()
+        self._begin: Any = None
+        # Beginning and end of the last pass, and of the last one before the last call of `latest`, which the
+        # device has completed: on a GPU they are events, and nothing waits for them.
+        self._last: tuple[Any, Any] | None = None
+        self._complete: tuple[Any, Any] | None = None
+        module.register_forward_pre_hook(self._begins)
+        module.register_forward_hook(self._ends)
 
     def latest(self) -> dict[str, float]:
-        """The last sample; unknown values are NaN. The names depend on the kind of device only."""
+        """The numbers; unknown ones are NaN. Call it once a step. The names depend on the kind of device."""
         before, now = self._before, (time.perf_counter(), time.process_time())
-        if not self._latest or now[0] - before[0] >= _INTERVAL:
+        if not self._sample or now[0] - before[0] >= _INTERVAL:
             self._before, reads = now, _GPU
-            if self._device.type != "cuda":
+            if not self._is_gpu:
                 busy = (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
                 reads = {"cpu_utilisation": lambda _: busy, "memory_gb": _resident}
-            self._latest = {name: self._read(read) for name, read in reads.items()}
-        return dict(self._latest)
+            self._sample = {name: self._read(read) for name, read in reads.items()}
+        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else _peak_resident()
+        forward, self._complete = self._complete, self._last
+        return {"forward": self._seconds(forward), "peak_memory": peak, **self._sample}
 
     def _read(self, read: Callable[[torch.device], float]) -> float:
         try:
@@ -181,6 +182,29 @@ class Sampler:
         except Exception:  # without pynvml, the driver or /proc, or not supported by this GPU
             return math.nan
 
+    def _begins(self, *_: object) -> None:
+        self._begin = self._now()
+
+    def _ends(self, *_: object) -> None:
+        self._last = self._begin, self._now()
+
+    def _now(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = cast(Any, torch.cuda.Event)(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, forward: tuple[Any, Any] | None) -> float:
+        if forward is None:
+            return math.nan
+        begin, end = forward
+        return float(begin.elapsed_time(end)) / 1e3 if self._is_gpu else float(end - begin)
+
 
 def _resident(_: torch.device) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e9
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,6 +12,7 @@ run.
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -36,22 +37,27 @@ class Callback:
 
 
 class Logger(Callback):
-    """Logs the numbers of every `every`-th step, and every score."""
+    """Logs the numbers of every `every`-th step, and every score; `call` does it and handles errors."""
 
     def __init__(
-        self, every: int, log: Callable[[int, dict[str, float]], object], finish: Callable[[], object]
+        self,
+        every: int,
+        call: Callable[[Callable[[], object]], object],
+        log: Callable[[int, dict[str, float]], object],
+        finish: Callable[[], object],
     ) -> None:
-        self._every, self._log, self._finish = every, log, finish
+        self._every, self._call, self._log, self._finish = every, call, log, finish
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         if step % self._every == 0:
             self.evaluation(step, figures, 0.0)
 
     def evaluation(self, step: int, scores: Mapping[str, Any], seconds: float) -> None:
-        self._log(step, {name: float(one) for name, one in scores.items() if isinstance(one, int | float)})
+        values = {name: float(one) for name, one in scores.items() if isinstance(one, int | float)}
+        self._call(lambda: self._log(step, values))
 
     def end(self) -> None:
-        self._finish()
+        self._call(self._finish)
 
 
 def tensorboard(
@@ -69,11 +75,7 @@ def tensorboard(
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
 
-    return Logger(
-        every,
-        lambda step, values: write(folder, lambda: log(step, values)),
-        lambda: write(folder, lambda: [writer.close() for writer in writers]),
-    )
+    return Logger(every, partial(write, folder), log, lambda: [writer.close() for writer in writers])
 
 
 def wandb(project: str, every: int, run: Path, settings: Mapping[str, Any], key: str) -> Logger:
@@ -81,19 +83,15 @@ def wandb(project: str, every: int, run: Path, settings: Mapping[str, Any], key:
     opened = import_module("wandb").init(
         project=project, name=run.name, id=key, resume="allow", dir=str(run), config=dict(settings)
     )
-    failed = list[Exception]()
+    works = True
 
     def call(work: Callable[[], object]) -> None:  # an error of the server must not end the run
-        if failed:
-            return
+        nonlocal works
         try:
-            work()
+            if works:
+                work()
         except Exception as error:
-            failed.append(error)
-            text = (str(error).splitlines() or [""])[0]
+            works, text = False, (str(error).splitlines() or [""])[0]
             _LOG.warning("the logging to Weights & Biases ends: %s: %s", type(error).__name__, text)
 
-    def log(step: int, values: Mapping[str, float]) -> None:
-        call(lambda: opened.log(values, step=step))
-
-    return Logger(every, log, lambda: call(opened.finish))
+    return Logger(every, call, lambda step, values: opened.log(values, step=step), opened.finish)

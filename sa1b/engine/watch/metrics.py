@@ -2,10 +2,9 @@
 
 import json
 import math
-import resource
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from sa1b.engine.settings import EvaluationConfig
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import SAMPLED
 from sa1b.engine.watch.loggers import Callback, tensorboard, wandb
-from sa1b.engine.watch.phase import PARTS, Phases
+from sa1b.engine.watch.watchdog import PARTS, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
@@ -66,7 +65,7 @@ class LoggingConfig:
 
 
 class Metrics:
-    """Writes the figures of a run; does nothing on ranks other than 0.
+    """Writes the figures of a run on rank 0; does nothing on the others.
 
     RUN/metrics.jsonl has a line {"run": {...}} of each start, {"step": 7, "loss": ...} of steps, {"step": 7,
     "evaluation": {...}, "seconds": ...} of evaluations, and {"step": 52, "ranks": {...}} and {"step": 52,
@@ -74,45 +73,45 @@ class Metrics:
 
     Args:
         done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
-        about: description of this start of the run: world size, precision, versions.
+        about: description of this start of the run: world size, precision, versions, settings.
         last: the line of step `done` from its checkpoint; it is written if the file lacks it.
         shown: figures of the progress line besides the loss: label -> figure.
         callbacks: are called before the loggers of `config`.
-        settings: of the run, for the server.
 
     Attributes:
-        evaluations: The scores of each evaluation by its step; on other ranks, of this start only.
+        evaluations: The scores of each evaluation of earlier starts by its step.
         result: Score or loss of the last step.
     """
 
     def __init__(
         self, config: LoggingConfig, run: Path, rank_info: RankInfo, control: Control, done: int, steps: int,
-        *, about: Mapping[str, Any] | None = None, last: Mapping[str, Any] | None = None,
+        *, about: Mapping[str, Any], last: Mapping[str, Any] | None = None,
         shown: Mapping[str, str] | None = None, callbacks: Sequence[Callback] = (),
-        settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._every, self._control, self._shown = config.every, control, dict(shown or {})
+        self._every, self._control, self._shown = config.every, control, shown or {}
         self._first = rank_info.rank == 0
         self._bar: tqdm[Any] | None = None
-        self._callbacks = list(callbacks)
-        self._keys: dict[str, str] = {}  # of the run, on servers
+        self._callbacks = list(callbacks) if self._first else []
         self.evaluations: dict[int, dict[str, float]] = {}
-        self.result = ""
-        self.path = run / "metrics.jsonl"
+        self.path, self.result = run / "metrics.jsonl", ""
         if not self._first:
             return
-        steps_there = control.within(self.path, lambda: self._drop_after(done))
+        servers = dict[str, str]()  # keys of the run there
+        written = control.within(self.path, lambda: self._keep_until(done))
+        for line in written:
+            servers |= line.get("run", {}).get("servers", {})
+            if "evaluation" in line:
+                self.evaluations[line["step"]] = line["evaluation"]
         if config.tensorboard or (config.tensorboard is None and find_spec("tensorboard") is not None):
             self._callbacks.append(tensorboard(config.every, run / "tensorboard", done + 1, control.write))
         if config.wandb is not None and done < steps:
-            key = self._keys.setdefault("wandb", secrets.token_hex(8))
-            self._callbacks.append(wandb(config.wandb, config.every, run, settings or {}, key))
-        if done and last is not None and done not in steps_there:
+            key = servers.setdefault("wandb", secrets.token_hex(8))
+            self._callbacks.append(wandb(config.wandb, config.every, run, about.get("config", {}), key))
+        if done and last is not None and not any("loss" in line and line["step"] == done for line in written):
             self._append(last)
             for callback in self._callbacks:
                 callback.step(done, last)
-        servers = {"servers": self._keys} if self._keys else {}
-        self._append({"run": {"step": done, **(about or {}), **servers}})
+        self._append({"run": {"step": done, **about, **({"servers": servers} if servers else {})}})
 
     def show(self, done: int, steps: int) -> None:
         """Begin the progress line of a run with `done` of `steps` steps, unless it has all of them."""
@@ -123,8 +122,6 @@ class Metrics:
 
     def step(self, step: int, figures: Mapping[str, Any], *, always: bool = False) -> None:
         """Record a completed step, counted from 1; `always`: whatever the interval of lines."""
-        if not self._first:
-            return
         self.result = f"loss {figures['loss']:.4f} in the last step"
         if always or step % self._every == 0:
             self._append({"step": step, **figures})
@@ -139,9 +136,6 @@ class Metrics:
 
     def evaluation(self, step: int, scores: Mapping[str, float], seconds: float, how: dict[str, Any]) -> None:
         """Record and print an evaluation after `step` steps; `how`: see `EvaluationConfig.how`."""
-        self.evaluations[step] = dict(scores)
-        if not self._first:
-            return
         self._append({"step": step, "evaluation": {**scores, **how}, "seconds": seconds})
         for callback in self._callbacks:
             callback.evaluation(step, scores, seconds)
@@ -150,13 +144,12 @@ class Metrics:
 
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
         """Record a summary of the last steps."""
-        if self._first:
-            self._append({"step": step, kind: summary})
-            for callback in self._callbacks:
-                callback.window(step, kind, summary)
+        self._append({"step": step, kind: summary})
+        for callback in self._callbacks:
+            callback.window(step, kind, summary)
 
     def say(self, line: str) -> None:
-        """Print a line on stdout above the progress line; rank 0 only."""
+        """Print a line on stdout above the progress line."""
         if self._first:
             tqdm.write(line)
 
@@ -164,18 +157,19 @@ class Metrics:
         """End the progress line and the callbacks."""
         if self._bar is not None:
             self._bar.close()
-        for callback in self._callbacks if self._first else ():
+        for callback in self._callbacks:
             callback.end()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        text = json.dumps(json_figures(line), allow_nan=False)
-        self._control.write(self.path, lambda: append_line(self.path, text))
+        if self._first:
+            text = json.dumps(json_figures(line), allow_nan=False)
+            self._control.write(self.path, lambda: append_line(self.path, text))
 
-    def _drop_after(self, done: int) -> set[int]:
-        """Remove the lines of steps after `done`; return the steps whose lines remain."""
+    def _keep_until(self, done: int) -> list[dict[str, Any]]:
+        """Remove the lines of steps after `done`; return the documents of the lines that remain."""
         if not self.path.exists():
-            return set()
-        kept, steps = [], set()
+            return []
+        kept, documents = [], []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 document = json.loads(line)
@@ -186,13 +180,9 @@ class Metrics:
                 keep = False  # truncated when the process was killed
             if keep:
                 kept.append(line)
-                self._keys |= document.get("run", {}).get("servers", {})
-                if "evaluation" in document:
-                    self.evaluations[step] = document["evaluation"]
-                elif not {"run", "ranks", "loader"} & document.keys():
-                    steps.add(step)
+                documents.append(document)
         write_whole(self.path, "".join(kept).encode())
-        return steps
+        return documents
 
 
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,11 +245,11 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     """The recorded figures of a step, whose meaning is on the page of training. `utilisation` is the seconds
     of the step at the devices' peak. Unknown figures are missing.
     """
-    total = phases.total()
-    waits, memory = figures.ranks["data_wait"], figures.ranks["peak_memory"]
+    total, ranks = phases.total(), figures.ranks
+    waits, memory = ranks["data_wait"], ranks["peak_memory"]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
     recorded: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
-    recorded |= _worst_image(figures.ranks) | {"lr": lr, "grad_norm": figures.norm}
+    recorded |= _worst_image(ranks) | {"lr": lr, "grad_norm": figures.norm}
     recorded |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
     recorded |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
     recorded |= {f"seconds_{name}": phases.seconds[name] for name in PARTS}
@@ -268,12 +258,10 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     recorded |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
     recorded |= {"peak_memory_rank": memory.index(max(memory))}
     for name in SAMPLED:
-        if known := [value for value in figures.ranks.get(name, ()) if not math.isnan(value)]:
+        if known := [value for value in ranks.get(name, ()) if not math.isnan(value)]:
             mean = sum(known) / len(known)
             recorded |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
-    if utilisation is not None:
-        recorded["mfu"] = utilisation / total
-    return recorded
+    return recorded if utilisation is None else {**recorded, "mfu": utilisation / total}
 
 
 def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:
@@ -287,66 +275,53 @@ def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:
     return {"worst_image": json_figures({"id": image_id, "position": int(position), "loss": loss})}
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak memory so far in bytes, of the device, or of this process if the device is a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 class BestScore:
     """The best score of a run, and the evaluations since then; the same on all ranks.
 
-    `evaluations`: the scores of each evaluation by its step, to which the run adds. A score that is not a
-    number is no better. UsageError: an evaluation has no score of the name of --evaluation.best.
+    Attributes:
+        evaluations: the scores of each evaluation by its step.
+        step: that of the best score; None: without --evaluation.best, or before the first evaluation.
     """
 
-    def __init__(self, config: EvaluationConfig, evaluations: dict[int, dict[str, float]]) -> None:
-        self._config, self.evaluations = config, evaluations
+    def __init__(self, config: EvaluationConfig, evaluations: Mapping[int, dict[str, float]]) -> None:
+        self._config, self.evaluations = config, dict[int, dict[str, float]]()
+        self.step: int | None = None
+        self._best, self._since = -math.inf, 0
+        for step, scores in sorted(evaluations.items()):
+            self.add(step, scores)
 
-    def share(self, rank_info: RankInfo) -> None:
-        """Take the evaluations before this start, which rank 0 has read; collective."""
-        self.evaluations.update(rank_info.gather(self.evaluations)[0])
-
-    def _found(self) -> tuple[int | None, float, int]:
-        """Step of the best score, the score, and the number of evaluations since."""
-        step, best, since, name = None, -math.inf, 0, self._config.best
-        for at, scores in sorted(self.evaluations.items()):
-            if name is None:
-                break
-            if isinstance(scores.get(name, ""), str):
-                raise UsageError(f"--evaluation.best {name}: not a score; choose from {', '.join(scores)}")
-            since += 1
-            if scores[name] is not None and scores[name] > best:
-                step, best, since = at, scores[name], 0
-        return step, best, since
-
-    @property
-    def step(self) -> int | None:
-        """None: without --evaluation.best, or before the first evaluation."""
-        return self._found()[0]
+    def add(self, step: int, scores: dict[str, float]) -> None:
+        """Add an evaluation. UsageError: it has no score of the name of --evaluation.best."""
+        self.evaluations[step], name = scores, self._config.best
+        if name is None:
+            return
+        if isinstance(scores.get(name, ""), str):
+            raise UsageError(f"--evaluation.best {name}: not a score; choose from {', '.join(scores)}")
+        self._since += 1
+        if scores[name] is not None and scores[name] > self._best:  # one that is not a number is no better
+            self.step, self._best, self._since = step, scores[name], 0
 
     @property
     def exhausted(self) -> bool:
         """Whether --evaluation.patience ends the run, because of `why`."""
-        return 0 < self._config.patience <= self._found()[2]
+        return 0 < self._config.patience <= self._since
 
     @property
     def why(self) -> str:
-        return f"{counted(self._found()[2], 'evaluation')} without a better score (--evaluation.patience)"
+        return f"{counted(self._since, 'evaluation')} without a better score (--evaluation.patience)"
 
     def lines(self, out: str) -> list[str]:
         """What is printed at the end of the run in `out`."""
-        step, score, _ = self._found()
-        if step is None:
+        if self.step is None:
             return []
-        at = f"{out}/checkpoints/{folder_name(step)}" if step else "the weights before the first step"
-        lines = [f"best: {at} with {self._config.best} {score:.4g}"]
+        at = f"{out}/checkpoints/{folder_name(self.step)}"
+        at = at if self.step else "the weights before the first step"
+        lines = [f"best: {at} with {self._config.best} {self._best:.4g}"]
         return [*lines, f"stopped: {self.why}"] if self.exhausted else lines
 
 
 class Window:
-    """The ranks that waited longest for data, and computed longest, in each `size` steps; on rank 0.
+    """The ranks that waited longest for data, and computed longest, in each `size` steps.
 
     The first step of the process also fills the loaders and is in no window. A wait for data above
     `sa1b.stream.bottleneck.DATA_WAIT` of the time is printed once, with the stage of the loader that limits.
@@ -354,36 +329,38 @@ class Window:
 
     def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
         self._hosts, self._size, self._metrics = hosts, size, metrics
-        self._loader = LoaderWindow(loader)
-        self._steps, self._seconds = -1, 0.0
-        self._waits, self._forward = [0.0] * len(hosts), [0.0] * len(hosts)
+        self._loader, self._steps = LoaderWindow(loader), -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seconds, nothing = 0.0, [0.0] * len(self._hosts)
+        self._sums = {"data_wait": nothing, "forward": nothing}
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
-        """Add a step of so many seconds, with the numbers of the ranks; see `Run.numbers`."""
+        """Add a step of so many seconds, with the numbers of the ranks; see `sa1b.train.numbers`."""
         self._steps += 1
         if self._steps == 0:
             self._loader.start(ranks)
             return
         self._seconds += seconds
-        for rank, (wait, forward) in enumerate(zip(ranks["data_wait"], ranks["forward"], strict=True)):
-            self._waits[rank] += wait
-            self._forward[rank] += forward
-        if self._steps < self._size:
+        for name, some in self._sums.items():
+            self._sums[name] = [total + number for total, number in zip(some, ranks[name], strict=True)]
+        if self._steps % self._size:
             return
-        summary: dict[str, Any] = {"steps": self._steps, "data_wait": self._longest(self._waits)}
-        summary["forward"] = self._longest(self._forward)
+        summary: dict[str, Any] = {"steps": self._size}
+        for name, some in self._sums.items():
+            summary[name] = self._rank(some, max) | {"seconds": round(max(some) / self._size, 6)}
         clocks = [math.inf if math.isnan(clock) else clock for clock in ranks.get("gpu_clock_mhz", ())]
         if clocks and min(clocks) < math.inf:
-            rank = clocks.index(min(clocks))
-            summary["gpu_clock"] = {"rank": rank, "host": self._hosts[rank], "mhz": clocks[rank]}
+            summary["gpu_clock"] = self._rank(clocks, min) | {"mhz": min(clocks)}
         self._metrics.window(step, "ranks", summary)
-        line, message = self._loader.end(ranks, [wait / max(self._seconds, 1e-9) for wait in self._waits])
+        waits = [wait / max(self._seconds, 1e-9) for wait in self._sums["data_wait"]]
+        line, message = self._loader.end(ranks, waits)
         self._metrics.window(step, "loader", line)
         if message is not None:
             self._metrics.say(message)
-        self._steps, self._seconds = 0, 0.0
-        self._waits, self._forward = [0.0] * len(self._hosts), [0.0] * len(self._hosts)
+        self._begin()
 
-    def _longest(self, seconds: Sequence[float]) -> dict[str, Any]:
-        rank = seconds.index(max(seconds))
-        return {"rank": rank, "host": self._hosts[rank], "seconds": round(seconds[rank] / self._steps, 6)}
+    def _rank(self, numbers: Sequence[float], extreme: Callable[[Sequence[float]], float]) -> dict[str, Any]:
+        rank = numbers.index(extreme(numbers))
+        return {"rank": rank, "host": self._hosts[rank]}

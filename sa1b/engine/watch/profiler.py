@@ -1,14 +1,4 @@
-"""A profile of some steps of a run: a Chrome trace and a table of the costliest operations of each rank.
-
-    profiler = StepProfiler(config.logging, step, config.folder, rank_info, control, metrics.say)
-    for step in ...:
-        ...
-        profiler.after(step)
-    profiler.close()
-
-With `--logging.profile 20 22` torch's profiler waits until step 18, warms up in step 19, and records the
-steps 20, 21 and 22. The first step after its start is slower than the others and is not recorded.
-"""
+"""A profile of some steps of a run: a Chrome trace and a table of the costliest operations of each rank."""
 
 import errno
 from collections.abc import Callable
@@ -20,90 +10,65 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from sa1b.console import counted
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.watch.control import Control
-from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.storage.atomic import write_whole
 
 
-class StepProfiler:
-    """Records steps and writes RUN/trace-<rank>.json and RUN/operations-<rank>.txt after the last one.
+def step_profiler(
+    steps: tuple[int, int] | None, step: int, run: Path, rank_info: RankInfo, control: Control,
+    say: Callable[[str], None],
+) -> profile | None:  # fmt: skip
+    """Torch's profiler, started, of the steps from the first to the last one of `steps`, which writes
+    RUN/trace-<rank>.json and RUN/operations-<rank>.txt after the last one; None: there is none to record.
+    Its `step` follows each step, and `stop` the last one of the run.
 
-    `step`: the next step. If it is the first one of --logging.profile or later, it warms up, and the record
-    starts after it. `say` prints a line on rank 0.
+    It warms up in the step before the first one, which is slower and not recorded, at the earliest in `step`,
+    the next one. `say` prints a line on rank 0.
     """
+    first, last = steps or (1, 0)
+    first, is_gpu, rank = max(first, step + 1), rank_info.device.type == "cuda", rank_info.rank
+    if first > last:
+        return None
+    trace, table = run / f"trace-{rank}.json", run / f"operations-{rank}.txt"
 
-    def __init__(
-        self,
-        config: LoggingConfig,
-        step: int,
-        run: Path,
-        rank_info: RankInfo,
-        control: Control,
-        say: Callable[[str], None],
-    ) -> None:
-        self._trace, self._table = (
-            run / name for name in (f"trace-{rank_info.rank}.json", f"operations-{rank_info.rank}.txt")
-        )
-        self._recorded, self._rank_info, self._control, self._say = 0, rank_info, control, say
-        self._is_gpu = rank_info.device.type == "cuda"
-        self._profile: profile | None = None
-        first, self._last = config.profile or (1, 0)
-        self._first = max(first, step + 1)
-        if self._first <= self._last:
-            active = self._last - self._first + 1
-            self._profile = profile(
-                activities={ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_gpu else [])},
-                schedule=schedule(wait=self._first - 1 - step, warmup=1, active=active, repeat=1),
-                on_trace_ready=self._write,
-            )
-            self._profile.start()
-
-    def after(self, step: int) -> None:
-        """Call this after each step."""
-        if self._profile is not None:
-            self._recorded += step >= self._first
-            self._profile.step()  # calls _write after the last recorded step
-            if step >= self._last:
-                self.close()
-
-    def close(self) -> None:
-        """Write the steps recorded so far, unless they are written."""
-        if self._profile is not None:
-            self._profile.stop()
-        self._profile = None
-
-    def _write(self, recorded: profile) -> None:
-        if self._recorded:  # else the run was stopped after the warm-up
-            self._control.write(self._trace, lambda: self._files(recorded))
-
-    def _files(self, recorded: profile) -> None:
+    def files(recorded: profile, count: int) -> None:
         try:
-            recorded.export_chrome_trace(str(self._trace))
+            recorded.export_chrome_trace(str(trace))
         except RuntimeError as error:
-            raise OSError(errno.EIO, str(error), str(self._trace)) from error
-        if not self._trace.exists() or not self._trace.read_bytes()[-64:].rstrip().endswith(b"}"):
-            # torch's writer does not report failed writes
-            raise OSError(errno.EIO, "the trace was not written completely", str(self._trace))
-        write_whole(self._table, self._costliest(recorded).encode())
-        others = "; each rank has its own" if self._rank_info.world_size > 1 else ""
-        self._say(f"profile: costliest operations in {self._table}, trace in {self._trace}{others}")
+            raise OSError(errno.EIO, str(error), str(trace)) from error
+        write_whole(table, _costliest(recorded, count, rank, is_gpu).encode())
+        others = "; each rank has its own" if rank_info.world_size > 1 else ""
+        say(f"profile: costliest operations in {table}, trace in {trace}{others}")
 
-    def _costliest(self, recorded: profile) -> str:
-        time, device = ("device_time_total", "GPU") if self._is_gpu else ("cpu_time_total", "CPU")
-        # Rows of a GPU are its kernels. Their time is also the time of the operation that started them.
-        rows: list[tuple[float, float, Any]] = [
-            (getattr(one, f"self_{time}") / 1e3, getattr(one, time) / 1e3, one)
-            for one in recorded.key_averages()
-            if one.device_type.name == "CPU" and not one.key.startswith("ProfilerStep")
-        ]
-        rows.sort(key=lambda row: row[0], reverse=True)
-        of_all = sum(own for own, _, _ in rows) or 1.0
-        lines = [
-            f"the 10 costliest operations in {counted(self._recorded, 'step')} of rank "
-            f"{self._rank_info.rank}, by their own time on the {device}",
-            f"{'operation':<60}{'calls':>10}{'own ms':>12}{'share':>8}{'total ms':>12}",
-        ]
-        for own, total, one in rows[:10]:
-            share = own / of_all
-            lines.append(f"{one.key[:59]:<60}{one.count:>10,}{own:>12,.2f}{share:>8.1%}{total:>12,.2f}")
-        lines.append("own: without the operations that it calls; share: of the own time of all operations")
-        return "\n".join(lines) + "\n"
+    def write(recorded: profile) -> None:
+        if (count := recorded.step_num - (first - step)) > 0:  # else the run was stopped after the warm-up
+            control.write(trace, lambda: files(recorded, count))
+
+    profiler = profile(
+        activities={ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])},
+        schedule=schedule(wait=first - 1 - step, warmup=1, active=last - first + 1, repeat=1),
+        on_trace_ready=write,
+    )
+    profiler.start()
+    return profiler
+
+
+def _costliest(recorded: profile, steps: int, rank: int, is_gpu: bool) -> str:
+    time, device = ("device_time_total", "GPU") if is_gpu else ("cpu_time_total", "CPU")
+    # Rows of a GPU are its kernels. Their time is also the time of the operation that started them.
+    rows: list[tuple[float, float, Any]] = [
+        (getattr(one, f"self_{time}") / 1e3, getattr(one, time) / 1e3, one)
+        for one in recorded.key_averages()
+        if one.device_type.name == "CPU" and not one.key.startswith("ProfilerStep")
+    ]
+    rows.sort(key=lambda row: row[0], reverse=True)
+    of_all = sum(own for own, _, _ in rows) or 1.0
+    lines = [
+        f"the 10 costliest operations in {counted(steps, 'step')} of rank {rank}, by their own time on the "
+        f"{device}",
+        f"{'operation':<60}{'calls':>10}{'own ms':>12}{'share':>8}{'total ms':>12}",
+    ]
+    for own, total, one in rows[:10]:
+        share = own / of_all
+        lines.append(f"{one.key[:59]:<60}{one.count:>10,}{own:>12,.2f}{share:>8.1%}{total:>12,.2f}")
+    lines.append("own: without the operations that it calls; share: of the own time of all operations")
+    return "\n".join(lines) + "\n"

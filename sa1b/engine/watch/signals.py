@@ -1,8 +1,4 @@
-"""Why a run stops, the time before which it does, and the end of a rank: its message and its exit code.
-
-A restart by torchrun must not move a --deadline of 06:00 to the next day, and +08:00 must not start again.
-Therefore both count from the start of torchrun, or of this process if there is none.
-"""
+"""Why a run stops, the time before which it does, and the end of a rank: its message and its exit code."""
 
 import json
 import os
@@ -14,7 +10,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from enum import IntEnum
@@ -23,12 +18,16 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from sa1b.console import broken_pipe
+from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.limit import Limited, OverdueError
 from sa1b.storage.atomic import start_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is often sent by SLURM's --signal
+_TOLD = 1.0  # seconds to wait for the rank that fails to say so
 
 
 class WriteError(Sa1bError):
@@ -44,23 +43,16 @@ class Stop(IntEnum):
     DEADLINE = 3
 
 
-def deadline_of(text: str | None) -> tuple[float | None, Callable[[], float]]:
-    """The time of --deadline, None without one, and the clock that it is on, in seconds. A duration ends in
-    time if the clock of the calendar is set meanwhile, which a time of day follows.
-    """
-    moment = None if text is None else timestamp(text, started())
-    if moment is None or text is None or not text.startswith("+"):
-        return moment, time.time
-    return time.monotonic() + moment - time.time(), time.monotonic
-
-
-def timestamp(text: str, since: float) -> float:
-    """The time of a deadline, in seconds of `time.time`; UsageError for another form, or one before `since`.
+def deadline_of(text: str | None) -> float | None:
+    """The time of --deadline, in seconds of `time.time`; UsageError for another form, or if it is past.
 
     The text is HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
-    date and time, of the machine's time zone if it names none.
+    date and time, of the machine's time zone if it names none. The first two count from the start of the run,
+    so that a restart by torchrun does not move them.
     """
-    match = re.fullmatch(r"(\+?)(\d{1,2}):([0-5]\d)", text)
+    if text is None:
+        return None
+    since, match = started(), re.fullmatch(r"(\+?)(\d{1,2}):([0-5]\d)", text)
     try:
         if match and match[1]:
             return since + 60 * (60 * int(match[2]) + int(match[3]))
@@ -101,68 +93,41 @@ def lost_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in PEER_LOST)
 
 
-_TIMED_OUT = re.compile(r"tim(ed|ing) ?out|timeout|did not answer", re.IGNORECASE)
-
-
-def explain(error: Exception, rank: int, world_size: int, images: int = 1, *, starting: bool = False) -> str:
-    """The message of a failing rank: its error, or one line if it only lost another rank. `images`: of its
-    micro-batches; `starting`: no step was begun.
+def failed(error: Exception, rank: int, world_size: int, images: int, phases: Phases) -> int:
+    """Print why this rank fails, one line if it only lost another one, and return the exit code. `images`: of
+    its micro-batches.
 
     Errors of this package and of the operating system are printed without a traceback, all others with one.
     """
+    told = _tell(error, rank, phases)
     where, text = "error" if world_size == 1 else f"error on rank {rank}", str(error)
     notes = "".join(f"rank {rank}: {note}\n" for note in getattr(error, "__notes__", []))
-    if isinstance(error, Sa1bError | OSError):
-        return f"{notes}{where}: {error}\n"
     reason = (text.splitlines() or [type(error).__name__])[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    if isinstance(error, Sa1bError | OSError):
+        line = f"{notes}{where}: {error}"
+    elif isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
         smaller = f"--data.micro-batch (now {images}), " if images > 1 else ""
         advice = f"pass a smaller {smaller}--data.masks or --data.prefetch, or a smaller model"
-        return f"{notes}{where}: out of memory ({reason}); {advice}\n"
-    if not lost_peer(error):
-        trace = "".join(traceback.format_exception(error))
-        return f"{trace}{where}: {type(error).__name__}: {text}\n"
-    line = f"rank {rank} ends because another rank ended or does not answer ({reason})"
-    line = "; ".join([line, *getattr(error, "__notes__", [])])
-    if starting and _TIMED_OUT.search(text):
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        line += (
-            "; if the ranks run, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on each machine to the "
-            f"interface that reaches the others; {socket.gethostname()} has {names}"
-        )
-    return f"{line}\n"
-
-
-def failed(error: Exception, rank: int, world_size: int, images: int, *, starting: bool) -> int:
-    """Print why this rank fails, see `explain`, and return the exit code."""
-    tell_torchrun(error)
-    text = explain(error, rank, world_size, images, starting=starting)
-    sys.stderr.write(text)  # at once: lines of ranks do not mix
+        line = f"{notes}{where}: out of memory ({reason}); {advice}"
+    elif lost_peer(error):
+        line = f"rank {rank} ends because another rank ended or does not answer ({reason}){told}"
+        if not phases.steps and re.search(r"tim(ed|ing) ?out|timeout|did not answer", text, re.IGNORECASE):
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            line += (
+                "; if the ranks run, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on each machine to the "
+                f"interface that reaches the others; {socket.gethostname()} has {names}"
+            )
+    else:
+        line = f"{''.join(traceback.format_exception(error))}{where}: {type(error).__name__}: {text}"
+    sys.stderr.write(f"{line}\n")  # at once: lines of ranks do not mix
     return 1
 
 
-def tell_torchrun(error: Exception) -> None:
-    """Write the error to the file for torchrun's summary, unless this rank only lost another one."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not lost_peer(error):
-        extra = {"timestamp": str(int(time.time()))}
-        document = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps(document), encoding="utf-8")
-
-
-def stdout_is_closed() -> bool:
-    """Whether the error is a closed standard output, and not another closed pipe or socket."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return bool(poll.poll(0))
-
-
-def refused(error: UsageError, rank: int, *, on_all: bool) -> int:
+def refused(error: UsageError, rank: int, phases: Phases, *, on_all: bool) -> int:
     """Print why this rank cannot start, and return the exit code. With `on_all`, all ranks have this error.
     Else one machine may lack a file or a GPU, and its ranks must print it.
     """
-    tell_torchrun(error)
+    _tell(error, rank, phases)
     first = rank == 0 or (not on_all and os.environ.get("LOCAL_RANK") == "0")
     if not first and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(5)  # torchrun ends all ranks of a machine, also those with the same error, when one ends
@@ -170,6 +135,38 @@ def refused(error: UsageError, rank: int, *, on_all: bool) -> int:
         where = "error" if rank == 0 else f"error on rank {rank} (host {socket.gethostname()})"
         sys.stderr.write(f"{where}: {error}\n")
     return 2
+
+
+def _tell(error: Exception, rank: int, phases: Phases) -> str:
+    """Tell torchrun and the other ranks that this one fails; if it only lost another one, what that told."""
+    lost, file = lost_peer(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not lost:  # for torchrun's summary
+        extra = {"timestamp": str(int(time.time()))}
+        document = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps(document), encoding="utf-8")
+
+    def tell() -> str:
+        store, key = _get_default_store(), "sa1b/failed"
+        if not lost:
+            store.set(key, f"rank {rank} (host {socket.gethostname()}) failed in {phases.current.name}")
+            return ""
+        store.wait([key], timedelta(seconds=_TOLD))
+        time.sleep(_TOLD)  # torchrun prints the reason of the rank that it finds first
+        return f"; {store.get(key).decode()}"
+
+    try:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return Limited().call(tell, 3 * _TOLD) if several else ""
+    except (RuntimeError, ValueError, OverdueError):  # the store may be lost, too
+        return ""
+
+
+def stdout_is_closed() -> bool:
+    """Whether the error is a closed standard output, and not another closed pipe or socket."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(0))
 
 
 def exit_at_once(code: int) -> NoReturn:

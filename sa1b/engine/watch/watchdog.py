@@ -1,7 +1,10 @@
-"""What each rank does right now, and which one the others wait for.
+"""What each rank does, for how long, and which one the others wait for.
 
+    phases = Phases()
     with Watchdog(config.health.stall, config.parallel, config.folder, rank_info, phases):
-        ...train: phases.begin(step), phases.part("compute"), ...
+        phases.begin(step)
+        phases.enter("compute", 2)      # of micro-batch 2; a phase lasts until the next one
+    phases.seconds["compute"]           # of this step
 
     RUN/heartbeat/3.json     rank 3: phase, step, collectives started, line of the thread that trains
     RUN/stacks-3.txt         stacks of all its threads after `stall` seconds without a new phase
@@ -24,28 +27,71 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _world
 
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.settings import ParallelConfig
-from sa1b.engine.watch.phase import Phases
-from sa1b.engine.watch.signals import lost_peer
 from sa1b.limit import Limited, OverdueError
 from sa1b.report import ranges
 from sa1b.storage.atomic import append
 
-HEARTBEATS = "heartbeat"
+# Parts of a step, whose seconds are recorded. With several ranks, "compute" and "sync" also wait for others.
+# On a GPU, kernels of "compute" may end during "sync", which reads the figures and waits for the device. An
+# asynchronous save only copies in "checkpoint".
+PARTS = ("data", "compute", "sync", "update", "checkpoint")
+OTHER = "other"  # the time between them
+EVALUATION = "evaluation"
+_ENDS = ("data", "compute", "sync", "update", EVALUATION)  # other phases have limits of their own
 _SHOWN = 16  # ranks in a table
 _FILES = 200  # heartbeats of all ranks that are written in a second, at most
 _GRACE = 10.0  # seconds in which the collective says itself that it has timed out
-_TOLD = 1.0  # seconds to wait for the rank that fails to say so
-_ENDS = ("data", "compute", "sync", "update", "evaluation")  # other phases have limits of their own
+
+
+class Phase(NamedTuple):
+    name: str  # one of `PARTS`, `OTHER`, or "start", "resume", "warm up", "evaluation", "closing"
+    step: int  # counted from 0
+    micro_batch: int  # counted from 1; 0 if it concerns none
+    began: float  # seconds on the clock of time.perf_counter
+
+
+class Phases:
+    """The phases of one rank. One thread sets them, and any thread may read `current`.
+
+    Attributes:
+        seconds: of each phase since the step began, without the current one.
+        steps: steps begun in this process.
+        reading: returns the sample that this rank waits for, with its shard and offset, or None.
+    """
+
+    def __init__(self) -> None:
+        self.began, self.steps = time.perf_counter(), 0
+        self.reading: Callable[[], str | None] = lambda: None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.current = Phase("start", 0, 0, self.began)
+
+    def begin(self, step: int) -> None:
+        """Begin a step: all its phases have 0 seconds."""
+        self.enter(OTHER, step=step)
+        self.steps += 1
+        self.began = self.current.began
+        self.seconds.clear()
+
+    def enter(self, name: str, micro_batch: int = 0, *, step: int | None = None) -> None:
+        """End the current phase and begin another one, by default of the same step."""
+        now, last = time.perf_counter(), self.current
+        self.seconds[last.name] += now - last.began
+        self.current = Phase(name, last.step if step is None else step, micro_batch, now)
+
+    def total(self) -> float:
+        """Seconds since the step began, without those of an evaluation after it."""
+        return time.perf_counter() - self.began - self.seconds[EVALUATION]
 
 
 class Watchdog:
@@ -59,11 +105,10 @@ class Watchdog:
         self._stall, self._parallel, self._run, self._phases = stall, parallel, run, phases
         self._rank, self._ranks, self._trains = rank_info.rank, rank_info.world_size, threading.get_ident()
         shortest = stall or min(parallel.timeout, parallel.timeout_first) * 2 / 3
-        self._beat = max(min(1.0, shortest / 10), rank_info.world_size / _FILES)
-        self._path = run / HEARTBEATS / f"{self._rank}.json"
-        self._stacks_path = run / f"stacks-{self._rank}.txt"
+        self._beat = max(min(1.0, shortest / 10), self._ranks / _FILES)
+        self._path = run / "heartbeat" / f"{self._rank}.json"
         self._stacks: IO[bytes] | None = None
-        self._count, self._began, self._due = 0, 0.0, 0.0
+        self._count, self._armed, self._due = 0, 0.0, 0.0
         self._since = self._looked = time.monotonic()  # this rank observes without a gap, and looked last
         self._answers = True  # the disk of the run
         self._seen: dict[int, tuple[float, dict[str, Any]]] = {}  # rank -> since when, its heartbeat
@@ -72,14 +117,9 @@ class Watchdog:
 
     def __enter__(self) -> None:
         if self._stall != 0:
-            with suppress(OSError):  # that of an earlier start
-                self._path.unlink(missing_ok=True)
             self._thread.start()
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._ranks > 1:
-            with suppress(RuntimeError, ValueError, OverdueError):  # the store may be lost, too
-                self._limited.call(partial(self._tell, error), 3 * _TOLD)
+    def __exit__(self, *_: object) -> None:
         if self._stall == 0:
             return
         self._end.set()
@@ -90,21 +130,11 @@ class Watchdog:
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()  # unless it has those of other ranks
         if self._stacks is not None:
+            path = Path(self._stacks.name)
             self._stacks.close()
-        with suppress(OSError):
-            if not self._stacks_path.stat().st_size:
-                self._stacks_path.unlink()
-
-    def _tell(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, or note on the error of a lost rank which one it is."""
-        store, key = _get_default_store(), "sa1b/failed"
-        if not isinstance(error, Exception) or not lost_peer(error):
-            phase = self._phases.current
-            store.set(key, f"rank {self._rank} (host {socket.gethostname()}) failed in {phase.name}")
-        else:
-            store.wait([key], timedelta(seconds=_TOLD))
-            error.add_note(store.get(key).decode())
-            time.sleep(_TOLD)  # torchrun prints the reason of the rank that it finds first
+            with suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
 
     def _watch(self) -> None:
         # The folder of the run is made late, and a rank may hang in a step soon after.
@@ -114,7 +144,7 @@ class Watchdog:
             idle, long = own["seconds"], max(3 * self._beat, limit / 2)
             if idle < limit / 4 or now - self._looked > long:  # or this process was stopped itself
                 self._seen, self._since, self._due, self._answers = {}, now, limit, True
-            if self._answers and (self._run.is_dir() or idle > limit / 4):
+            if self._answers:
                 try:
                     self._limited.call(partial(self._exchange, own, limit, long), max(5.0, limit / 4))
                 except OverdueError as error:
@@ -127,7 +157,7 @@ class Watchdog:
             if now - self._since < long:
                 continue
             silent = {rank for rank, (since, _) in self._seen.items() if now - since > long}
-            if idle >= self._due and not any(rank < self._rank for rank in self._seen.keys() - silent):
+            if idle >= self._due and min(self._seen.keys() - silent) == self._rank:
                 self._due = 2 * idle
                 self._print(idle, now, silent)
             if self._ranks > 1 and own["phase"] in _ENDS and idle > timeout + _GRACE:
@@ -136,29 +166,32 @@ class Watchdog:
 
     def _state(self) -> dict[str, Any]:
         phase, self._count = self._phases.current, self._count + 1
-        state: dict[str, Any] = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid()}
-        state |= {"count": self._count, "phase": phase.name, "step": phase.step + 1}
-        state |= {"micro_batch": phase.micro_batch, "seconds": time.perf_counter() - phase.began}
-        state |= {"collectives": _collectives(), "where": ""}
+        where = ""
         if frame := sys._current_frames().get(self._trains):
             path = Path(frame.f_code.co_filename)
-            state["where"] = f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
-        if phase.name in ("data", "evaluation") and (reading := self._phases.reading()):
-            state["where"] += f"; it waits for {reading}"
-        return state
+            where = f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        if phase.name in ("data", EVALUATION) and (reading := self._phases.reading()):
+            where += f"; it waits for {reading}"
+        return {
+            "rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "count": self._count,
+            "phase": phase.name, "step": phase.step + 1, "micro_batch": phase.micro_batch,
+            "seconds": time.perf_counter() - phase.began, "collectives": _collectives(), "where": where,
+        }  # fmt: skip
 
     def _exchange(self, own: dict[str, Any], limit: float, long: float) -> None:
         """Write the heartbeat, set the timer of the stacks and, while this rank hangs, read the others."""
+        hangs, now = own["seconds"] >= limit / 4, time.monotonic()
+        if not hangs and not self._run.is_dir():
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(own))  # who reads half of it waits for the next one
         if self._stacks is None:
-            self._stacks = self._stacks_path.open("ab", buffering=0)
-        if self._phases.current.began != self._began and not self._end.is_set():
-            self._began = self._phases.current.began
+            self._stacks = (self._run / f"stacks-{self._rank}.txt").open("ab", buffering=0)
+        if self._phases.current.began != self._armed and not self._end.is_set():
+            self._armed = self._phases.current.began
             faulthandler.dump_traceback_later(max(limit - own["seconds"], 0.1), file=self._stacks)
-        if own["seconds"] < limit / 4:
+        if not hangs:
             return
-        now = time.monotonic()
         lower = any(rank < self._rank and now - since <= long for rank, (since, _) in self._seen.items())
         for rank in range(min(self._ranks, _SHOWN) if lower else self._ranks):  # a lower rank prints
             with suppress(FileNotFoundError, ValueError):
