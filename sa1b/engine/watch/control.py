@@ -1,17 +1,9 @@
-"""Control of a run: exchange of stop requests, failed writes, figures and timings between ranks.
-
-    control = Control(rank_info, deadline)
-    control.install()      # SIGTERM, SIGINT and SIGUSR1 ask to stop
-    while step < steps and not control.stopping:
-        ...
-        figures = control.exchange(totals, norm, images, numbers)  # one collective, one copy to the host
-        control.write(path, lambda: append_line(path, ...))
-    control.check()
+"""Control of a run: exchange of figures, timings and reasons to stop between ranks, once a step.
 
 A signal may reach only one rank, and a full disk may affect only one rank. If that rank left the loop alone,
-the others would wait for it. So each rank sets its own `asked` and `failure` at any time. `stopping` and
-`failed` are the same on all ranks and change only in `exchange` and `poll`, which all ranks call together.
-The clocks of machines may differ: all ranks stop when the first one reaches the deadline on its own clock.
+the others would wait for it. So each rank sets its own `asked` and `failure` at any time. `stop` is the same
+on all ranks and changes only in `exchange` and `poll`, which all ranks call together. The clocks of machines
+may differ: all ranks stop when the first one reaches the deadline on its own clock.
 """
 
 import json
@@ -63,28 +55,25 @@ class StepFigures:
 
 
 class Control:
-    """Stop requests and failures of all ranks, exchanged together with the figures of each step.
-
-    The run stops before `deadline`, in seconds of time.time; None: no deadline. `limit`: seconds that the
+    """The run stops before `deadline`, in seconds of time.time; None: no deadline. `limit`: seconds that the
     write of a file may take.
 
     Attributes:
         failure, asked: this rank's first failed write, and why this rank was asked to stop.
-        stop, failed: why the run stops, and whether a write has failed; both are the same on all ranks.
+        stop: why the run stops and saves a checkpoint; the same on all ranks.
     """
 
     def __init__(self, rank_info: RankInfo, deadline: float | None = None, limit: float = 300.0) -> None:
         self.failure: WriteError | None = None
         self.asked = self.stop = Stop.NONE
-        self.failed = False
         self._rank_info, self._deadline = rank_info, math.inf if deadline is None else deadline
         self._limit, self._limited = limit, Limited()
         self._steps, self._checkpoint = deque([0.0], maxlen=_STEPS), 0.0
 
     @property
     def stopping(self) -> bool:
-        """Whether the run stops and saves a checkpoint; the same on all ranks."""
-        return self.stop is not Stop.NONE or self.failed
+        """Whether the run stops; the same on all ranks."""
+        return self.stop is not Stop.NONE
 
     def exchange(
         self,
@@ -94,11 +83,10 @@ class Control:
         numbers: Mapping[str, float],
         of_rank: Mapping[str, Tensor] | None = None,
     ) -> StepFigures:
-        """The figures of a step over all ranks, once a step: one collective, one wait for the device.
+        """The figures of a step over all ranks: one collective, one wait for the device.
 
-        `totals` are this rank's sums, tensors without dimensions: "loss", "count" and further figures.
-        `numbers` are its timings and others, and `of_rank` those that are on the device; NaN: unknown. Names
-        and their order are the same on all ranks, as is the norm of the gradient.
+        `totals`: this rank's sums, tensors without dimensions: "loss", "count" and further figures. `numbers`
+        and, on the device, `of_rank`: others of it; NaN: unknown. All ranks have the same names and norm.
         """
         sums = {f"sum/{name}": value for name, value in totals.items()}
         ranks = self._gather({**sums, "norm": norm, **(of_rank or {})}, {**numbers, "images": images})
@@ -116,9 +104,9 @@ class Control:
     def _gather(
         self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float]
     ) -> dict[str, list[float]]:
-        """The numbers of each rank by name, exchanged together with requests and failures."""
+        """The numbers of each rank by name, exchanged together with the reasons to stop."""
         device, ranks = self._rank_info.device, self._rank_info.world_size
-        on_host = {**on_host, "stop": self.own_stop(), "failed": self.failure is not None}
+        on_host = {**on_host, "stop": self.own_stop()}
         host = torch.tensor([*on_host.values()], dtype=torch.float64, pin_memory=device.type == "cuda")
         values = [value.detach().reshape(1) for value in on_device.values()]
         moved = [value.to(device, torch.float64, non_blocking=True) for value in (*values, host)]
@@ -128,7 +116,6 @@ class Control:
             dist.all_reduce(gathered)  # zeros of other ranks do not change the sum
         columns: list[list[float]] = gathered.T.tolist()  # waits for the device
         found = dict(zip((*on_device, *on_host), columns, strict=True))
-        self.failed = self.failed or any(found["failed"])
         self.stop = Stop(max(self.stop, *map(round, found["stop"])))
         return found
 
@@ -146,8 +133,11 @@ class Control:
         self._checkpoint = checkpoint
 
     def own_stop(self) -> Stop:
-        """Why this rank asks to stop: a signal, or a deadline too near for a step and a checkpoint."""
-        return Stop.DEADLINE if time.time() + self._needed() >= self._deadline else self.asked
+        """Why this rank stops: a failed write, a signal, or no time for a step and a checkpoint."""
+        if self.failure is not None:
+            return Stop.FAILED
+        needed = max(self._steps) + self._checkpoint
+        return Stop.DEADLINE if time.time() + needed >= self._deadline else self.asked
 
     @property
     def restarts(self) -> bool:
@@ -157,7 +147,7 @@ class Control:
         # on all machines, or wait 300 s for a torchrun that has left (torch 2.13,
         # torch/distributed/elastic/agent/server/api.py).
         machines = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
-        return self.stop is Stop.TERMINATED and not self.failed and machines > 1
+        return self.stop is Stop.TERMINATED and machines > 1
 
     def wait_for_agent(self) -> None:
         """Wait until torchrun asks this rank to end: it does not count a restart that it begins itself."""
@@ -166,9 +156,7 @@ class Control:
             time.sleep(0.05)
 
     def write(self, path: Path, work: Callable[[], object]) -> None:
-        """Write a file; if that fails, log the error and stop all ranks after their step, which try to save a
-        checkpoint. WriteError: see `within`.
-        """
+        """Write a file; if that fails, log the error and stop all ranks after their step."""
         try:
             self.within(path, work)
         except OSError as error:
@@ -196,33 +184,20 @@ class Control:
         """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
         if self.failure is not None:
             raise self.failure
-        if self.failed:
+        if self.stop is Stop.FAILED:
             raise WriteError("--out: another rank cannot write its files; see that rank's message")
-
-    def _needed(self) -> float:
-        return max(self._steps) + self._checkpoint
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.asked = max(self.asked, Stop.TERMINATED if number == signal.SIGTERM else Stop.ASKED)
-        name, rank, text = signal.Signals(number).name, self._rank_info.rank, ""
-        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            # A second signal ends the process at once. If the first one went to the whole process group, as
-            # Ctrl-C does, torchrun sends the second one itself, and kills after 30 s.
-            signal.signal(number, signal.SIG_DFL)
-            if rank == 0:
-                text = (
-                    f"\n{name}: stopping after this step, with a checkpoint; {name} again ends the run at "
-                    "once, without one\n"
-                )
-        elif number != signal.SIGUSR1 and self._needed() > limit:
-            text = (
-                f"\nrank {rank}: {name}: torchrun kills ranks {limit:.0f} s after it, and a step and a "
-                f"checkpoint took {self._needed():.0f} s; if they do not fit, the run resumes from an older "
-                "checkpoint; --deadline, and SIGUSR1 to a rank, have no such limit\n"
-            )
-        with suppress(OSError):  # a terminal may be closed
-            os.write(2, text.encode())  # not by print, which the signal may have interrupted
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # If the signal went to the whole process group, as Ctrl-C does, torchrun sends another one.
+            return
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
+        if self._rank_info.rank == 0:
+            name = signal.Signals(number).name
+            text = f"{name}: stopping after this step, with a checkpoint; {name} again ends the run at once, "
+            with suppress(OSError):  # a terminal may be closed
+                os.write(2, f"\n{text}without one\n".encode())  # print may have been interrupted
 
 
 def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
@@ -260,7 +235,7 @@ class HealthConfig:
 
 
 class Health:
-    """Decides, on all ranks alike, whether steps are taken; `control` gets failed writes of its log.
+    """Decides, on all ranks alike, whether steps are taken.
 
     Attributes:
         skipped: steps of this process that were not taken.
@@ -272,10 +247,8 @@ class Health:
         self._patience, self._rank, self._control, self._in_row = config.patience, rank_info.rank, control, 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:
-        """Decide whether the optimizer may take the step, counted from 1 as in metrics.jsonl.
-
-        Loss and norm are over all ranks. A rank whose own loss is not finite logs its image ids, int64 [B]
-        for each micro-batch. HealthError: too many consecutive steps were not finite.
+        """Whether the optimizer may take the step, counted from 1; loss and norm are over all ranks. A rank
+        whose own loss is not finite logs its image ids, int64 [B] for each micro-batch.
         """
         self.lost = 0 if math.isfinite(loss) else self.lost + 1
         if math.isfinite(loss) and math.isfinite(norm):
@@ -292,7 +265,7 @@ class Health:
         return False
 
     def end(self, step: int) -> None:
-        """Check the last steps at the end of a run or of a part; HealthError: they had no finite loss."""
+        """HealthError at the end of a run or of a part whose last steps had no finite loss."""
         if self.lost:
             raise self._error(self.lost, step, "loss")
 

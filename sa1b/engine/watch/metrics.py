@@ -69,18 +69,12 @@ class Metrics:
 
     RUN/metrics.jsonl has a line {"run": {...}} of each start, {"step": 7, "loss": ...} of steps, {"step": 7,
     "evaluation": {...}, "seconds": ...} of evaluations, and {"step": 52, "ranks": {...}} and {"step": 52,
-    "loader": {...}} of windows. A failed write stops all ranks.
-
-    Args:
-        done: number of completed steps. Lines of later steps, from a run that was killed, are removed.
-        about: description of this start of the run: world size, precision, versions, settings.
-        last: the line of step `done` from its checkpoint; it is written if the file lacks it.
-        shown: figures of the progress line besides the loss: label -> figure.
-        callbacks: are called before the loggers of `config`.
+    "loader": {...}} of windows. Lines after step `done`, from a run that was killed, are removed; its own
+    line, `last`, is written if the file lacks it. `shown`: label -> figure of the progress line.
 
     Attributes:
-        evaluations: The scores of each evaluation of earlier starts by its step.
-        result: Score or loss of the last step.
+        evaluations: scores of each evaluation of earlier starts by its step.
+        result: score or loss of the last step.
     """
 
     def __init__(
@@ -242,9 +236,7 @@ def score_line(scores: Mapping[str, Any]) -> str:
 
 
 def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: float | None) -> dict[str, Any]:
-    """The recorded figures of a step, whose meaning is on the page of training. `utilisation` is the seconds
-    of the step at the devices' peak. Unknown figures are missing.
-    """
+    """The recorded figures of a step, see docs/training.md. `utilisation`: its seconds at the peak."""
     total, ranks = phases.total(), figures.ranks
     waits, memory = ranks["data_wait"], ranks["peak_memory"]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
@@ -321,10 +313,8 @@ class BestScore:
 
 
 class Window:
-    """The ranks that waited longest for data, and computed longest, in each `size` steps.
-
-    The first step of the process also fills the loaders and is in no window. A wait for data above
-    `sa1b.stream.bottleneck.DATA_WAIT` of the time is printed once, with the stage of the loader that limits.
+    """The ranks that waited longest for data, and computed longest, in each `size` steps. The first step of
+    the process also fills the loaders and is in no window.
     """
 
     def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
@@ -337,7 +327,7 @@ class Window:
         self._sums = {"data_wait": nothing, "forward": nothing}
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
-        """Add a step of so many seconds, with the numbers of the ranks; see `sa1b.train.numbers`."""
+        """Add a step, with the numbers of `sa1b.train.numbers` of the ranks, and its seconds."""
         self._steps += 1
         if self._steps == 0:
             self._loader.start(ranks)

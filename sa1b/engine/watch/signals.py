@@ -41,6 +41,7 @@ class Stop(IntEnum):
     TERMINATED = 1  # SIGTERM; from torchrun, it may concern one machine only
     ASKED = 2  # SIGINT or SIGUSR1
     DEADLINE = 3
+    FAILED = 4  # a file cannot be written
 
 
 def deadline_of(text: str | None) -> float | None:

@@ -108,7 +108,7 @@ class Watchdog:
         self._beat = max(min(1.0, shortest / 10), self._ranks / _FILES)
         self._path = run / "heartbeat" / f"{self._rank}.json"
         self._stacks: IO[bytes] | None = None
-        self._count, self._armed, self._due = 0, 0.0, 0.0
+        self._count, self._due = 0, 0.0
         self._since = self._looked = time.monotonic()  # this rank observes without a gap, and looked last
         self._answers = True  # the disk of the run
         self._seen: dict[int, tuple[float, dict[str, Any]]] = {}  # rank -> since when, its heartbeat
@@ -187,9 +187,8 @@ class Watchdog:
         self._path.write_text(json.dumps(own))  # who reads half of it waits for the next one
         if self._stacks is None:
             self._stacks = (self._run / f"stacks-{self._rank}.txt").open("ab", buffering=0)
-        if self._phases.current.began != self._armed and not self._end.is_set():
-            self._armed = self._phases.current.began
-            faulthandler.dump_traceback_later(max(limit - own["seconds"], 0.1), file=self._stacks)
+        if own["seconds"] < limit and not self._end.is_set():  # again at each heartbeat, until it has fired
+            faulthandler.dump_traceback_later(limit - own["seconds"], file=self._stacks)
         if not hangs:
             return
         lower = any(rank < self._rank and now - since <= long for rank, (since, _) in self._seen.items())
