@@ -115,7 +115,7 @@ class Grounding(nn.Module):
             sizes = self.config
             if is_sam:
                 sizes = replace(config_of(weights), image_size=sizes.image_size)
-            tensors = fit_weights(weights, sizes).tensors
+            tensors = fit_weights(weights, sizes)[0]
             fitted = {name: tensor for name, tensor in tensors.items() if name.startswith(_ENCODER)}
             kept = [name for name in own if name not in fitted]
             parts = dict.fromkeys(name.split(".")[0] for name in kept)

@@ -96,7 +96,9 @@ def convert(
     UsageError: the target exists, has files of others, or an unknown ending; or the form has no model of
     these sizes, or needs a package that is missing.
     """
-    _check_target(target, to, overwrite)
+    earlier = _earlier_files(target, to)
+    if earlier and not overwrite:
+        raise UsageError(f"--out {target}: exists; pass --overwrite to replace {'its files' if to else 'it'}")
     where, weights = find_weights(source, scratch)
     if is_grounding(weights):
         raise UsageError(
@@ -117,6 +119,8 @@ def convert(
             for path in paths:
                 flush(path)
                 commit(path, target / path.name)
+        for old in earlier - {path.name for path in paths}:
+            (target / old).unlink()  # such as weights beside an ONNX file, which now contains them
     return Converted(
         source=where,
         target=str(target),
@@ -129,25 +133,23 @@ def convert(
     )
 
 
-def _check_target(target: Path, to: str | None, overwrite: bool) -> None:
+def _earlier_files(target: Path, to: str | None) -> set[str]:
+    """The names of the files of an earlier conversion; UsageError: the target has others."""
     if to is None:
         if target.suffix not in FORMATS or target.is_dir():
             raise UsageError(
                 f"--out {target}: must be a file that ends with .safetensors or .pth; tars become shards by "
                 "`sa1b reshard`"
             )
-        if target.exists() and not overwrite:
-            raise UsageError(f"--out {target}: exists; pass --overwrite to replace it")
-        return
+        return {target.name} if target.exists() else set()
     if target.exists() and not target.is_dir():
         raise UsageError(f"--out {target}: is a file; name a folder for --to {to}")
-    names = sorted(path.name for path in target.iterdir()) if target.exists() else []
-    if others := [name for name in names if not name.startswith(_NAMES[to])]:
+    names = {path.name for path in target.iterdir()} if target.exists() else set()
+    if others := sorted(name for name in names if not name.startswith(_NAMES[to])):
         raise UsageError(
             f"--out {target}: has {others[0]}, which --to {to} does not write; name a new folder"
         )
-    if names and not overwrite:
-        raise UsageError(f"--out {target}: exists; pass --overwrite to replace its files")
+    return names
 
 
 def _check_form(to: str, config: ModelConfig, source: str) -> None:

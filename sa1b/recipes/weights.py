@@ -1,11 +1,6 @@
-"""Weights of SAM: a model from a run or a file, and the teacher of a distillation with the cache of its
-embeddings.
-"""
+"""Weights of SAM: a model from a run or a file, the teacher of a distillation, and the flags of caches."""
 
-import contextlib
 import json
-import os
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -20,11 +15,9 @@ from torch import Tensor
 from sa1b.arguments import Range, check_arguments, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.engine import weights
-from sa1b.engine.ranks.parallel import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
-from sa1b.sam.embedding_cache import EmbeddingCache
 from sa1b.sam.initial_weights import fit_weights
 from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
@@ -124,16 +117,8 @@ def grounding_of(
         raise UsageError(
             f"--data.tokenizer {data.tokenizer}: does not state its number of tokens; pass --text.vocabulary"
         )
-    return Grounding(
-        sizes,
-        text,
-        recipe,
-        vocabulary=vocabulary,
-        length=data.text_tokens,
-        vectors=data.text_width,
-        capacity=capacity,
-        tokenizer=data.tokenizer,
-    )
+    lengths = {"length": data.text_tokens, "vectors": data.text_width, "capacity": capacity}
+    return Grounding(sizes, text, recipe, vocabulary=vocabulary, tokenizer=data.tokenizer, **lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +149,6 @@ class TeacherConfig:
                 "--distill.teacher: missing; pass the weights of a SAM: a run, a .safetensors or a .pth"
             )
         _check_cache("distill", self)
-
-
-def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
-    """The teacher with the student's image size; a model's name gives random weights. UsageError: no SAM."""
-    weights = None if _is_name(source) else _weights(source, scratch)
-    config = PRESETS[source] if weights is None else config_of(weights)
-    if student.image_size % config.patch_size:
-        raise UsageError(
-            f"--model.image-size {student.image_size}: must be a multiple of the teacher's patch size "
-            f"{config.patch_size}"
-        )
-    config = replace(config, image_size=student.image_size, compile_blocks=student.compile_blocks)
-    teacher = Sam(config)
-    if weights is not None and not teacher.pixel_mean.is_meta:
-        teacher.load_state_dict(fit_weights(weights, config).tensors)
-    return teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,32 +189,20 @@ def _check_cache(part: str, config: TeacherConfig | EmbeddingsConfig) -> None:
         raise UsageError(f"--{part}.cache {config.cache}: must be a folder on a local disk, not a URL")
 
 
-def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> EmbeddingCache:
-    """The cache of the embeddings of an image encoder.
-
-    The files of all encoders count towards the limit. The ranks of a machine share what is left of it.
-    UsageError: the folder cannot be created or read.
-    """
-    every, sizes = Path(cache).expanduser(), dict[Path, int]()
-    folder = every / digest
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in every.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # other processes write and rename files
-                if path.is_file():
-                    sizes[path] = path.stat().st_size
-    except OSError as error:
+def open_teacher(source: str, student: ModelConfig, scratch: Path | None) -> Sam:
+    """The teacher with the student's image size; a model's name gives random weights. UsageError: no SAM."""
+    weights = None if _is_name(source) else _weights(source, scratch)
+    config = PRESETS[source] if weights is None else config_of(weights)
+    if student.image_size % config.patch_size:
         raise UsageError(
-            f"{flag} {cache}: {error.filename} cannot be created or read ({error.strerror}); "
-            "pass another folder"
-        ) from None
-    left = max(cache_bytes - sum(sizes.values()), 0)
-    if os.environ.get("RANK", "0") == "0":
-        count = sum(folder in path.parents for path in sizes)
-        sys.stderr.write(
-            f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
+            f"--model.image-size {student.image_size}: must be a multiple of the teacher's patch size "
+            f"{config.patch_size}"
         )
-    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
+    config = replace(config, image_size=student.image_size, compile_blocks=student.compile_blocks)
+    teacher = Sam(config)
+    if weights is not None and not teacher.pixel_mean.is_meta:
+        teacher.load_state_dict(fit_weights(weights, config)[0])
+    return teacher
 
 
 def teacher_digest(source: str, scratch: Path | None) -> str:
@@ -255,24 +212,6 @@ def teacher_digest(source: str, scratch: Path | None) -> str:
             f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"
         )
     return weights_digest(_weights(source, scratch))[:16]
-
-
-_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
-
-
-def check_memory(model: ModelConfig) -> None:
-    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
-    if torch.get_default_device().type == "meta":
-        return
-    # Attention and MLP of each block, the neck's last convolution and the positions; the rest is small.
-    numbers = model.depth * 12 * model.width**2 + 9 * model.channels**2 + model.side**2 * model.width
-    needed, available = 4 * numbers, available_memory()
-    if needed > available:
-        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
-        raise UsageError(
-            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
-            "available; pass smaller sizes"
-        )
 
 
 def _is_name(source: str) -> bool:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sa1b.errors import UsageError
 from sa1b.hashing import Purpose
 from sa1b.sam.clicks import random_words
 
@@ -46,23 +47,24 @@ class EmbeddingCache:
         """The embeddings of B >= 1 images, float32 [B, C, h, w] on their device; waits for the device.
         `sizes`: rows and columns in the padded square. `compute` is called for each missing image alone.
         """
-        self._words = _words_of(images, self._words)
-        keys = pixel_keys(images, sizes, self._words).tolist()
-        halves = [self._embedding(key, images[[i]], sizes[[i]], compute) for i, key in enumerate(keys)]
-        return torch.stack([half.float() for half in halves])  # autocast stacks no float16 on a CPU
-
-    def _embedding(
-        self, key: int, image: Tensor, size: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """The embedding of an image, float16 [C, h, w] on its device."""
-        name = f"{key % (1 << 64):016x}"
-        path = self.folder / _number_format(image.device) / name[:2] / f"{name}{_ENDING}"
-        cached = _read(path)
-        if cached is not None:
-            return cached.to(image.device)
-        embedding = compute(image, size)[0].half()
-        self._write(path, embedding)
-        return embedding
+        device, shape = images.device, images.shape[1:]
+        if (self._words.shape, self._words.device) != (shape, device):
+            key = torch.zeros((), dtype=torch.int64, device=device)
+            self._words = random_words(
+                key, Purpose.CACHE, torch.arange(shape.numel(), device=device).view(shape)
+            )
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
+        folder, found = self.folder / str(dtype).removeprefix("torch."), []
+        for i, key in enumerate(pixel_keys(images, sizes, self._words).tolist()):
+            name = f"{key % (1 << 64):016x}"
+            path = folder / name[:2] / f"{name}{_ENDING}"
+            embedding = _read(path)
+            if embedding is None:
+                embedding = compute(images[[i]], sizes[[i]])[0].half()
+                self._write(path, embedding)
+            found.append(embedding.to(device).float())  # autocast stacks no float16 on a CPU
+        return torch.stack(found)
 
     def _write(self, path: Path, embedding: Tensor) -> None:
         if not self._left:
@@ -78,18 +80,40 @@ class EmbeddingCache:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_bytes(data)
-                temporary.replace(path)
-            finally:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(path)
         except OSError as error:
             self._left = 0
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             sys.stderr.write(
                 f"{self._flag} {self.folder}: cannot be written ({error.strerror}); embeddings that are "
                 "missing are computed in every epoch\n"
             )
+
+
+def open_cache(flag: str, cache: str, cache_bytes: int, digest: str) -> EmbeddingCache:
+    """The cache of the embeddings of an image encoder, whose weights have this digest.
+
+    The files of all encoders count towards the limit. The ranks of a machine share what is left of it.
+    UsageError: the folder cannot be created or read.
+    """
+    folder = Path(cache).expanduser() / digest
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {path: path.stat().st_size for path in folder.parent.rglob(f"*{_ENDING}")}
+    except OSError as error:
+        raise UsageError(
+            f"{flag} {cache}: {error.filename} cannot be created or read ({error.strerror}); "
+            "pass another folder"
+        ) from None
+    left = max(cache_bytes - sum(sizes.values()), 0)
+    if os.environ.get("RANK", "0") == "0":
+        count = sum(folder in path.parents for path in sizes)
+        sys.stderr.write(
+            f"{flag} {folder}: {count:,} embeddings; up to {left:,} more bytes will be written\n"
+        )
+    return EmbeddingCache(folder, left // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), flag)
 
 
 def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
@@ -99,23 +123,6 @@ def pixel_keys(images: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
     # functions", 1979). Integer sums have the same bits in any order, on any device.
     sums = torch.stack([(image * words).sum() for image in images])  # uint8 * int64 is int64
     return random_words(sums, Purpose.CACHE, sizes[:, 0], sizes[:, 1])
-
-
-def _words_of(images: Tensor, last: Tensor) -> Tensor:
-    """Random words for the pixels of an image; `last` if they fit."""
-    shape = images.shape[1:]
-    if last.shape == shape and last.device == images.device:
-        return last
-    key = torch.zeros((), dtype=torch.int64, device=images.device)
-    numbers = torch.arange(shape.numel(), device=images.device)
-    return random_words(key, Purpose.CACHE, numbers).view(shape)
-
-
-def _number_format(device: torch.device) -> str:
-    """Name of the dtype of matrix products."""
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
-    return str(dtype).removeprefix("torch.")
 
 
 def _read(path: Path) -> Tensor | None:

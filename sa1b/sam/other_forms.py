@@ -26,14 +26,11 @@ The folder for `SamModel.from_pretrained(folder)` is two JSON files and the weig
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -119,18 +116,18 @@ def _sides(size: Tensor) -> tuple[Any, Any]:
 def write_onnx(folder: Path, model: Sam) -> None:
     """Write the two files; ModuleNotFoundError: onnx or onnxscript is missing."""
     size, dim = model.config.image_size, torch.export.Dim
-    random, channels = np.random.default_rng(0), model.config.channels + 16 * model.config.pixel_features
     rows, columns = dim("rows", min=1, max=size), dim("columns", min=1, max=size)
     points = dim("num_points", min=1, max=4096)
+    channels = model.config.channels + 16 * model.config.pixel_features
     image, embeddings = torch.zeros(size, size - 1, 3), torch.zeros(1, channels, *2 * (model.config.side,))
-    prompt = (embeddings, *_prompt(model, random, 3).values(), torch.tensor([size, size - 1.0]))
+    prompt = (embeddings, *_prompt(model, torch.Generator(), 3), torch.tensor([size, size - 1.0]))
     shapes = (None, {1: points}, {1: points}, None, None, None)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # notes about torchvision
     for module, example, name, inputs, outputs, dynamic in (
         (Encoder(model), (image,), ENCODER, ["input_image"], ["image_embeddings"], ({0: rows, 1: columns},)),
         (Decoder(model), prompt, DECODER, [*_INPUTS], [*_OUTPUTS], shapes),
     ):
-        external = 4 * sum(parameter.numel() for parameter in module.parameters()) > _LARGEST
-        with _quiet():
+        with warnings.catch_warnings(action="ignore"):  # of the exporter's own deprecated calls
             torch.onnx.export(
                 module.eval(),
                 example,
@@ -139,24 +136,10 @@ def write_onnx(folder: Path, model: Sam) -> None:
                 output_names=outputs,
                 opset_version=OPSET,
                 dynamo=True,
-                external_data=external,
+                external_data=4 * sum(x.numel() for x in module.parameters()) > _LARGEST,
                 dynamic_shapes=dynamic,
                 verbose=False,
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's notes about torchvision and about its own deprecated calls."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 @torch.no_grad()
@@ -168,49 +151,33 @@ def largest_difference(folder: Path, model: Sam, prompts: int = 100) -> tuple[fl
     """
     onnxruntime: Any = import_module("onnxruntime")
     encode, decode = (onnxruntime.InferenceSession(folder / name).run for name in (ENCODER, DECODER))
-    random, differences, differing, pixels = np.random.default_rng(0), [0.0], 0, 0
+    random, size = torch.Generator().manual_seed(0), model.config.image_size
+    differences, differing, pixels = [0.0], 0, 0
     for number in range(prompts):
         if number % _PROMPTS_OF_IMAGE == 0:
-            image, source = _image(model, random)
+            source = torch.randint(max(size // 4, 1), size + 1, (2,), generator=random)
+            taken = (2 * source * size + source.max()) // (2 * source.max())
+            image = torch.randint(256, (*taken.tolist(), 3), generator=random).float()
             embedded = torch.from_numpy(encode(None, {"input_image": image.numpy()})[0])
             differences.append(float((embedded - Encoder(model)(image)).abs().max()))
-        inputs = {
-            "image_embeddings": embedded,
-            **_prompt(model, random, 1 + number % 12),
-            "orig_im_size": source,
-        }
-        outputs = [torch.from_numpy(x) for x in decode(None, {k: x.numpy() for k, x in inputs.items()})]
-        expected = Decoder(model)(*inputs.values())
-        differences += [
-            float((output - other).abs().max()) for output, other in zip(outputs, expected, strict=True)
-        ]
+        inputs = (embedded, *_prompt(model, random, 1 + number % 12), source.float())
+        given = {name: x.numpy() for name, x in zip(_INPUTS, inputs, strict=True)}
+        outputs, expected = [torch.from_numpy(x) for x in decode(None, given)], Decoder(model)(*inputs)
+        differences += [float((x - y).abs().max()) for x, y in zip(outputs, expected, strict=True)]
         differing += int(((outputs[0] > 0) != (expected[0] > 0)).sum())
         pixels += outputs[0].numel()
     return max(differences), differing / max(pixels, 1)
 
 
-def _image(model: Sam, random: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """Random pixels of a resized image, and the size of its source."""
-    size = model.config.image_size
-    source = random.integers(max(size // 4, 1), size + 1, 2)
-    rows, columns = (2 * source * size + source.max()) // (2 * source.max())
-    pixels = random.integers(0, 256, (rows, columns, 3))
-    return _float(pixels), _float(source)
-
-
-def _prompt(model: Sam, random: np.random.Generator, points: int) -> dict[str, Tensor]:
+def _prompt(model: Sam, random: torch.Generator, points: int) -> tuple[Tensor, ...]:
     """Random points of any label, with a random earlier mask or without one."""
     low = 4 * model.config.side
-    return {
-        "point_coords": _float(random.random((1, points, 2)) * model.config.image_size),
-        "point_labels": _float(random.integers(-1, 4, (1, points))),
-        "mask_input": _float(random.standard_normal((1, 1, low, low))),
-        "has_mask_input": _float(random.integers(0, 2, 1)),
-    }
-
-
-def _float(values: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+    return (
+        torch.rand(1, points, 2, generator=random) * model.config.image_size,
+        torch.randint(-1, 4, (1, points), generator=random).float(),
+        torch.randn(1, 1, low, low, generator=random),
+        torch.randint(0, 2, (1,), generator=random).float(),
+    )
 
 
 FREQUENCIES = "prompt_encoder.shared_embedding.positional_embedding"
@@ -281,7 +248,7 @@ def settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_transformers(folder: Path, weights: Mapping[str, Tensor], model: ModelConfig) -> None:
-    """Write config.json, preprocessor_config.json and model.safetensors; OSError: the path."""
+    """Write config.json, preprocessor_config.json and model.safetensors."""
     theirs = {their_name(name): tensor for name, tensor in weights.items()}
     theirs["shared_image_embedding.positional_embedding"] = theirs[FREQUENCIES]  # one tensor, two names
     write_weights(folder / "model.safetensors", theirs)

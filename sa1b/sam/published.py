@@ -72,24 +72,23 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise WeightsError if names or shapes of tensors are not those of a SAM."""
-    config = _config(path, tensors)
-    with torch.device("meta"):
-        needed = Sam(config).state_dict()
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(shapes.keys() | needed.keys()):
-        want = list(needed[name].shape) if name in needed else None
-        if shapes.get(name) != want:
+    """Raise WeightsError if names, shapes or types of tensors are not those of a SAM."""
+    try:
+        needed = shapes_of(config_of(tensors))
+    except ValueError as error:
+        names = ", ".join(sorted(tensors)[:3]) or "none"
+        raise WeightsError(
+            f"{path}: not a SAM ({error}): it holds {len(tensors)} tensors, such as {names}; {_PASS}"
+        ) from None
+    for name in sorted(tensors.keys() | needed.keys()):
+        has = list(tensors[name].shape) if name in tensors else "missing"
+        want = list(needed[name]) if name in needed else "nothing"
+        if has != want:
             raise WeightsError(
-                f"{path}: not a SAM: {name} is {shapes.get(name, 'missing')}, where the rest of the file "
-                f"needs {want or 'nothing'}; {_PASS}"
+                f"{path}: not a SAM: {name} is {has}, where the rest of the file needs {want}; {_PASS}"
             )
-    if strange := sorted(
-        name
-        for name, tensor in tensors.items()
-        if not (tensor.is_floating_point() or name.endswith(".num_batches_tracked"))
-    ):
-        raise WeightsError(f"{path}: not a SAM: {strange[0]} is {tensors[strange[0]].dtype}; {_PASS}")
+        if not (tensors[name].is_floating_point() or name.endswith(".num_batches_tracked")):
+            raise WeightsError(f"{path}: not a SAM: {name} is {tensors[name].dtype}; {_PASS}")
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -128,91 +127,78 @@ def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
     """The sizes of the model of these weights; if windows are as large as the image, all blocks are global.
 
-    Windows may be larger than the image, which is padded to one window.
-
-    Raises:
-        ValueError, IndexError: the names or shapes are not a SAM's.
+    Windows may be larger than the image, which is padded to one window. ValueError: the names or shapes are
+    not a SAM's.
     """
     try:
-        return _config_of(weights)
+        _, side, _, width = weights["image_encoder.pos_embed"].shape
+        of_tokens = (name.split(".")[2] for name in weights if name.startswith("image_encoder.patch_embed."))
+        backbone = next((part for part in of_tokens if part not in ("proj", "lateral")), "")
+        patch_size = PATCH_SIZE
+        if not backbone:
+            patch_size = weights["image_encoder.patch_embed.proj.weight"].shape[-1]
+        depth = len({name.split(".")[2] for name in weights if name.startswith("image_encoder.blocks.")})
+        tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(depth)]
+        reach = [(length + 1) // 2 for length, _ in tables]  # tokens per axis in the attention of a block
+        default = side if reach else ModelConfig().window
+        return ModelConfig(
+            image_size=side * patch_size,
+            patch_size=patch_size,
+            width=width,
+            depth=depth,
+            heads=width // tables[0][1] if tables or not backbone else 1,
+            global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
+            window=next((tokens for tokens in reach if tokens != side), default),
+            backbone=backbone,
+            channels=weights["image_encoder.neck.0.weight"].shape[0],
+            pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
+        )
     except KeyError as error:
         name = str(error.args[0])
         prefix = next((key.removesuffix(name) for key in weights if key.endswith(f".{name}")), None)
         advice = "" if prefix is None else f", but there is {prefix}{name}: remove the prefix {prefix!r}"
         raise ValueError(f"{name} must be in it{advice}") from None
+    except (IndexError, ZeroDivisionError) as error:
+        raise ValueError(str(error)) from None
 
 
-def _config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
-    _, side, _, width = weights["image_encoder.pos_embed"].shape
-    of_tokens = (name.split(".")[2] for name in weights if name.startswith("image_encoder.patch_embed."))
-    backbone = next((part for part in of_tokens if part not in ("proj", "lateral")), "")
-    kernel = weights["image_encoder.patch_embed.proj.weight"] if not backbone else None
-    patch_size = PATCH_SIZE if kernel is None else kernel.shape[-1]
-    blocks = {int(name.split(".")[2]) for name in weights if name.startswith("image_encoder.blocks.")}
-    tables = [weights[f"image_encoder.blocks.{block}.attn.rel_pos_h"].shape for block in range(len(blocks))]
-    reach = [(length + 1) // 2 for length, _ in tables]  # tokens per axis in the attention of a block
-    return ModelConfig(
-        image_size=side * patch_size,
-        patch_size=patch_size,
-        width=width,
-        depth=len(blocks),
-        heads=width // tables[0][1] if tables or not backbone else 1,
-        global_blocks=tuple(block for block, tokens in enumerate(reach) if tokens == side),
-        window=next((tokens for tokens in reach if tokens != side), side if reach else ModelConfig().window),
-        backbone=backbone,
-        channels=weights["image_encoder.neck.0.weight"].shape[0],
-        pixel_features=len(weights.get("similarity.pixels.last.bias", ())),
-    )
-
-
-def preset_of(config: ModelConfig, *, any_image_size: bool = False) -> str | None:
+def preset_of(config: ModelConfig) -> str | None:
     """The name of the preset with these sizes."""
-    bare = replace(
-        config,
-        drop_path=0.0,
-        checkpoint_blocks="none",
-        compile_blocks=False,
-        lora_rank=0,
-        lora_targets="both",
+    sizes = [getattr(config, name) for name in _SIZES]
+    return next(
+        (key for key, preset in PRESETS.items() if [getattr(preset, name) for name in _SIZES] == sizes), None
     )
-    for name, preset in PRESETS.items():
-        if preset == (replace(bare, image_size=preset.image_size) if any_image_size else bare):
-            return name
-    return None
 
 
 def misfit(weights: Mapping[str, Tensor], model: ModelConfig) -> str | None:
-    """Why weights do not fit a model, in a sentence that names the flag; None: they fit."""
-    with torch.device("meta"):
-        needed = {
-            name: tensor.shape for name, tensor in Sam(replace(model, lora_rank=0)).state_dict().items()
-        }
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    """Why weights do not fit a model, in a sentence that names the flags; None: they fit."""
+    needed, shapes = shapes_of(model), {name: tensor.shape for name, tensor in weights.items()}
     if shapes == needed:
         return None
     try:
         config = config_of(weights)
-    except (KeyError, ValueError, IndexError, ZeroDivisionError):
+    except ValueError:
         return f"{len(weights)} tensors that are not those of a SAM, such as {min(weights, default='none')}"
-    preset = preset_of(config)
-    if preset is not None and (actual := preset_of(model, any_image_size=True)) not in (None, preset):
-        return f"{preset} weights, but the model is {actual}: pass --preset {preset}"
     unused = _OF_BLOCKS if config.depth == 0 else ()
-    differing = [
-        name for name in _SIZES if getattr(config, name) != getattr(model, name) and name not in unused
-    ]
-    if differing:
-        flags = {name: f"--model.{name.replace('_', '-')}" for name in differing}
-        sizes = ", ".join(
-            f"{flag} is {_value(model, name)}, the weights have {_value(config, name)}"
-            for name, flag in flags.items()
-        )
-        if preset is not None:
-            return f"{preset} weights: {sizes}: pass --preset {preset} without {', '.join(flags.values())}"
-        remedy = " ".join(f"{flag} {_value(config, name)}" for name, flag in flags.items())
-        return f"weights of other sizes: {sizes}: pass {remedy}"
-    first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
-    return f"weights of another model than that of --model: {first} is {list(shapes.get(first, ()))}"
+    theirs = {name: _value(config, name) for name in _SIZES if name not in unused}
+    differing = {name: value for name, value in theirs.items() if value != _value(model, name)}
+    if not differing:
+        first = min(name for name in shapes.keys() | needed.keys() if shapes.get(name) != needed.get(name))
+        return f"weights of another model than that of --model: {first} is {list(shapes.get(first, ()))}"
+    flags = {f"--model.{name.replace('_', '-')}": name for name in differing}
+    sizes = (
+        f"{flag} is {_value(model, name)}, the weights have {theirs[name]}" for flag, name in flags.items()
+    )
+    kind, remedy = "weights", " ".join(f"{flag} {theirs[name]}" for flag, name in flags.items())
+    if (preset := preset_of(config)) is not None:
+        kind, remedy = f"{preset} weights", f"--preset {preset} without {', '.join(flags)}"
+    return f"{kind} of other sizes: {', '.join(sizes)}: pass {remedy}"
+
+
+def shapes_of(model: ModelConfig) -> dict[str, torch.Size]:
+    """The names and shapes of the published weights of a model."""
+    with torch.device("meta"):
+        return {name: x.shape for name, x in Sam(replace(model, lora_rank=0)).state_dict().items()}
 
 
 def _value(config: ModelConfig, name: str) -> str:
@@ -220,17 +206,6 @@ def _value(config: ModelConfig, name: str) -> str:
     size = getattr(config, name)
     text = " ".join(map(str, size)) if isinstance(size, tuple) else str(size)
     return text or "''"
-
-
-def _config(path: Path, tensors: Mapping[str, Tensor]) -> ModelConfig:
-    try:
-        return config_of(tensors)
-    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        names = ", ".join(sorted(tensors)[:3])
-        raise WeightsError(
-            f"{path}: not a SAM ({error}): it holds {len(tensors)} tensors, such as "
-            f"{names or 'none'}; {_PASS}"
-        ) from None
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -93,9 +93,9 @@ def test_forms_of_other_programs_are_refused(model: Sam, tmp_path: Path, to: str
 
 
 def test_weights_of_another_image_size_are_resized_and_of_another_encoder_refused(model: Sam) -> None:
-    fitted = fit_weights(model.state_dict(), replace(SMALL, image_size=128))
-    Sam(replace(SMALL, image_size=128)).load_state_dict(fitted.tensors)
-    assert fitted.resized == "positions, from 64 to 128 pixels"
+    fitted, line = fit_weights(model.state_dict(), replace(SMALL, image_size=128))
+    Sam(replace(SMALL, image_size=128)).load_state_dict(fitted)
+    assert "resized: pos_embed, from 4 x 4 to 8 x 8 tokens" in line
     assert misfit(model.state_dict(), replace(SMALL, backbone="tiny_vit_5m_224")) == (
         "weights of other sizes: --model.backbone is tiny_vit_5m_224, the weights have repvit_m1_0: pass "
         "--model.backbone repvit_m1_0"

@@ -67,11 +67,11 @@ def test_a_published_mae_fills_the_encoder_and_nothing_else(tmp_path: Path, entr
 
 def test_kernels_of_another_patch_size_are_resized() -> None:
     weights = vit(patch=14)
-    fitted = fit_weights(weights, replace(SMALL, image_size=64))
+    fitted, line = fit_weights(weights, replace(SMALL, image_size=64))
     kernel = weights["patch_embed.proj.weight"]
     expected = F.interpolate(kernel, (16, 16), mode="bicubic", align_corners=False)
-    torch.testing.assert_close(fitted.tensors["image_encoder.patch_embed.proj.weight"], expected)
-    assert fitted.resized == "patch_embed.proj.weight, from 14 to 16 pixels"
+    torch.testing.assert_close(fitted["image_encoder.patch_embed.proj.weight"], expected)
+    assert "resized: patch_embed.proj.weight, from 14 to 16 pixels; left" in line
 
 
 def test_positions_of_a_vit_are_resized_without_the_class_token() -> None:
@@ -79,14 +79,14 @@ def test_positions_of_a_vit_are_resized_without_the_class_token() -> None:
     rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
     ramp = torch.stack([rows, columns], dim=-1).repeat(1, 1, 24)
     weights["pos_embed"] = torch.cat([torch.full((1, 48), 99.0), ramp.flatten(0, 1)])[None]
-    found = fit_weights(weights, SMALL).tensors["image_encoder.pos_embed"]
+    found = fit_weights(weights, SMALL)[0]["image_encoder.pos_embed"]
     assert found.shape == (1, 6, 6, 48)
     expected = F.interpolate(ramp.permute(2, 0, 1)[None], (6, 6), mode="bicubic", align_corners=False)
     torch.testing.assert_close(found, expected.permute(0, 2, 3, 1))
     # Tables of the model's size are unchanged, row by row.
-    same = fit_weights(weights, replace(SMALL, image_size=64))
-    assert torch.equal(same.tensors["image_encoder.pos_embed"][0], ramp)
-    assert same.resized is None
+    same, line = fit_weights(weights, replace(SMALL, image_size=64))
+    assert torch.equal(same["image_encoder.pos_embed"][0], ramp)
+    assert "resized" not in line
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_the_sizes_of_the_published_mae_are_those_of_the_presets(name: str, widt
     patch = {"vit_h": 14}.get(name, 16)
     with torch.device("meta"):
         weights = vit(width, depth, side=14 if patch == 16 else 16, patch=patch)
-    fitted = fit_weights(weights, PRESETS[name])
-    assert fitted.tensors["image_encoder.pos_embed"].shape == (1, 64, 64, width)
-    assert fitted.tensors["image_encoder.patch_embed.proj.weight"].shape == (width, 3, 16, 16)
+    fitted, _ = fit_weights(weights, PRESETS[name])
+    assert fitted["image_encoder.pos_embed"].shape == (1, 64, 64, width)
+    assert fitted["image_encoder.patch_embed.proj.weight"].shape == (width, 3, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_sam_of_another_image_size_gets_its_positions_resized() -> None:
             if "rel_pos" in name:
                 parameter.normal_()
     weights = small.state_dict()
-    fitted = fit_weights(weights, large)
-    Sam(large).load_state_dict(fitted.tensors)
-    assert str(fitted) == f"{len(weights)} tensors of a SAM; resized: positions, from 96 to 160 pixels"
-    for name, tensor in fitted.tensors.items():
+    fitted, line = fit_weights(weights, large)
+    Sam(large).load_state_dict(fitted)
+    assert line == f"{len(weights)} tensors of a SAM; resized: pos_embed, from 6 x 6 to 10 x 10 tokens"
+    for name, tensor in fitted.items():
         if name.endswith("pos_embed"):
             assert tensor.shape == (1, 10, 10, 48)
         elif ".blocks.1." in name and ".rel_pos_" in name:
@@ -151,13 +151,15 @@ def test_a_sam_of_another_image_size_gets_its_positions_resized() -> None:
 
 def test_a_sam_of_the_same_sizes_is_taken_as_it_is() -> None:
     weights = Sam(SMALL).state_dict()
-    fitted = fit_weights(weights, SMALL)
-    assert all(torch.equal(fitted.tensors[name], tensor) for name, tensor in weights.items())
-    assert (fitted.resized, fitted.left_out, fitted.kept) == (None, (), ())
+    fitted, line = fit_weights(weights, SMALL)
+    assert all(torch.equal(fitted[name], tensor) for name, tensor in weights.items())
+    assert line == f"{len(weights)} tensors of a SAM"
 
 
 def test_a_sam_of_other_sizes_is_refused_in_one_sentence() -> None:
     with torch.device("meta"):
         weights = Sam(PRESETS["vit_b"]).state_dict()
-    with pytest.raises(UsageError, match="vit_b weights, but the model is vit_l: pass --preset vit_b"):
+    with pytest.raises(
+        UsageError, match="vit_b weights of other sizes: --model.width is 1024, .*pass --preset vit_b"
+    ):
         fit_weights(weights, replace(PRESETS["vit_l"], image_size=512))
