@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.account import PRODUCTS, Account
-from sa1b.sam.iteration import Iteration, Scene
+from sa1b.sam.iteration import Scene, iterate
 from sa1b.sam.model import PRESETS, Sam
 from sa1b.sam.recipe import Recipe
 
@@ -29,9 +29,7 @@ def test_an_iteration() -> None:
     feedback = torch.randn(MASKS, 1, size, size).bfloat16()
     with Account() as account:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outcome = Iteration(model, Recipe())(
-                scene, points, labels, feedback, compiled=False, recompute=False
-            )
+            outcome = iterate(model, Recipe(), scene, points, labels, feedback)
         sources = [embeddings, *model.parameters()]
         torch.autograd.grad(outcome.losses.sum(), sources, allow_unused=True)
     every, products = account.total(), account.total(lambda _, name: name in PRODUCTS)

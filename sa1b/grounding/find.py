@@ -17,7 +17,7 @@ from sa1b.masks import geometry
 from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize_frame
 from sa1b.masks.runs import Runs
-from sa1b.sam.prediction import at_source, framed_image, rgb_pixels
+from sa1b.sam.prediction import at_source, framed, rgb_pixels
 from sa1b.stream.text import texts_of
 from sa1b.stream.tokenizer import open_tokenizer
 
@@ -74,13 +74,10 @@ def ground(
             f"regions: must have the size of the image, {width} x {height} pixels, not {regions.width} x "
             f"{regions.height}"
         )
-    size, side = model.config.image_size, model.config.side
+    size, side, device = model.config.image_size, model.config.side, model.pixel_mean.device
+    images, sizes = framed(pixels, size, device)
     rows, columns = framed_size(height, width, size)
-    device = model.pixel_mean.device
-    square = torch.from_numpy(framed_image(pixels, rows, columns, size)).to(device)
-    sizes = torch.tensor([[rows, columns]])
-    keys = torch.zeros(1, dtype=torch.int64, device=device)
-    embedding = model.embed(square[None].permute(0, 3, 1, 2), sizes, keys)
+    embedding = model.embed(images, sizes, torch.zeros(1, dtype=torch.int64, device=device))
     read = _read(model, phrases, device)
     texts = functional.normalize(model.text_head(read).float(), dim=-1)
     logits = model.mask_logits(embedding, read, texts, (len(read),))

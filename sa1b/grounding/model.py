@@ -28,9 +28,9 @@ from sa1b.grounding.alignment import (
 )
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.sam.clicks import kept_branches
-from sa1b.sam.image_encoder import ChannelNorm, encoder_layer
+from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
-from sa1b.sam.model import ModelConfig, image_encoder_of
+from sa1b.sam.model import ModelConfig
 from sa1b.sam.published import config_of, read_tensors
 from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
@@ -71,7 +71,7 @@ class Grounding(nn.Module):
         self.config, self.text, self.recipe = config, text, recipe
         self.vectors, self.capacity = vectors, capacity
         channels, features = config.channels, recipe.features
-        self.image_encoder = image_encoder_of(config)
+        self.image_encoder = ImageEncoder(config)
         self.text_encoder = None if vectors else TextEncoder(text, vocabulary, length)
         width = vectors or text.width
         hidden = max(channels // 4, PIXEL_FEATURES)
@@ -177,14 +177,10 @@ class Grounding(nn.Module):
                 f"targets of {masks.dense.shape[-1]} pixels: smaller than the predicted masks, which have "
                 f"{4 * self.config.side}; rasterise the targets at that size or above"
             )
+        kept = slice(0, len(masks.image))
         if len(images) == 0 or len(masks.image) == 0:
             # Compute one blank image or phrase and discard it: every parameter gets a gradient (of zeros).
-            return self._compute(*_with_blank(images, masks, image_keys), evaluate)
-        return self._compute(images, masks, image_keys, slice(None), evaluate)
-
-    def _compute(
-        self, images: Tensor, masks: Phrased, image_keys: Tensor, kept: slice, evaluate: bool
-    ) -> dict[str, Tensor]:
+            images, masks, image_keys = _with_blank(images, masks, image_keys)
         embeddings = self.embed(images, masks.sizes, image_keys)
         phrases = self.read(masks)
         pooled = region_features(embeddings, masks.coarse, masks.points, masks.counts, self.config.image_size)
@@ -197,7 +193,25 @@ class Grounding(nn.Module):
         scale = (self.log_scale - excess).exp()
         if evaluate:
             return {"regions": regions, "texts": texts, "scale": scale, "logits": logits}
-        return self._losses(masks, regions, texts, logits, scale=scale, kept=kept)
+        counted, keys, dense = masks.counted[kept], masks.keys[kept], masks.dense[kept]
+        weights = counted.float()
+        if dense.shape[-1] > logits.shape[-1]:
+            size = dense.shape[-2:]
+            logits = functional.interpolate(logits[:, None], size, mode="bilinear", align_corners=False)[:, 0]
+        with torch.autocast(logits.device.type, enabled=False):
+            errors = functional.binary_cross_entropy_with_logits(logits, dense.float(), reduction="none")
+            mask_loss = (errors.mean(dim=(1, 2)) * weights).sum()
+        losses, hits = contrastive_loss(regions, texts, keys, counted, scale=scale, capacity=self.capacity)
+        aligned, count = losses.sum(), weights.sum()
+        recipe = self.recipe
+        return {
+            "loss": recipe.mask_weight * mask_loss + recipe.contrastive_weight * aligned,
+            "mask_loss": mask_loss.detach(),
+            "contrastive_loss": aligned.detach(),
+            "retrieved": hits.sum(),
+            "temperature": count / scale.detach()[0],
+            "count": count,
+        }
 
     def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """The embedding of each image: float [B, channels, side, side]."""
@@ -238,44 +252,20 @@ class Grounding(nn.Module):
         logits: Tensor = torch.cat(fine).float().view(-1, *size) + self.background
         return logits + self.similarity_gain * similar
 
-    def _losses(
-        self, masks: Phrased, regions: Tensor, texts: Tensor, logits: Tensor, *, scale: Tensor, kept: slice
-    ) -> dict[str, Tensor]:
-        counted, keys, dense = masks.counted[kept], masks.keys[kept], masks.dense[kept]
-        weights = counted.float()
-        if dense.shape[-1] > logits.shape[-1]:
-            size = dense.shape[-2:]
-            logits = functional.interpolate(logits[:, None], size, mode="bilinear", align_corners=False)[:, 0]
-        with torch.autocast(logits.device.type, enabled=False):
-            errors = functional.binary_cross_entropy_with_logits(logits, dense.float(), reduction="none")
-            mask_loss = (errors.mean(dim=(1, 2)) * weights).sum()
-        losses, hits = contrastive_loss(regions, texts, keys, counted, scale=scale, capacity=self.capacity)
-        aligned, count = losses.sum(), weights.sum()
-        recipe = self.recipe
-        return {
-            "loss": recipe.mask_weight * mask_loss + recipe.contrastive_weight * aligned,
-            "mask_loss": mask_loss.detach(),
-            "contrastive_loss": aligned.detach(),
-            "retrieved": hits.sum(),
-            "temperature": count / scale.detach()[0],
-            "count": count,
-        }
-
 
 def is_grounding(weights: Mapping[str, Tensor]) -> bool:
     """Whether tensors are those of a grounding model, not those of a SAM."""
     return "log_scale" in weights
 
 
-def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor, slice]:
-    """The inputs with a blank image and a phrase for it at the end, and the slice of the original masks."""
-    count, image = len(masks.image), len(images)
+def _with_blank(images: Tensor, masks: Phrased, image_keys: Tensor) -> tuple[Tensor, Phrased, Tensor]:
+    """The inputs with a blank image and a phrase for it at the end."""
     padded = {
         item.name: torch.cat((value, value.new_zeros(1, *value.shape[1:])))
         for item in fields(masks)
         if isinstance(value := getattr(masks, item.name), Tensor)
     }
-    padded["image"][-1] = image
+    padded["image"][-1] = len(images)
     blank = replace(masks, **padded, counts=(*masks.counts, 1))
     more = torch.cat((images, images.new_zeros(1, *images.shape[1:])))
-    return more, blank, torch.cat((image_keys, image_keys.new_zeros(1))), slice(0, count)
+    return more, blank, torch.cat((image_keys, image_keys.new_zeros(1)))

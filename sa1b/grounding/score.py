@@ -13,6 +13,7 @@ Any region with the same phrase counts as a region of the phrase.
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,9 +22,8 @@ from torch.nn import functional
 from sa1b.grounding.alignment import Phrased
 from sa1b.masks.raster_torch import inside_image
 from sa1b.masks.runs import Runs
-from sa1b.sam.protocol import UNIT
+from sa1b.sam.protocol import UNIT, Size, prediction_lines
 from sa1b.sam.targets import overlaps
-from sa1b.shards.predictions import Predicted
 from sa1b.stream.batch import Batch
 
 MEANS = ("recall_at_1", "recall_at_5", "chance_at_1", "miou_region", "miou_mask")
@@ -87,33 +87,18 @@ class GroundingScore:
 
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
         """Position and line of predictions.jsonl for each image of the micro-batch that was added last."""
-        rows, first = (self._found[name].cpu().numpy() for name in ("rows", "first"))
-        iou, chance = (self._found[name].double().cpu().numpy() for name in ("iou", "chance"))
+        found = self._found
         texts = [*batch.extra.values()][-1]  # `Stream` adds the texts after the joined columns
-        phrases = [texts[row] if isinstance(texts[row], str) else "(an embedding)" for row in rows]
-        image = batch.masks.image.cpu().numpy()[rows]
-        points, mask_ids = batch.points.cpu().double().numpy(), batch.mask_ids.cpu().numpy()
-        lines = []
-        for number, (image_id, position) in enumerate(
-            zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)
-        ):
-            of_image = np.flatnonzero(image == number)
-            if not len(of_image):
-                continue
-            height, width = batch.source_sizes[number].tolist()
-            framed = batch.framed_sizes[number].tolist()
-            scale = np.array([width, height]) / framed[::-1]
-            regions = _regions(batch, first[of_image], height, width)
-            predicted = Predicted(
-                mask_id=mask_ids[rows[of_image]],
-                points=points[rows[of_image]] * scale,
-                iou=iou[of_image],
-                predicted_iou=chance[of_image],
-                runs=regions,
-                phrases=tuple(phrases[row] for row in of_image),
-            )
-            lines.append((position, predicted.line(image_id)))
-        return lines
+        rows, first = found["rows"], found["first"].cpu().numpy()
+        phrases = [x if isinstance(x := texts[row], str) else "(an embedding)" for row in rows.tolist()]
+        offsets, counts = batch.masks.offsets.cpu().numpy(), batch.masks.runs.cpu().numpy().view(np.uint32)
+
+        def runs_of(masks: npt.NDArray[np.int64], source: Size, _: Size) -> Runs:
+            return Runs(counts, offsets, *source).select(first[masks])
+
+        return prediction_lines(
+            batch, rows, batch.points[rows], found["iou"], found["chance"], runs_of, phrases
+        )
 
     def all_reduce(self) -> None:
         both = torch.cat((self.sums, self.empty_masks[None]))
@@ -127,12 +112,3 @@ class GroundingScore:
         if count:
             means |= {name: total / (UNIT * count) for name, total in zip(MEANS, sums, strict=True)}
         return means | {"empty": int(self.empty_masks)}
-
-
-def _regions(
-    batch: Batch, masks: "np.ndarray[tuple[int], np.dtype[np.int64]]", height: int, width: int
-) -> Runs:
-    """The runs of some masks of one image at source resolution."""
-    offsets = batch.masks.offsets.cpu().numpy()
-    runs = batch.masks.runs.cpu().numpy().view(np.uint32)
-    return Runs(runs, offsets, height, width).select(masks)

@@ -34,11 +34,7 @@ from sa1b.engine.config import Config
 from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
-from sa1b.masks import coco
-from sa1b.masks.grid import framed_size
-from sa1b.masks.raster import rasterize
-from sa1b.masks.runs import Runs
-from sa1b.sam.prediction import framed_image
+from sa1b.sam.prediction import framed
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
 from sa1b.sam.targets import Targets
 
@@ -57,6 +53,7 @@ class EvaluatedImage:
     path: Path
     height: int
     width: int
+    truth: Any  # the COCO object of pycocotools
     annotations: list[dict[str, Any]]  # entries of its masks, without crowds
     detections: list[dict[str, Any]]  # entries of its boxes in the other file
 
@@ -65,12 +62,15 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     """The images of an annotation file, by id. UsageError names the flag and the file of another format, or
     with missing images.
     """
+    from pycocotools.coco import COCO
+
     images: dict[int, EvaluatedImage] = {}
     with _named(f"--evaluation.coco {annotations}"):
-        truth = _opened(annotations)
+        with contextlib.redirect_stdout(io.StringIO()):  # hides what pycocotools prints
+            truth = COCO(str(annotations))
         for number, entry in truth.imgs.items():
-            height, width = int(entry["height"]), int(entry["width"])
-            images[number] = EvaluatedImage(number, folder / entry["file_name"], height, width, [], [])
+            path, size = folder / entry["file_name"], (int(entry["height"]), int(entry["width"]))
+            images[number] = EvaluatedImage(number, path, *size, truth, [], [])
         for entry in truth.dataset["annotations"]:
             if not entry.get("iscrowd"):
                 images[entry["image_id"]].annotations.append(entry)
@@ -90,13 +90,6 @@ def read_coco(annotations: Path, folder: Path, detections: Path | None = None) -
     return [images[number] for number in sorted(images)]
 
 
-def _opened(annotations: Path) -> Any:
-    from pycocotools.coco import COCO
-
-    with contextlib.redirect_stdout(io.StringIO()):  # hides what pycocotools prints
-        return COCO(str(annotations))
-
-
 @contextlib.contextmanager
 def _named(where: str) -> Iterator[None]:
     try:
@@ -113,11 +106,7 @@ def _named(where: str) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate_coco(
-    module: nn.Module,
-    images: list[EvaluatedImage],
-    annotations: Path,
-    config: Config,
-    rank_info: RankInfo,
+    module: nn.Module, images: list[EvaluatedImage], config: Config, rank_info: RankInfo
 ) -> dict[str, float]:
     """The scores of a model on the images of `read_coco`. Collective; the same on all ranks.
 
@@ -128,13 +117,12 @@ def evaluate_coco(
     """
     module.eval()
     device, detected = rank_info.device, config.evaluation.detections is not None
-    score = Score.empty(device, PROMPTS)
-    empty = torch.zeros(1, dtype=torch.int64, device=device)
+    score, empty = Score.empty(device, PROMPTS), torch.zeros(1, dtype=torch.int64, device=device)
     results: list[dict[str, Any]] = []
     # All ranks call the model equally often: one without an image of its own repeats one that does not count.
-    steps, ranks = range(-(-len(images) // rank_info.world_size)), rank_info.world_size
-    numbers = [step * ranks + rank_info.rank for step in steps]
-    loaded = _loaded([images[number % len(images)] for number in numbers], annotations)
+    ranks = rank_info.world_size
+    numbers = range(rank_info.rank, -(-len(images) // ranks) * ranks, ranks)
+    loaded = _loaded([images[number % len(images)] for number in numbers])
     shown = tqdm(numbers, desc="evaluate", unit="image", disable=rank_info.rank > 0)
     for number, (image, pixels, truth, areas) in zip(shown, loaded, strict=True):
         inputs = _inputs(pixels, config.image_size, device)
@@ -154,7 +142,7 @@ def evaluate_coco(
                 score.add(outputs["intersections"], outputs["unions"], sizes, torch.ones_like(sizes))
                 empty += int((~filled).sum())
     if detected:
-        return _average_precision(annotations, results, rank_info)
+        return _average_precision(images[0].truth, results, rank_info)
     if rank_info.world_size > 1:
         score.all_reduce()
         dist.all_reduce(empty)
@@ -170,17 +158,17 @@ def detection_line(scores: Mapping[str, Any]) -> str:
 Loaded = tuple[EvaluatedImage, npt.NDArray[np.uint8], ImageTruth, npt.NDArray[np.int64]]
 
 
-def _loaded(images: list[EvaluatedImage], annotations: Path) -> Iterator[Loaded]:
+def _loaded(images: list[EvaluatedImage]) -> Iterator[Loaded]:
     """The contents of images; a thread prefetches the next one."""
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(load_image, images[0], annotations)
+        pending = pool.submit(load_image, images[0])
         for following in images[1:]:
-            ready, pending = pending, pool.submit(load_image, following, annotations)
+            ready, pending = pending, pool.submit(load_image, following)
             yield ready.result()
         yield pending.result()
 
 
-def load_image(image: EvaluatedImage, annotations: Path) -> Loaded:
+def load_image(image: EvaluatedImage) -> Loaded:
     """Pixels uint8 [height, width, 3] RGB of an image, its masks and boxes, its areas int64 [N]. CocoError:
     the image or an annotation cannot be decoded.
     """
@@ -200,42 +188,21 @@ def load_image(image: EvaluatedImage, annotations: Path) -> Loaded:
     areas = np.zeros(len(image.annotations), np.int64)
     for i, annotation in enumerate(image.annotations):
         try:
-            masks[i] = _mask(annotation["segmentation"], image.height, image.width)
+            masks[i] = image.truth.annToMask(annotation)
             boxes[i] = _corners(annotation["bbox"])
             areas[i] = int(annotation["area"]) if "area" in annotation else masks[i].sum()
         except Exception as error:  # pycocotools raises Exception itself
             what = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise CocoError(
-                f"--evaluation.coco {annotations}: annotation {annotation.get('id')} of image {image.id}: "
-                f"{what}; correct the file"
+                f"--evaluation.coco: annotation {annotation.get('id')} of image {image.id}: {what}; correct "
+                "the file"
             ) from None
     pixels = np.ascontiguousarray(decoded[..., ::-1], np.uint8)  # OpenCV's order is blue, green, red
     return image, pixels, ImageTruth(masks, boxes), areas
 
 
-def _mask(segmentation: Any, height: int, width: int) -> npt.NDArray[np.bool_]:
-    """A mask of COCO, polygons or runs, as pixels."""
-    if isinstance(segmentation, list):
-        from pycocotools import mask
-
-        joined = mask.merge(mask.frPyObjects(segmentation, height, width))
-        return np.asarray(mask.decode(joined), np.bool_)
-    if list(segmentation["size"]) != [height, width]:
-        raise BadValue(f"a mask of {segmentation['size']} in an image of {[height, width]} (height, width)")
-    counts = segmentation["counts"]
-    if not isinstance(counts, list):
-        runs = coco.decode([counts], height, width)
-    elif sum(counts) == height * width:
-        runs = Runs(np.array(counts, np.uint32), np.array([0, len(counts)]), height, width)
-    else:
-        raise BadValue("the runs of a mask do not add up to the pixels of the image")
-    return np.asarray(rasterize(runs, dtype=np.bool_)[0], np.bool_)
-
-
 def _corners(box: Any) -> tuple[float, float, float, float]:
     x, y, width, height = map(float, box)
-    if not np.isfinite([x, y, width, height]).all() or width < 0 or height < 0:
-        raise BadValue(f"{box} is not x, y, width, height")
     return x, y, x + width, y + height
 
 
@@ -243,8 +210,7 @@ def _inputs(
     pixels: npt.NDArray[np.uint8], image_size: int, device: torch.device
 ) -> tuple[Tensor, Targets, Tensor]:
     """Arguments of `Interactive` for one image, without targets."""
-    taken = framed_size(pixels.shape[0], pixels.shape[1], image_size)
-    square = torch.from_numpy(framed_image(pixels, *taken, image_size))
+    images, sizes = framed(pixels, image_size, device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
     targets = Targets(
         masks=torch.zeros((0, image_size // 4, image_size // 4), dtype=torch.uint8, device=device),
@@ -253,30 +219,29 @@ def _inputs(
         image=none,
         weights=torch.zeros(0, device=device),
         keys=none,
-        sizes=torch.tensor([taken], dtype=torch.int64, device=device),
+        sizes=sizes.to(device),
         counts=[0],
     )
-    key = torch.zeros(1, dtype=torch.int64, device=device)
-    return square[None].permute(0, 3, 1, 2).to(device), targets, key
+    return images, targets, torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def _results(image: EvaluatedImage, masks: npt.NDArray[np.bool_]) -> list[dict[str, Any]]:
     """COCO results: the masks of an image's detections."""
-    size = [image.height, image.width]
+    from pycocotools import mask
+
+    coded = mask.encode(np.asfortranarray(masks.transpose(1, 2, 0), np.uint8))
     return [
         {
             "image_id": image.id,
             "category_id": detection["category_id"],
             "score": detection["score"],
-            "segmentation": {"size": size, "counts": counts.decode("ascii")},
+            "segmentation": segmentation,
         }
-        for detection, counts in zip(image.detections, coco.encode(Runs.from_pixels(masks)), strict=True)
+        for detection, segmentation in zip(image.detections, coded, strict=True)
     ]
 
 
-def _average_precision(
-    annotations: Path, results: list[dict[str, Any]], rank_info: RankInfo
-) -> dict[str, float]:
+def _average_precision(truth: Any, results: list[dict[str, Any]], rank_info: RankInfo) -> dict[str, float]:
     of_all = [results]
     if rank_info.world_size > 1:
         of_all = of_all * rank_info.world_size
@@ -286,7 +251,6 @@ def _average_precision(
         return dict.fromkeys(_AP, 0.0)
     from pycocotools.cocoeval import COCOeval
 
-    truth = _opened(annotations)
     with contextlib.redirect_stdout(io.StringIO()):
         judged = COCOeval(truth, truth.loadRes(everything), "segm")
         judged.evaluate()

@@ -24,7 +24,7 @@ from sa1b.recipes.weights import (
 )
 from sa1b.sam.distillation import Distillation
 from sa1b.sam.embedding_cache import open_cache
-from sa1b.sam.interactive import CachedInteractive, Interactive
+from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe
@@ -87,11 +87,10 @@ class SamConfig(OfSam):
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
-        model = Sam(self.model)
         if cache is None or limit is None or self.evaluate_only:
-            return Interactive(model, self.recipe)
+            return Interactive(Sam(self.model), self.recipe)
         opened = partial(open_cache, "--embeddings.cache", cache, limit)
-        return CachedInteractive(model, self.recipe, opened)
+        return Interactive(Sam(self.model), self.recipe, opened)
 
     def check(self) -> None:
         Config.check(self)
@@ -187,6 +186,10 @@ class GroundingConfig(OfSam):
 
     def check(self) -> None:
         Config.check(self)
+        if self.evaluation.coco is not None:
+            raise UsageError(
+                "--evaluation.coco: has no phrases for a grounding model; pass --evaluation.view"
+            )
         if self.data.text is None:
             raise UsageError(
                 "--data.text: missing; pass a table with a phrase for each mask, such as the phrases.parquet "
@@ -216,15 +219,34 @@ def _check_targets(config: SamConfig | GroundingConfig) -> None:
         )
 
 
-def _published(model: Preset, **recipe: Any) -> SamConfig:
+def _published(model: Preset, batch: int, drop_path: float, **optim: Any) -> SamConfig:
     """A model of the paper with its batch, learning rate, schedule, layer decay and drop path."""
-    drop_path, batch = recipe.pop("drop_path"), recipe["reference_batch"]
     return SamConfig(
         preset=model,
         data=DataConfig(global_batch=batch),
         model=replace(MODELS[model], drop_path=drop_path),
-        optim=OptimConfig(**recipe),
+        optim=OptimConfig(reference_batch=batch, **optim),
     )
+
+
+def _cosine(batch: int, lr: float, steps: int, warmup: int, **more: Any) -> OptimConfig:
+    return OptimConfig(
+        lr=lr,
+        reference_batch=batch,
+        schedule="cosine",
+        steps=steps,
+        warmup=warmup,
+        **{"layer_decay": 1.0} | more,
+    )
+
+
+def _tiny(lr: float, steps: int, masks: int = 16) -> dict[str, Any]:
+    """Settings of the presets that learn in minutes on two CPU cores."""
+    return {
+        "data": DataConfig(global_batch=8, masks=masks, flip=0.5),
+        "optim": _cosine(8, lr, steps, 20, weight_decay=0.05, min_lr_ratio=0.05),
+        "checkpoint": CheckpointConfig(every=100),
+    }
 
 
 # vit_b, vit_l, vit_h: "Segment Anything" (Kirillov et al. 2023), appendix A, "Training recipe". ViT-H at
@@ -239,17 +261,22 @@ def _published(model: Preset, **recipe: Any) -> SamConfig:
 # vit_t, tiny_vit, repvit: not published. SAM's recipe without drop path and layer decay, for distillation.
 #
 # tiny: not published. The recipe is SAM's, shortened until it learns in minutes. The model compares pixels
-# with the clicked pixels (sa1b.sam.similarity); SAM has to learn this.
+# with the clicked pixels (sa1b.sam.similarity); SAM has to learn this. A weighted cross entropy replaces the
+# focal loss: from random weights, a model with the focal loss predicts only background for some hundred
+# steps, because most pixels are background.
+_LONG: dict[str, Any] = {"steps": 180_000, "milestones": (120_000, 173_332)}
+_SMALL: dict[str, Any] = {
+    "data": DataConfig(global_batch=64),
+    "optim": _cosine(64, 2e-4, 90_000, 250, weight_decay=0.1),
+}
+_TINY_RECIPE = Recipe(
+    box_probability=0.25, clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
+    iou_weight=2, iou_masks="all", all_masks_share=0.5,
+)  # fmt: skip
 SAM_PRESETS: dict[str, SamConfig] = {
-    "vit_b": _published(
-        "vit_b", lr=8e-4, reference_batch=128, layer_decay=0.6, drop_path=0.6, steps=180_000,
-        milestones=(120_000, 173_332),
-    ),
-    "vit_l": _published(
-        "vit_l", lr=4e-4, reference_batch=128, layer_decay=0.8, drop_path=0.4, steps=180_000,
-        milestones=(120_000, 173_332),
-    ),
-    "vit_h": _published("vit_h", lr=8e-4, reference_batch=256, layer_decay=0.8, drop_path=0.4),
+    "vit_b": _published("vit_b", 128, 0.6, lr=8e-4, layer_decay=0.6, **_LONG),
+    "vit_l": _published("vit_l", 128, 0.4, lr=4e-4, layer_decay=0.8, **_LONG),
+    "vit_h": _published("vit_h", 256, 0.4, lr=8e-4, layer_decay=0.8),
     "sam2": SamConfig(
         preset="sam2",
         data=DataConfig(global_batch=256, masks=64, flip=0.5),
@@ -263,91 +290,46 @@ SAM_PRESETS: dict[str, SamConfig] = {
             cooldown=5_000, layer_decay=0.9, weight_decay=0.1, grad_clip=0.1,
         ),
     ),
-    "vit_t": SamConfig(
-        preset="vit_t",
-        data=DataConfig(global_batch=64),
-        model=MODELS["vit_t"],
-        optim=OptimConfig(
-            lr=2e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=250, layer_decay=1.0,
-            weight_decay=0.1,
-        ),
-    ),
-    "tiny": SamConfig(
-        preset="tiny",
-        data=DataConfig(global_batch=8, masks=16, flip=0.5),
-        model=MODELS["tiny"],
-        # A weighted cross entropy instead of the focal loss. From random weights, a model with the focal loss
-        # predicts only background for some hundred steps, because most pixels are background.
-        recipe=Recipe(
-            box_probability=0.25, clicks=1, unprompted=0, focal_weight=1, focal_alpha=0.75, focal_gamma=0,
-            iou_weight=2, iou_masks="all", all_masks_share=0.5,
-        ),
-        optim=OptimConfig(
-            lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
-            weight_decay=0.05, min_lr_ratio=0.05,
-        ),
-        checkpoint=CheckpointConfig(every=100),
-    ),
+    "vit_t": SamConfig(preset="vit_t", model=MODELS["vit_t"], **_SMALL),
+    "tiny": SamConfig(preset="tiny", model=MODELS["tiny"], recipe=_TINY_RECIPE, **_tiny(3e-3, 200)),
+    "tiny_vit": SamConfig(preset="tiny_vit", model=MODELS["tiny_vit"], **_SMALL),
+    "repvit": SamConfig(preset="repvit", model=MODELS["repvit"], **_SMALL),
 }  # fmt: skip
-SAM_PRESETS["tiny_vit"] = replace(SAM_PRESETS["vit_t"], preset="tiny_vit", model=MODELS["tiny_vit"])
-SAM_PRESETS["repvit"] = replace(SAM_PRESETS["vit_t"], preset="repvit", model=MODELS["repvit"])
 
 # distill, distill_...: not published. Training reads no masks. The student starts from random weights,
 # therefore there is no layer decay.
+_STUDENT: dict[str, Any] = {
+    "data": DataConfig(global_batch=64, masks=0, flip=0.5),
+    "optim": _cosine(64, 1e-3, 90_000, 1_000, weight_decay=0.05),
+}
 DISTILL_PRESETS: dict[str, DistillConfig] = {
-    "distill": DistillConfig(
-        preset="distill",
-        data=DataConfig(global_batch=64, masks=0, flip=0.5),
-        model=MODELS["vit_t"],
-        optim=OptimConfig(
-            lr=1e-3, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=1.0,
-            weight_decay=0.05,
-        ),
-    ),
+    "distill": DistillConfig(preset="distill", model=MODELS["vit_t"], **_STUDENT),
     "distill_tiny": DistillConfig(
         preset="distill_tiny",
-        data=DataConfig(global_batch=8, masks=0, flip=0.5),
         model=replace(MODELS["tiny"], width=64, heads=2),
-        recipe=SAM_PRESETS["tiny"].recipe,
-        optim=OptimConfig(
-            lr=3e-3, reference_batch=8, schedule="cosine", steps=200, warmup=20, layer_decay=1.0,
-            weight_decay=0.05, min_lr_ratio=0.05,
-        ),
-        checkpoint=CheckpointConfig(every=100),
+        recipe=_TINY_RECIPE,
+        **_tiny(3e-3, 200, masks=0),
     ),
-}  # fmt: skip
-DISTILL_PRESETS["distill_tiny_vit"] = replace(
-    DISTILL_PRESETS["distill"], preset="distill_tiny_vit", model=MODELS["tiny_vit"]
-)
-DISTILL_PRESETS["distill_repvit"] = replace(
-    DISTILL_PRESETS["distill"], preset="distill_repvit", model=MODELS["repvit"]
-)
+    "distill_tiny_vit": DistillConfig(preset="distill_tiny_vit", model=MODELS["tiny_vit"], **_STUDENT),
+    "distill_repvit": DistillConfig(preset="distill_repvit", model=MODELS["repvit"], **_STUDENT),
+}
 
 # grounding: not published; sizes of vit_b, the losses of the recipe, and the optimizer of SAM's recipe.
 # grounding_tiny: the same for the image sizes of `tiny`.
 GROUNDING_PRESETS: dict[str, GroundingConfig] = {
     "grounding": GroundingConfig(
-        preset="grounding",
         data=DataConfig(global_batch=64, masks=32, flip=0.5),
         model=replace(MODELS["vit_b"], drop_path=0.1),
-        optim=OptimConfig(
-            lr=4e-4, reference_batch=64, schedule="cosine", steps=90_000, warmup=1_000, layer_decay=0.8,
-            weight_decay=0.1,
-        ),
+        optim=_cosine(64, 4e-4, 90_000, 1_000, layer_decay=0.8, weight_decay=0.1),
     ),
     "grounding_tiny": GroundingConfig(
         preset="grounding_tiny",
-        data=DataConfig(global_batch=8, masks=16, flip=0.5),
         model=replace(MODELS["tiny"], pixel_features=0, channels=64),
         text=TextConfig(width=128, depth=2),
         recipe=GroundingRecipe(features=64),
-        optim=OptimConfig(
-            lr=1e-3, reference_batch=8, schedule="cosine", steps=400, warmup=20, layer_decay=1.0,
-            weight_decay=0.05, min_lr_ratio=0.05,
-        ),
-        checkpoint=CheckpointConfig(every=100),
+        **_tiny(1e-3, 400),
     ),
-}  # fmt: skip
+}
 
 PRESETS: dict[str, SamConfig | DistillConfig | GroundingConfig] = {
     **SAM_PRESETS,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,13 +30,19 @@ from sa1b.engine.watch.signals import WriteError
 from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import UsageError
 from sa1b.masks import geometry
-from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize
 from sa1b.masks.runs import Runs
 from sa1b.recipes.coco_evaluation import detection_line, evaluate_coco, read_coco
 from sa1b.sam.prediction import at_source
-from sa1b.sam.protocol import PROMPTS, QUICK_PROMPTS, ImageTruth, SamProtocol, Score
-from sa1b.shards.predictions import Predicted
+from sa1b.sam.protocol import (
+    PROMPTS,
+    QUICK_PROMPTS,
+    ImageTruth,
+    SamProtocol,
+    Score,
+    Size,
+    prediction_lines,
+)
 from sa1b.storage.store import FolderStore
 from sa1b.stream.batch import Batch
 
@@ -74,7 +81,17 @@ class ClickScorer:
     def predictions(self, batch: Batch) -> list[tuple[int, str]]:
         assert self._last is not None
         rows, weights, outputs = self._last
-        return prediction_lines(batch, rows[weights > 0], weights > 0, outputs)
+        rows, found = rows[weights > 0], {name: values[weights > 0].cpu() for name, values in outputs.items()}
+        iou = found["intersections"][:, 0] / found["unions"][:, 0].clamp(min=1)
+        points = found.get("points", batch.points[rows])  # the protocol sam chooses its own clicks
+
+        def runs_of(masks: npt.NDArray[np.int64], source: Size, taken: Size) -> Runs:
+            """At source resolution as in `sa1b.predict`."""
+            return Runs.from_pixels(
+                at_source(found["logits"][masks], source, taken, batch.images.shape[-1]).numpy()
+            )
+
+        return prediction_lines(batch, rows, points, iou, found["predicted_iou"], runs_of)
 
     def all_reduce(self) -> None:
         self.score.all_reduce()
@@ -111,46 +128,13 @@ def source_truth(batch: Batch) -> list[ImageTruth]:
     return made
 
 
-def prediction_lines(
-    batch: Batch, rows: Tensor, counted: Tensor, predictions: dict[str, Tensor]
-) -> list[tuple[int, str]]:
-    """Position and line of the file, for each image of a micro-batch that has masks.
-
-    `rows`: int64 [N], the evaluated masks of the batch. `counted`: bool [K], which of the masks of
-    `predictions` are evaluated. Their logits become masks at source resolution as in `sa1b.predict`.
-    """
-    image = batch.masks.image[rows].cpu()
-    predictions = {name: values[counted].cpu() for name, values in predictions.items()}
-    image_size = batch.images.shape[-1]
-    iou = (predictions["intersections"][:, 0] / predictions["unions"][:, 0].clamp(min=1)).double().numpy()
-    predicted = predictions["predicted_iou"].double().numpy()
-    # The protocol sam chooses its own clicks.
-    points = predictions.get("points", batch.points[rows].cpu()).double().numpy()
-    mask_ids = batch.mask_ids[rows].cpu().numpy()
-    made = []
-    for i, (image_id, position) in enumerate(zip(batch.ids.tolist(), batch.positions.tolist(), strict=True)):
-        of_image = torch.nonzero(image == i).flatten().numpy()
-        if not len(of_image):
-            continue
-        size = (int(batch.source_sizes[i, 0]), int(batch.source_sizes[i, 1]))
-        taken = framed_size(*size, image_size)
-        runs = Runs.from_pixels(at_source(predictions["logits"][of_image], size, taken, image_size).numpy())
-        scale = np.array(size[::-1]) / taken[::-1]
-        some = Predicted(
-            mask_id=mask_ids[of_image],
-            points=points[of_image] * scale,
-            iou=iou[of_image],
-            predicted_iou=predicted[of_image],
-            runs=runs,
-        )
-        made.append((position, some.line(image_id)))
-    return made
-
-
 def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo, phases: Phases) -> None:
     """Evaluate a model, built after the data is opened, and print the scores: --evaluate-only."""
-    if config.evaluation.coco is not None:
-        _print(config, _coco_scores(config, config.evaluation.coco, build, rank_info), rank_info)
+    coco, folder = config.evaluation.coco, config.evaluation.images
+    if coco is not None and folder is not None:
+        images = read_coco(coco, folder, config.evaluation.detections)
+        module = wrap(build(), config.parallel, rank_info)
+        _print(config, evaluate_coco(module, images, config, rank_info), rank_info)
         return
     held_out = held_out_feed(config, rank_info, None)
     assert held_out is not None  # refused by Config.check
@@ -178,16 +162,6 @@ class _Writing(Control):
                 "the scores are complete, the predicted masks are missing: pass --evaluation.show 0 to go "
                 "without them, or an --out that this user can write"
             )
-
-
-def _coco_scores(
-    config: "Config", annotations: Path, build: Callable[[], nn.Module], rank_info: RankInfo
-) -> dict[str, float]:
-    folder, detections = config.evaluation.images, config.evaluation.detections
-    assert folder is not None  # refused by EvaluationConfig
-    images = read_coco(annotations, folder, detections)
-    module = wrap(build(), config.parallel, rank_info)
-    return evaluate_coco(module, images, annotations, config, rank_info)
 
 
 def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> None:

@@ -5,7 +5,7 @@ Anything", Kirillov et al., 2023. Parameters have the published names and shapes
 can compute the tokens in place of the patch embedding; it needs no blocks after it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -26,38 +26,23 @@ EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
 class ImageEncoder(nn.Module):
     """Computes an embedding from normalised pixels, with one vector for each patch.
 
-    Args:
-        global_blocks: blocks whose attention covers the complete image; the others use windows.
-        window: tokens of a window per axis.
-        backbone: name of a model of timm that computes the tokens; "": a convolution for each patch.
-        drop_rates: for each block, the probability that drop path skips its attention, and independently its
-            MLP.
-        recomputed: blocks whose activations are recomputed in the backward pass.
+    `config` has the sizes: a `sa1b.sam.model.ModelConfig`.
     """
 
-    def __init__(
-        self,
-        image_size: int,
-        patch_size: int,
-        width: int,
-        depth: int,
-        heads: int,
-        global_blocks: Sequence[int],
-        window: int,
-        channels: int,
-        backbone: str,
-        drop_rates: Sequence[float],
-        recomputed: Collection[int],
-    ) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        side = image_size // patch_size
-        self.drop_rates = tuple(drop_rates)
-        embedding = Backbone(backbone, patch_size, width) if backbone else PatchEmbedding(patch_size, width)
-        self.patch_embed: nn.Module = embedding
+        side, width, channels = config.side, config.width, config.channels
+        self.drop_rates = config.drop_rates
+        self.patch_embed: nn.Module = (
+            Backbone(config.backbone, config.patch_size, width)
+            if config.backbone
+            else PatchEmbedding(config.patch_size, width)
+        )
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, width))
+        windows = [0 if index in config.global_blocks else config.window for index in range(config.depth)]
         self.blocks = nn.ModuleList(
-            Block(width, heads, side, 0 if index in global_blocks else window, index in recomputed)
-            for index in range(depth)
+            Block(width, config.heads, side, window, index in config.recomputed_blocks)
+            for index, window in enumerate(windows)
         )
         self.neck = nn.Sequential(
             nn.Conv2d(width, channels, kernel_size=1, bias=False),
@@ -84,7 +69,9 @@ class ImageEncoder(nn.Module):
         block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None, or in evaluation
         mode: all pass through all blocks, unscaled.
         """
-        return self.embedding(self.through(self.tokens(pixels), range(len(self.blocks)), keep))
+        x = self.through(self.tokens(pixels), range(len(self.blocks)), keep)
+        embedding: Tensor = self.neck(x.permute(0, 3, 1, 2))
+        return embedding
 
     def tokens(self, pixels: Tensor) -> Tensor:
         """The input of the first block: [B, S / patch, S / patch, width]."""
@@ -99,11 +86,6 @@ class ImageEncoder(nn.Module):
                 gain = keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
             x = block(x, gain)
         return x
-
-    def embedding(self, x: Tensor) -> Tensor:
-        """Tokens after the last block -> embedding [B, channels, S / patch, S / patch]."""
-        embedding: Tensor = self.neck(x.permute(0, 3, 1, 2))
-        return embedding
 
 
 class PatchEmbedding(nn.Module):

@@ -10,6 +10,7 @@ micro-batch, so that ranks exchange no numbers and the host does not wait for th
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
@@ -27,9 +29,10 @@ from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import (
     EarlyGradients,
     Graphs,
-    Iteration,
     IterationOutcome,
+    answer,
     first_prompts,
+    iterate,
     pick,
     scene_of,
     with_gradients,
@@ -38,7 +41,7 @@ from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.model import Sam
 from sa1b.sam.published import weights_digest
 from sa1b.sam.recipe import Recipe, encoder_flops, is_frozen, step_flops
-from sa1b.sam.targets import Samples, Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
+from sa1b.sam.targets import Targets, by_image, inputs_of, overlaps, rounded_up, with_equal_counts
 
 SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; the box is the last prompt
 
@@ -64,24 +67,27 @@ class Interactive(nn.Module):
 
     With `traced`, a training pass also returns its prompts, "points" float32 [M, P, 2] and "labels" int64
     [M, P], and of each mask "losses", float32 [M], and "ious", float32 [M, I], after each iteration.
+
+    `open_cache` is for a frozen image encoder: it makes a cache of embeddings from a digest of the encoder's
+    weights, at the first training step. Evaluations compute embeddings.
     """
 
     traced = False
 
-    def __init__(self, model: Sam, recipe: Recipe) -> None:
+    def __init__(
+        self, model: Sam, recipe: Recipe, open_cache: Callable[[str], EmbeddingCache] | None = None
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.recipe = recipe
-        self.iteration = Iteration(model, recipe)
+        self.model, self.recipe, self._open_cache = model, recipe, open_cache
+        self._cache: EmbeddingCache | None = None
         self._graphs = Graphs()
 
     # The model contract: see sa1b.engine.model.
-
     figures: tuple[str, ...] = ("loss", "focal", "dice", "iou_loss", "iou_first", "iou_last")
     image_figures: tuple[str, ...] = ("loss", "iou_last", "count")
     shown: Mapping[str, str] = {"IoU": "iou_last"}
 
-    def inputs(self, batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
+    def inputs(self, batch: Any, seed: int) -> tuple[Tensor, Targets, Tensor]:
         """The arguments of `forward`: images, targets and image keys; see `inputs_of`."""
         return inputs_of(batch, seed)
 
@@ -120,9 +126,11 @@ class Interactive(nn.Module):
         return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
 
     def flops(self, images: float, masks: float) -> float:
+        """With a cache, without the image encoder, which later epochs do not run."""
         parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
         frozen = [name for name, part in parts.items() if is_frozen(part)]
-        return step_flops(self.model.config, self.recipe, images, masks, frozen)
+        cached = images * encoder_flops(self.model.config) if self._open_cache is not None else 0.0
+        return step_flops(self.model.config, self.recipe, images, masks, frozen) - cached
 
     def forward(
         self,
@@ -166,11 +174,23 @@ class Interactive(nn.Module):
         if evaluate:
             with torch.no_grad():
                 return self._evaluate(images, targets)
-        return self._train(images, targets, image_keys)
-
-    def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        embeddings = self.model.embed(images, self._kept(image_keys), targets.sizes)
+        embeddings = self._embeddings(images, targets.sizes, image_keys)
         return self._iterate(embeddings, images.shape[-1], targets)
+
+    def _embeddings(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
+        """Those of a training step."""
+        if self._open_cache is None or len(images) == 0 or isinstance(images, FakeTensor):  # a plan's
+            return self.model.embed(images, self._kept(image_keys), sizes)
+        if self._cache is None:
+            self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])
+        embeddings = self._cache.embeddings(images, sizes, self._computed)
+        return self.model.with_features(self.model.pixels(images, sizes), embeddings)
+
+    @torch.no_grad()
+    def _computed(self, images: Tensor, sizes: Tensor) -> Tensor:
+        """The embeddings that a cache lacks."""
+        embeddings: Tensor = self.model.image_encoder(self.model.pixels(images, sizes))
+        return embeddings
 
     def _kept(self, image_keys: Tensor) -> Tensor | None:
         """The branches that each image passes through: bool [B, depth, 2]; None: all."""
@@ -224,7 +244,10 @@ class Interactive(nn.Module):
         points, labels = first_prompts(recipe, targets, image_size)
         rests = clicks.unprompted_iterations(keys, recipe.clicks, recipe.unprompted)
         share = 1.0 if recipe.iteration_loss == "sum" else 1 / (1 + rests.shape[1])
-        recompute = torch.is_grad_enabled() and early is None
+        function: Callable[..., IterationOutcome] = iterate
+        if torch.is_grad_enabled() and early is None:
+            # An iteration uses no generator, so the state of the generator is not saved.
+            function = partial(checkpoint, iterate, use_reentrant=False, preserve_rng_state=False)
         losses, parts, ious, of_masks = [], [], [], torch.zeros_like(targets.weights)
         outcome: IterationOutcome | None = None
         for number in range(1 + rests.shape[1]):
@@ -235,7 +258,7 @@ class Interactive(nn.Module):
                 label = torch.where(rests[:, number - 1], clicks.NOTHING, label)
                 points, labels = _with_click(points, labels, click, label)
             feedback = None if outcome is None else outcome.feedback
-            outcome = self.iteration(scene, points, labels, feedback, recompute=recompute)
+            outcome = function(self.model, recipe, scene, points, labels, feedback)
             weighted = outcome.losses * targets.weights
             sums = share * weighted.sum(dim=1)
             loss = self._weighted(sums)
@@ -275,21 +298,20 @@ class Interactive(nn.Module):
         return autocast is not torch.float16
 
     def _evaluate(self, images: Tensor, targets: Targets) -> dict[str, Tensor]:
-        scene = scene_of(self.model.embed(images, None, targets.sizes), images.shape[-1], targets)
+        image_size, scores = images.shape[-1], list[tuple[Tensor, Tensor]]()
+        scene = scene_of(self.model.embed(images, None, targets.sizes), image_size, targets)
         points, labels = clicks.point_prompts(targets.points)
-        answer = self.iteration.answer(scene, points, labels, None)
-        first, scores = answer, []
+        latest = first = answer(self.model, scene, points, labels, None)
         for clicked in range(1, max(SCORED_CLICKS) + 1):
             if clicked > 1:
-                click, label = clicks.corrective_clicks(
-                    pick(answer.masks, answer.chosen), scene.masks, targets.keys, clicked, images.shape[-1]
-                )
+                found = pick(latest.masks, latest.chosen)
+                click, label = clicks.corrective_clicks(found, scene.masks, targets.keys, clicked, image_size)
                 points, labels = _with_click(points, labels, click, label)
-                answer = self.iteration.answer(scene, points, labels, answer.feedback)
+                latest = answer(self.model, scene, points, labels, latest.feedback)
             if clicked in SCORED_CLICKS:
-                scores.append(overlaps(pick(answer.masks, answer.chosen), scene.masks))
-        answer = self.iteration.answer(scene, *clicks.box_prompts(targets.boxes), None)
-        scores.append(overlaps(pick(answer.masks, answer.chosen), scene.masks))
+                scores.append(overlaps(pick(latest.masks, latest.chosen), scene.masks))
+        latest = answer(self.model, scene, *clicks.box_prompts(targets.boxes), None)
+        scores.append(overlaps(pick(latest.masks, latest.chosen), scene.masks))
         intersections, unions = zip(*scores, strict=True)
         return {
             "intersections": torch.stack(intersections, dim=1),
@@ -297,37 +319,6 @@ class Interactive(nn.Module):
             "logits": pick(first.logits, first.chosen),
             "predicted_iou": pick(first.predicted, first.chosen).float(),
         }
-
-
-class CachedInteractive(Interactive):
-    """Interactive training with a frozen image encoder, whose embeddings are cached.
-
-    `open_cache` makes the cache from a digest of the encoder's weights, at the first training step.
-    Evaluations compute embeddings.
-    """
-
-    def __init__(self, model: Sam, recipe: Recipe, open_cache: Callable[[str], EmbeddingCache]) -> None:
-        super().__init__(model, recipe)
-        self._open_cache = open_cache
-        self._cache: EmbeddingCache | None = None
-
-    def flops(self, images: float, masks: float) -> float:
-        """Without the image encoder, which later epochs do not run."""
-        return super().flops(images, masks) - images * encoder_flops(self.model.config)
-
-    def _train(self, images: Tensor, targets: Targets, image_keys: Tensor) -> dict[str, Tensor]:
-        if len(images) == 0 or isinstance(images, FakeTensor):  # of a plan, which reads no file
-            return super()._train(images, targets, image_keys)
-        if self._cache is None:
-            self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])
-        embeddings = self._cache.embeddings(images, targets.sizes, self._computed)
-        pixels = self.model.pixels(images, targets.sizes)
-        return self._iterate(self.model.with_features(pixels, embeddings), images.shape[-1], targets)
-
-    @torch.no_grad()
-    def _computed(self, images: Tensor, sizes: Tensor) -> Tensor:
-        embeddings: Tensor = self.model.image_encoder(self.model.pixels(images, sizes))
-        return embeddings
 
 
 def _check_sizes(images: Tensor, targets: Targets) -> None:

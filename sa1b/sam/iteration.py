@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from sa1b.masks.raster_torch import inside_image
 from sa1b.sam import clicks
@@ -48,81 +47,58 @@ class IterationOutcome(NamedTuple):
     feedback: Tensor  # [M, 1, 4h, 4w]
 
 
-class Iteration:
-    """An iteration of a model and a recipe; it has no parameters of its own."""
+def answer(model: Sam, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
+    """The candidates for these prompts; without feedback, the three of the first iteration."""
+    logits, predicted = _candidates(model, scene, points, labels, feedback)
+    chosen = predicted.argmax(dim=1)
+    large, masks = at_size(logits, scene.inside)
+    return Answer(large, predicted, masks, chosen, feedback=pick(logits, chosen)[:, None])
 
-    def __init__(self, model: Sam, recipe: Recipe) -> None:
-        self.model = model
-        self.recipe = recipe
 
-    def __call__(
-        self,
-        scene: Scene,
-        points: Tensor,
-        labels: Tensor,
-        feedback: Tensor | None,
-        *,
-        recompute: bool,
-    ) -> IterationOutcome:
-        """The masks of one iteration compared with the targets; without feedback, it is the first one."""
-        arguments = (scene, points, labels, feedback)
-        if not recompute:
-            return self._compare(*arguments)
-        # An iteration uses no generator, so the state of the generator is not saved.
-        again: IterationOutcome = checkpoint(
-            self._compare, *arguments, use_reentrant=False, preserve_rng_state=False
-        )
-        return again
+def iterate(
+    model: Sam, recipe: Recipe, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
+) -> IterationOutcome:
+    """The masks of one iteration compared with the targets; without feedback, it is the first one."""
+    allowed = None  # bool [M, 4]: all four candidates are computed, and these are compared
+    if recipe.box_masks == "one" and feedback is None:
+        boxed = labels[:, :1] == TOP_LEFT
+        allowed = torch.cat((boxed, (~boxed).expand(-1, 3)), dim=1)
+    logits, predicted = _candidates(model, scene, points, labels, feedback, all_four=allowed is not None)
+    chosen = _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
+    focal, dice, actual, masks = compared(
+        logits, scene.masks, scene.inside, recipe.focal_alpha, recipe.focal_gamma
+    )
+    quality = iou_loss(predicted, actual, recipe.iou_loss)
+    weighted = recipe.focal_weight * focal + recipe.dice_weight * dice
+    best = _only(weighted.detach(), allowed, torch.inf).argmin(dim=1)
+    losses = [pick(losses, best) for losses in (focal, dice)]
+    if share := recipe.all_masks_share:
+        means = (_mean(losses, allowed) for losses in (focal, dice))
+        losses = [torch.lerp(one, mean, share) for one, mean in zip(losses, means, strict=True)]
+    losses.append(pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed))
+    following = pick(logits, chosen)[:, None]
+    return IterationOutcome(
+        losses=torch.stack(losses),
+        iou=pick(actual, chosen),
+        mask=pick(masks, chosen),
+        feedback=following if recipe.feedback_gradient else following.detach(),
+    )
 
-    def answer(self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None) -> Answer:
-        """The candidates for these prompts; without feedback, the three of the first iteration."""
-        logits, predicted, chosen = self._candidates(scene, points, labels, feedback, None)
-        large, masks = at_size(logits, scene.inside)
-        return Answer(large, predicted, masks, chosen, feedback=pick(logits, chosen)[:, None])
 
-    def _candidates(
-        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and predicted IoU of the candidates, and the chosen one; see `Answer`.
-
-        `allowed`: bool [M, 4], compute all four candidates and choose among these.
-        """
-        candidates = AMBIGUOUS if feedback is None else SINGLE
-        logits, predicted = self.model.decode(
-            scene.embeddings,
-            scene.image,
-            points,
-            labels,
-            feedback,
-            counts=scene.counts,
-            candidates=candidates if allowed is None else ALL,
-        )
-        return logits, predicted, _only(predicted.detach(), allowed, -torch.inf).argmax(dim=1)
-
-    def _compare(
-        self, scene: Scene, points: Tensor, labels: Tensor, feedback: Tensor | None
-    ) -> IterationOutcome:
-        recipe, allowed = self.recipe, None
-        if recipe.box_masks == "one" and feedback is None:
-            boxed = labels[:, :1] == TOP_LEFT
-            allowed = torch.cat((boxed, (~boxed).expand(-1, 3)), dim=1)
-        logits, predicted, chosen = self._candidates(scene, points, labels, feedback, allowed)
-        focal, dice, actual, masks = compared(
-            logits, scene.masks, scene.inside, recipe.focal_alpha, recipe.focal_gamma
-        )
-        quality = iou_loss(predicted, actual, recipe.iou_loss)
-        weighted = recipe.focal_weight * focal + recipe.dice_weight * dice
-        best = _only(weighted.detach(), allowed, torch.inf).argmin(dim=1)
-        trained = pick(quality, best) if recipe.iou_masks == "best" else _mean(quality, allowed)
-        share = recipe.all_masks_share
-        mixed = [_trained(losses, best, share, allowed) for losses in (focal, dice)]
-        following = pick(logits, chosen)[:, None]
-        return IterationOutcome(
-            losses=torch.stack((*mixed, trained)),
-            iou=pick(actual, chosen),
-            mask=pick(masks, chosen),
-            feedback=following if recipe.feedback_gradient else following.detach(),
-        )
+def _candidates(
+    model: Sam,
+    scene: Scene,
+    points: Tensor,
+    labels: Tensor,
+    feedback: Tensor | None,
+    *,
+    all_four: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Logits and predicted IoU of the candidates of an iteration."""
+    candidates = ALL if all_four else AMBIGUOUS if feedback is None else SINGLE
+    return model.decode(
+        scene.embeddings, scene.image, points, labels, feedback, counts=scene.counts, candidates=candidates
+    )
 
 
 def first_prompts(recipe: Recipe, targets: Targets, image_size: int) -> tuple[Tensor, Tensor]:
@@ -146,12 +122,6 @@ def pick(values: Tensor, chosen: Tensor) -> Tensor:
     if values.shape[1] == 1:  # a view in place of a copy
         return values[:, 0]
     return values[torch.arange(len(values), device=values.device), chosen]
-
-
-def _trained(losses: Tensor, best: Tensor, share: float, allowed: Tensor | None) -> Tensor:
-    """The best candidate's loss, mixed with the mean over all candidates by `share`: [M, K] -> [M]."""
-    picked = pick(losses, best)
-    return torch.lerp(picked, _mean(losses, allowed), share) if share else picked
 
 
 def _mean(values: Tensor, allowed: Tensor | None) -> Tensor:
@@ -251,27 +221,23 @@ class EarlyGradients:
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self._sources = sources
-        self._places = [place for place, source in enumerate(sources) if source.requires_grad]
-        self._found: list[Tensor] = []
+        self._found: dict[int, Tensor] = {}  # by the place of the source
 
     @property
     def sums(self) -> list[Tensor | None]:
         """The gradient of each source so far; None: it is not trained or not used."""
-        gradients: dict[int, Tensor] = dict(zip(self._places, self._found, strict=True))
-        return [gradients.get(place) for place in range(len(self._sources))]
+        return [self._found.get(place) for place in range(len(self._sources))]
 
     def add(self, loss: Tensor) -> Tensor:
         """Compute and add the gradients of a scalar, free its graph, and return it without gradient."""
+        trained = {place: x for place, x in enumerate(self._sources) if x.requires_grad}
         with torch.autocast(loss.device.type, enabled=False):
-            results = torch.autograd.grad(
-                loss, [self._sources[place] for place in self._places], allow_unused=True
-            )
-        gradients = [x for x in results if x is not None]
-        if self._found:
-            gradients = list(torch._foreach_add(self._found, gradients))
-        else:
-            self._places = [place for place, x in zip(self._places, results, strict=True) if x is not None]
-        self._found = gradients
+            results = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        found = {place: x for place, x in zip(trained, results, strict=True) if x is not None}
+        if self._found:  # all losses depend on the same sources
+            sums = torch._foreach_add(list(self._found.values()), list(found.values()))
+            found = dict(zip(found, sums, strict=True))
+        self._found = found
         return loss.detach()
 
 

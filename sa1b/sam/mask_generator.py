@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from sa1b.arguments import check_names, number, whole_number
 from sa1b.masks import geometry
@@ -25,7 +24,7 @@ from sa1b.sam.clicks import FOREGROUND, NOTHING
 from sa1b.sam.kernel_proof import use_kernels
 from sa1b.sam.mask_decoder import AMBIGUOUS
 from sa1b.sam.model import Sam
-from sa1b.sam.prediction import check_model, framed_image, rgb_pixels
+from sa1b.sam.prediction import check_model, decoded, embedded, rgb_pixels
 
 _THREADS = 4  # for masks; on a GPU, one thread takes longer than the decoder
 _EDGE = 20  # pixels; a mask whose box ends this close to the border of a crop continues outside of it
@@ -129,13 +128,8 @@ class GeneratedMasks:
 
     def select(self, indices: npt.NDArray[np.int64]) -> "GeneratedMasks":
         """The masks of these indices, in this order."""
-        return GeneratedMasks(
-            self.runs.select(indices),
-            self.predicted_iou[indices],
-            self.stability_score[indices],
-            self.points[indices],
-            self.crop_boxes[indices],
-        )
+        figures = (getattr(self, field.name)[indices] for field in fields(self)[1:])
+        return GeneratedMasks(self.runs.select(indices), *figures)
 
 
 def generate_masks(model: Sam, image: Any, **settings: Any) -> GeneratedMasks:
@@ -181,12 +175,7 @@ def _of_crop(
     height, width = pixels.shape[:2]
     size, side = model.config.image_size, 4 * model.config.side
     taken = framed_size(crop.height, crop.width, size)
-    device = model.pixel_mean.device
-    part = pixels[crop.y : crop.y + crop.height, crop.x : crop.x + crop.width]
-    embedding = model.embed(
-        torch.from_numpy(framed_image(part, *taken, size)).to(device)[None].permute(0, 3, 1, 2),
-        sizes=torch.tensor([taken]),
-    )
+    embedding = embedded(model, pixels[crop.y : crop.y + crop.height, crop.x : crop.x + crop.width])
     target = _Target(
         logit_axis(crop.height, taken[0], size, side),
         logit_axis(crop.width, taken[1], size, side),
@@ -200,9 +189,12 @@ def _of_crop(
     waiting: deque[Future[GeneratedMasks]] = deque()
     for start in range(0, len(points), config.points_per_batch):
         prompts = points[start : start + config.points_per_batch]
-        logits, predicted = _decode(model, embedding, prompts * scale)
+        # The second point is the empty one of prompts without a box.
+        at = np.stack([prompts * scale, np.zeros_like(prompts)], axis=1)
+        labels = np.tile([FOREGROUND, NOTHING], (len(prompts), 1))
+        logits, predicted = decoded(model, embedding, at, labels, AMBIGUOUS)
         kept = (predicted > config.min_predicted_iou).nonzero()
-        chosen = logits[kept[:, 0], kept[:, 1]].float().cpu().numpy()
+        chosen = logits[kept[:, 0], kept[:, 1]].cpu().numpy()
         quality = predicted[kept[:, 0], kept[:, 1]].cpu().numpy()
         kept_points = prompts[kept[:, 0].cpu().numpy()] + (crop.x, crop.y)
         waiting.append(threads.submit(target.masks, chosen, quality, kept_points))
@@ -219,23 +211,6 @@ def _grid(crop: Crop) -> npt.NDArray[np.float64]:
     parts = (np.arange(crop.points_per_side) + 0.5) / crop.points_per_side
     y, x = np.meshgrid(parts * crop.height, parts * crop.width, indexing="ij")
     return np.stack([x.reshape(-1), y.reshape(-1)], axis=1)
-
-
-def _decode(model: Sam, embedding: Tensor, points: npt.NDArray[np.float64]) -> tuple[Tensor, Tensor]:
-    """Logits [P, 3, R, R] and predicted IoU, float32 [P, 3], of points in pixels of the padded square."""
-    count, device = len(points), embedding.device
-    at = torch.zeros((count, 2, 2), dtype=torch.float32)
-    at[:, 0] = torch.from_numpy(points)
-    labels = torch.tensor([FOREGROUND, NOTHING]).expand(count, 2)  # the empty point of prompts without a box
-    logits, predicted = model.decode(
-        embedding,
-        torch.zeros(count, dtype=torch.int64, device=device),
-        at.to(device),
-        labels.to(device),
-        counts=[count],
-        candidates=AMBIGUOUS,
-    )
-    return logits, predicted.float()
 
 
 class _Target(NamedTuple):
@@ -278,10 +253,7 @@ class _Target(NamedTuple):
 
 
 def _joined(parts: list[GeneratedMasks], height: int, width: int) -> GeneratedMasks:
-    return GeneratedMasks(
-        joined([part.runs for part in parts], height, width),
-        np.concatenate([part.predicted_iou for part in parts]),
-        np.concatenate([part.stability_score for part in parts]),
-        np.concatenate([part.points for part in parts]),
-        np.concatenate([part.crop_boxes for part in parts]),
+    runs, *figures = zip(
+        *([getattr(part, field.name) for field in fields(part)] for part in parts), strict=True
     )
+    return GeneratedMasks(joined(runs, height, width), *map(np.concatenate, figures))

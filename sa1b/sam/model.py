@@ -175,23 +175,6 @@ def _flag(name: str) -> str:
     return f"--model.{name.replace('_', '-')}"
 
 
-def image_encoder_of(config: ModelConfig) -> ImageEncoder:
-    """The image encoder of these sizes, with initial weights."""
-    return ImageEncoder(
-        image_size=config.image_size,
-        patch_size=config.patch_size,
-        width=config.width,
-        depth=config.depth,
-        heads=config.heads,
-        global_blocks=config.global_blocks,
-        window=config.window,
-        channels=config.channels,
-        backbone=config.backbone,
-        drop_rates=config.drop_rates,
-        recomputed=config.recomputed_blocks,
-    )
-
-
 class Sam(nn.Module):
     """Image encoder, prompt encoder and mask decoder.
 
@@ -206,7 +189,7 @@ class Sam(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = image_encoder_of(config)
+        self.image_encoder = ImageEncoder(config)
         self.prompt_encoder = PromptEncoder(config.channels, config.image_size, config.side)
         self.mask_decoder = MaskDecoder(config.channels)
         self.similarity: ClickSimilarity | None = None

@@ -68,18 +68,8 @@ class ImageEmbedding:
 def embed_image(model: Sam, image: Any) -> ImageEmbedding:
     """Run the image encoder; arguments and errors as for `predict`."""
     check_model(model)
-    return _embedding(model, rgb_pixels(image))
-
-
-def _embedding(model: Sam, pixels: npt.NDArray[np.uint8]) -> ImageEmbedding:
-    height, width = pixels.shape[:2]
-    size = model.config.image_size
-    rows, columns = framed_size(height, width, size)
-    square = torch.from_numpy(framed_image(pixels, rows, columns, size))
-    features = model.embed(
-        square.to(model.pixel_mean.device)[None].permute(0, 3, 1, 2), sizes=torch.tensor([[rows, columns]])
-    )
-    return ImageEmbedding(features, height, width)
+    pixels = rgb_pixels(image)
+    return ImageEmbedding(embedded(model, pixels), *pixels.shape[:2])
 
 
 @check_arguments
@@ -131,12 +121,10 @@ def predict(
             f"prompt {int(kinds.argmin())}: has no box, and all of its points are placeholders (label -1); "
             "pass a box or a point"
         )
-    size = model.config.image_size
+    size, side = model.config.image_size, 4 * model.config.side
     rows, columns = framed_size(height, width, size)
-    device = model.pixel_mean.device
-    features = image.features if pixels is None else _embedding(model, pixels).features
+    features = image.features if pixels is None else embedded(model, pixels)
     prompts = (prompts + 0.5) * (columns / width, rows / height) - 0.5
-    side = 4 * model.config.side
     shape = (len(tags), MASKS - 1) if all_candidates else (len(tags),)
     prediction = Prediction(
         np.empty((*shape, height, width), np.bool_),
@@ -145,30 +133,46 @@ def predict(
     )
     for count in np.unique(kinds).tolist():
         alike = np.flatnonzero(kinds == count)
-        ambiguous = count == (1 if boxes is None else 2) if multimask is None else multimask
-        ambiguous = ambiguous or all_candidates
+        several = count == (1 if boxes is None else 2) if multimask is None else multimask
+        candidates = AMBIGUOUS if several or all_candidates else SINGLE
+        # Prompts without a box get one more point of label -1, as in the published code.
+        used = slice(count + 1 if boxes is None else count)
         for start in range(0, len(alike), _AT_ONCE):
             group = alike[start : start + _AT_ONCE]
-            # Prompts without a box get one more point of label -1, as in the published code.
-            columns_used = slice(count + 1 if boxes is None else count)
-            logits, predicted = model.decode(
-                features,
-                torch.zeros(len(group), dtype=torch.int64, device=device),
-                torch.from_numpy(prompts[group, columns_used].astype(np.float32)).to(device),
-                torch.from_numpy(tags[group, columns_used]).to(device),
-                counts=[len(group)],
-                candidates=AMBIGUOUS if ambiguous else SINGLE,
-            )
+            logits, predicted = decoded(model, features, prompts[group, used], tags[group, used], candidates)
             if not all_candidates:
-                best = predicted.argmax(dim=1)
-                each = torch.arange(len(group), device=device)
+                best, each = predicted.argmax(dim=1), torch.arange(len(group), device=predicted.device)
                 logits, predicted = logits[each, best], predicted[each, best]
-            logits = logits.float()
             masks = at_source(logits.flatten(0, -3), (height, width), (rows, columns), size)
             prediction.masks[group] = masks.reshape(*logits.shape[:-2], height, width).cpu().numpy()
             prediction.logits[group] = logits.cpu().numpy()
-            prediction.predicted_iou[group] = predicted.float().cpu().numpy()
+            prediction.predicted_iou[group] = predicted.cpu().numpy()
     return prediction
+
+
+def decoded(
+    model: Sam,
+    embedding: Tensor,
+    points: npt.NDArray[np.float64],
+    labels: npt.NDArray[np.int64],
+    candidates: slice,
+    low_res: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits [N, K, R, R] and predicted IoU [N, K] of K candidates for N prompts of one image, float32.
+
+    Points [N, P, 2] are in pixels of the padded square; `low_res`: logits of an earlier answer.
+    """
+    count, device = len(points), embedding.device
+    logits, predicted = model.decode(
+        embedding,
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.from_numpy(points.astype(np.float32)).to(device),
+        torch.from_numpy(labels).to(device),
+        low_res,
+        counts=[count],
+        candidates=candidates,
+    )
+    return logits.float(), predicted.float()
 
 
 def at_source(logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int) -> Tensor:
@@ -221,6 +225,19 @@ def framed_image(pixels: npt.NDArray[np.uint8], rows: int, columns: int, size: i
     return square
 
 
+def framed(pixels: npt.NDArray[np.uint8], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An image as `Sam.embed` takes it: uint8 [1, 3, size, size], and its rows and columns, int64 [1, 2]."""
+    taken = framed_size(pixels.shape[0], pixels.shape[1], size)
+    square = torch.from_numpy(framed_image(pixels, *taken, size)).to(device)
+    return square[None].permute(0, 3, 1, 2), torch.tensor([taken])
+
+
+def embedded(model: Sam, pixels: npt.NDArray[np.uint8]) -> Tensor:
+    """The result of `Sam.embed` for an image, uint8 [height, width, 3]."""
+    images, sizes = framed(pixels, model.config.image_size, model.pixel_mean.device)
+    return model.embed(images, sizes=sizes)
+
+
 def _prompts(
     points: npt.ArrayLike | None,
     labels: npt.ArrayLike | None,
@@ -252,9 +269,7 @@ def _prompts(
                 "labels: must be 1 (foreground), 0 (background) or -1 (a point that does not count)"
             )
         at, of_points = at.reshape(-1, *at.shape[-2:]), of_points.reshape(-1, at.shape[-2])
-        _check_inside(
-            "point", at, (width - 0.5, height - 0.5), of_points != NOTHING, width=width, height=height
-        )
+        _check_inside("point", at, (width, height), 0.5, of_points != NOTHING)
         where.append(at)
         tags.append(of_points.astype(np.int64))
     if boxes is not None:
@@ -276,9 +291,7 @@ def _prompts(
                 f"box {_tuple(corners[first])} of prompt {first}: ends before it begins; "
                 "pass boxes as x0, y0, x1, y1"
             )
-        _check_inside(
-            "box", corners, (width, height) * 2, np.ones(len(corners), bool), width=width, height=height
-        )
+        _check_inside("box", corners, (width, height), 0.0)
         if where and len(where[0]) != len(corners):
             raise BadValue(
                 f"boxes: {len(corners)} boxes for the {len(where[0])} prompts of points; "
@@ -296,19 +309,19 @@ def _prompts(
 def _check_inside(
     kind: str,
     values: npt.NDArray[np.float64],
-    limits: tuple[float, ...],
-    counted: npt.NDArray[np.bool_],
-    width: int,
-    height: int,
+    size: tuple[int, int],
+    margin: float,
+    counted: npt.NDArray[np.bool_] | bool = True,
 ) -> None:
     """Refuse points or boxes that are partly outside of the image; placeholders are ignored."""
-    outside = ((values < -0.5) | (values > limits)).any(axis=-1) & counted
+    most = np.tile(size, values.shape[-1] // 2) - margin
+    outside = ((values < -0.5) | (values > most)).any(axis=-1) & counted
     if outside.any():
         first = tuple(np.argwhere(outside)[0].tolist())
         order = "points as (x, y)" if kind == "point" else "boxes as x0, y0, x1, y1"
         raise BadValue(
             f"{kind} {_tuple(values[first])} of prompt {first[0]}: outside of the image of "
-            f"{width} x {height} pixels (width x height); pass {order}, in pixels of the image"
+            f"{size[0]} x {size[1]} pixels (width x height); pass {order}, in pixels of the image"
         )
 
 

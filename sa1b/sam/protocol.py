@@ -12,9 +12,9 @@ Clicks are computed on the CPU, mask by mask, with exact distances in the boundi
 for a disc of 600 pixels in an image of 1500 x 2250, at most 80 ms for a region of this size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,15 @@ from sa1b.masks.runs import Runs
 from sa1b.sam.clicks import BACKGROUND, BOTTOM_RIGHT, FOREGROUND, NOTHING, TOP_LEFT
 from sa1b.sam.mask_decoder import AMBIGUOUS, SINGLE
 from sa1b.sam.model import Sam
-from sa1b.sam.prediction import at_source
+from sa1b.sam.prediction import at_source, decoded
+from sa1b.shards.predictions import Predicted
 
 CLICKS = (1, 3, 5)
 _AT_ONCE = 32  # largest number of masks that are decoded together
 PROMPTS = ("1_click", "3_clicks", "5_clicks", "box", "1_click_oracle", "box_oracle")
 
 Mask = npt.NDArray[np.bool_]
+Size = tuple[int, int]  # rows and columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +90,7 @@ class SamProtocol:
 class BoxMasks:
     """Masks for boxes float64 [m, 4] of one image, x0, y0, x1, y1 in source pixels; m may be 0."""
 
-    def __init__(self, boxes: npt.NDArray[np.float64], source: tuple[int, int]) -> None:
+    def __init__(self, boxes: npt.NDArray[np.float64], source: Size) -> None:
         self.boxes, self.source = boxes, source
 
     def __call__(self, model: Sam, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
@@ -153,18 +155,16 @@ def _cropped(region: Mask) -> tuple[int, int, Mask]:
 
 
 class _Prompts:
-    """Points of m masks in source pixels, for `Sam.decode` on one image."""
+    """Points of m masks in source pixels, for `decoded` on one image."""
 
-    def __init__(
-        self, model: Sam, embedding: Tensor, source: tuple[int, int], taken: tuple[int, int]
-    ) -> None:
+    def __init__(self, model: Sam, embedding: Tensor, source: Size, taken: Size) -> None:
         self.model, self.embedding = model, embedding
         self.source, self.taken = source, taken
 
-    def framed(self, at: npt.NDArray[np.float64]) -> Tensor:
+    def framed(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Convert points in source pixels to the padded square; a pixel's centre is its integer index."""
         scale = np.array(self.taken[::-1]) / self.source[::-1]
-        return torch.from_numpy(((at + 0.5) * scale - 0.5).astype(np.float32)).to(self.embedding.device)
+        return np.asarray((at + 0.5) * scale - 0.5, np.float64)
 
     def answer(
         self,
@@ -174,18 +174,8 @@ class _Prompts:
         feedback: Tensor | None = None,
     ) -> "tuple[Tensor, Tensor, _Masks]":
         """Logits [m, K, R, R], predicted IoU [m, K] and masks [m, K] at source resolution of K candidates."""
-        count, device = len(at), self.embedding.device
-        logits, predicted = self.model.decode(
-            self.embedding,
-            torch.zeros(count, dtype=torch.int64, device=device),
-            self.framed(at),
-            torch.from_numpy(labels).to(device),
-            feedback,
-            counts=[count],
-            candidates=candidates,
-        )
-        size = self.model.config.image_size
-        return logits, predicted.float(), _Masks(logits.float(), self.source, self.taken, size)
+        logits, predicted = decoded(self.model, self.embedding, self.framed(at), labels, candidates, feedback)
+        return logits, predicted, _Masks(logits, self.source, self.taken, self.model.config.image_size)
 
 
 class _Masks:
@@ -193,9 +183,7 @@ class _Masks:
     takes 20 times as long, and dense on a GPU.
     """
 
-    def __init__(
-        self, logits: Tensor, source: tuple[int, int], taken: tuple[int, int], image_size: int
-    ) -> None:
+    def __init__(self, logits: Tensor, source: Size, taken: Size, image_size: int) -> None:
         self.shape, self.source, self.device = logits.shape[:2], source, logits.device
         flat, self.runs, self.dense = logits.flatten(0, 1), None, None
         if logits.device.type == "cpu":
@@ -238,7 +226,7 @@ class _Truth:
         self.dense = torch.from_numpy(masks if device.type != "cpu" else masks[:0]).to(device)
 
 
-def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, int]) -> dict[str, Tensor]:
+def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: Size) -> dict[str, Tensor]:
     masks = _Truth(truth.masks, embedding.device)
     count, source = len(truth.masks), (truth.masks.shape[1], truth.masks.shape[2])
     prompts = _Prompts(model, embedding, source, taken)
@@ -250,9 +238,9 @@ def _score(model: Sam, embedding: Tensor, truth: ImageTruth, taken: tuple[int, i
     logits, predicted, candidates = prompts.answer(at, labels, AMBIGUOUS)
     best = predicted.argmax(dim=1)
     first_click = {
-        "logits": logits[each, best].float(),
+        "logits": logits[each, best],
         "predicted_iou": predicted[each, best],
-        "points": prompts.framed(first) + 0.5,
+        "points": torch.from_numpy(prompts.framed(first).astype(np.float32)).to(each.device) + 0.5,
     }
     columns = {"1_click": _overlaps(candidates, masks, best), "1_click_oracle": _overlaps(candidates, masks)}
     for number in range(2, max(CLICKS) + 1):
@@ -303,6 +291,41 @@ def _nothing(size: int, device: torch.device) -> dict[str, Tensor]:
         "predicted_iou": torch.zeros(0, device=device),
         "points": torch.zeros((0, 2), device=device),
     }
+
+
+def prediction_lines(
+    batch: Any,
+    rows: Tensor,
+    points: Tensor,
+    iou: Tensor,
+    predicted_iou: Tensor,
+    runs_of: Callable[[npt.NDArray[np.int64], Size, Size], Runs],
+    phrases: Sequence[str] = (),
+) -> list[tuple[int, str]]:
+    """Position and line of predictions.jsonl for each image of a `sa1b.Batch` that has masks.
+
+    `rows`: int64 [N], masks of the batch. Points are in the padded square. `runs_of` is called with some of
+    the numbers 0 to N - 1, of an image, its source size and the part of the square that it fills.
+    """
+    image, mask_ids = (x[rows].cpu().numpy() for x in (batch.masks.image, batch.mask_ids))
+    at, actual, predicted = (x.double().cpu().numpy() for x in (points, iou, predicted_iou))
+    of_images = (batch.ids, batch.positions, batch.source_sizes, batch.framed_sizes)
+    lines = []
+    for number, (image_id, position, source, taken) in enumerate(
+        zip(*(values.tolist() for values in of_images), strict=True)
+    ):
+        masks = np.flatnonzero(image == number)
+        if len(masks):
+            some = Predicted(
+                mask_id=mask_ids[masks],
+                points=at[masks] * (np.array(source[::-1]) / taken[::-1]),
+                iou=actual[masks],
+                predicted_iou=predicted[masks],
+                runs=runs_of(masks, tuple(source), tuple(taken)),
+                phrases=tuple(phrases[mask] for mask in masks.tolist()) if phrases else (),
+            )
+            lines.append((position, some.line(image_id)))
+    return lines
 
 
 QUICK_PROMPTS = ("1_click", "3_clicks", "5_clicks", "box")  # of an evaluation with uniform clicks

@@ -7,7 +7,7 @@ the complete padded square: pixels outside the image are background that the mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,42 +34,9 @@ class Targets:
     counts: Sequence[int] | None = None
 
 
-class MaskIndex(Protocol):
-    """The image of each mask of a batch; see `Samples`."""
-
-    @property
-    def image(self) -> Tensor: ...
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def counts(self) -> Sequence[int] | None: ...
-
-
-class Samples(Protocol):
-    """A micro-batch of B images and M masks as `inputs_of` reads it: `sa1b.stream.batch.Batch`."""
-
-    @property
-    def images(self) -> Tensor: ...
-    @property
-    def masks(self) -> MaskIndex: ...
-    @property
-    def dense(self) -> Tensor | None: ...
-    @property
-    def boxes(self) -> Tensor: ...
-    @property
-    def points(self) -> Tensor: ...
-    @property
-    def mask_index(self) -> Tensor: ...
-    @property
-    def framed_sizes(self) -> Tensor: ...
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def valid(self) -> Tensor: ...
-
-
-def inputs_of(batch: Samples, seed: int) -> tuple[Tensor, Targets, Tensor]:
-    """The arguments of `Interactive.forward`; keys are hashes of seed, positions and mask indices.
+def inputs_of(batch: Any, seed: int) -> tuple[Tensor, Targets, Tensor]:
+    """The arguments of `Interactive.forward` from a `sa1b.Batch` with dense masks; keys are hashes of seed,
+    positions and mask indices.
 
     A mask counts if its image is valid and it has a pixel at the size of the dense masks.
     """

@@ -213,11 +213,7 @@ def test_a_file_that_is_not_there_is_refused_with_its_flag(
     ("change", "message"),
     [
         ({"bbox": [1, 2, 3]}, "annotation 1 of image 11: not enough values"),
-        ({"segmentation": {"size": [90, 120], "counts": [1, 2]}}, "the runs of a mask do not add up"),
-        (
-            {"segmentation": {"size": [4, 4], "counts": [16]}},
-            r"a mask of \[4, 4\] in an image of \[90, 120\]",
-        ),
+        ({"segmentation": {"size": [4, 4], "counts": "`0"}}, "annotation 1 of image 11: .*shape"),
         ({"segmentation": [3]}, "annotation 1 of image 11: "),
     ],
 )
@@ -229,8 +225,8 @@ def test_an_annotation_that_cannot_be_read_is_named_with_its_file(
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps(document))
     first = read_coco(path, files["folder"] / "images")[0]
-    with pytest.raises(CocoError, match=f"--evaluation.coco {path}: .*{message}"):
-        load_image(first, path)
+    with pytest.raises(CocoError, match=f"--evaluation.coco: .*{message}"):
+        load_image(first)
 
 
 @pytest.mark.parametrize("mode", ["none", "ddp"])

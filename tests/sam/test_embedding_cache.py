@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sa1b.sam.embedding_cache import EmbeddingCache
-from sa1b.sam.interactive import CachedInteractive, Interactive
+from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.recipe import Recipe, encoder_flops
 from sa1b.sam.targets import Targets
@@ -144,7 +144,7 @@ def test_an_embedding_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cached(tmp_path: Path) -> CachedInteractive:
+def cached(tmp_path: Path) -> Interactive:
     """A model in training whose image encoder is frozen, and the digests with which it opens its cache."""
     torch.manual_seed(0)
     config = ModelConfig(
@@ -155,7 +155,7 @@ def cached(tmp_path: Path) -> CachedInteractive:
         (tmp_path / digest).mkdir()
         return EmbeddingCache(tmp_path / digest, ROOM, "--embeddings.cache")
 
-    model = CachedInteractive(Sam(config), Recipe(clicks=1, unprompted=0), opened)
+    model = Interactive(Sam(config), Recipe(clicks=1, unprompted=0), opened)
     model.model.image_encoder.requires_grad_(False).eval()
     return model
 
@@ -176,7 +176,7 @@ def batch() -> tuple[Tensor, Targets, Tensor]:
 
 
 def test_a_decoder_learns_the_same_from_cached_embeddings(
-    cached: CachedInteractive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cached: Interactive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for _ in range(2):
@@ -200,9 +200,9 @@ def test_a_decoder_learns_the_same_from_cached_embeddings(
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
-def test_other_weights_of_the_encoder_have_another_folder(cached: CachedInteractive, tmp_path: Path) -> None:
+def test_other_weights_of_the_encoder_have_another_folder(cached: Interactive, tmp_path: Path) -> None:
     cached(*batch())
-    other = CachedInteractive(cached.model, cached.recipe, cached._open_cache)
+    other = Interactive(cached.model, cached.recipe, cached._open_cache)
     with torch.no_grad():
         next(iter(cached.model.image_encoder.parameters())).add_(1)
     other(*batch())
@@ -211,7 +211,7 @@ def test_other_weights_of_the_encoder_have_another_folder(cached: CachedInteract
 
 
 def test_operations_are_those_of_the_decoder_and_an_evaluation_computes_embeddings(
-    cached: CachedInteractive, tmp_path: Path
+    cached: Interactive, tmp_path: Path
 ) -> None:
     encoder = encoder_flops(cached.model.config)
     assert cached.flops(3, 5) == Interactive(cached.model, cached.recipe).flops(3, 5) - 3 * encoder
@@ -219,7 +219,7 @@ def test_operations_are_those_of_the_decoder_and_an_evaluation_computes_embeddin
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_batch_without_images(cached: CachedInteractive) -> None:
+def test_a_batch_without_images(cached: Interactive) -> None:
     images, targets, keys = batch()
     fields = {name: getattr(targets, name)[:0] for name in ("masks", "boxes", "points", "image", "weights")}
     none = replace(targets, **fields, keys=targets.keys[:0], sizes=targets.sizes[:0], counts=[])

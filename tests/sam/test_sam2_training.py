@@ -23,7 +23,7 @@ from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
 from sa1b.recipes.presets import SAM_PRESETS
 from sa1b.sam import clicks
 from sa1b.sam.clicks import random_words, uniforms
-from sa1b.sam.iteration import Iteration, Scene
+from sa1b.sam.iteration import Scene, iterate
 from sa1b.sam.protocol import next_click
 from tests.train.command import make_root
 
@@ -89,9 +89,8 @@ def test_losses_and_their_gradients_are_theirs(theirs: SimpleNamespace) -> None:
 
         everything = torch.ones_like(truth)
         scene = Scene(torch.zeros(1), torch.zeros(CASES, dtype=torch.int64), None, truth, everything)
-        outcome = Iteration(SimpleNamespace(decode=decode), RECIPE)._compare(
-            scene, torch.zeros(CASES, 2, 2), labels, feedback
-        )
+        model: Any = SimpleNamespace(decode=decode)
+        outcome = iterate(model, RECIPE, scene, torch.zeros(CASES, 2, 2), labels, feedback)
         weights = torch.tensor([RECIPE.focal_weight, RECIPE.dice_weight, RECIPE.iou_weight])
         (outcome.losses * weights[:, None]).sum().backward()
         other = [logits.clone().requires_grad_(), predicted.clone().requires_grad_()]
