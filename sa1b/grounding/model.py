@@ -27,8 +27,7 @@ from sa1b.grounding.alignment import (
     region_features,
 )
 from sa1b.masks.raster_torch import PIXEL_MEAN, PIXEL_STD, normalised
-from sa1b.sam.clicks import kept_branches
-from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, encoder_layer
+from sa1b.sam.image_encoder import ChannelNorm, ImageEncoder, WithImageEncoder
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.model import ModelConfig
 from sa1b.sam.published import config_of, read_tensors
@@ -41,7 +40,7 @@ SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, 
 _ENCODER = "image_encoder."
 
 
-class Grounding(nn.Module):
+class Grounding(WithImageEncoder):
     """The model in training, with its losses; it fulfils the contract of `sa1b.engine.model`.
 
     Of the sizes of the image encoder, `pixel_features` has no effect. `length`:
@@ -131,20 +130,6 @@ class Grounding(nn.Module):
             ) from None
         return line
 
-    def fsdp_units(self) -> list[list[nn.Module]]:
-        """Attention and MLP of each block of the image encoder; all else is gathered with the root module."""
-        blocks = self.image_encoder.blocks
-        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
-
-    def layer_of(self, name: str) -> int | None:
-        """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
-        return encoder_layer(name)
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        """False for biases, norms, positions and the temperature; else True."""
-        last = name.rpartition(".")[2]
-        return parameter.ndim > 1 and last not in ("pos_embed", "rel_pos_h", "rel_pos_w", "position")
-
     def flops(self, images: float, masks: float) -> float:
         """The products of pixels and phrases are included, small operations are not."""
         pixels = 16 * self.config.side**2
@@ -215,12 +200,8 @@ class Grounding(nn.Module):
 
     def embed(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """The embedding of each image: float [B, channels, side, side]."""
-        keep = None
-        if self.training and self.config.drop_path > 0:
-            keep = kept_branches(image_keys, self.config.depth, self.config.drop_path)
-        embeddings: Tensor = self.image_encoder(
-            normalised(images, sizes, self.pixel_mean, self.pixel_std), keep
-        )
+        pixels = normalised(images, sizes, self.pixel_mean, self.pixel_std)
+        embeddings: Tensor = self.image_encoder(pixels, self.kept(image_keys, self.config))
         return embeddings
 
     def read(self, masks: Phrased) -> Tensor:

@@ -80,7 +80,7 @@ class Distillation(Interactive):
         """
         if evaluate or protocol is not None:
             return super().forward(images, targets, image_keys, evaluate=evaluate, protocol=protocol)
-        embeddings = self.model.embed(images, self._kept(image_keys), targets.sizes)
+        embeddings = self.model.embed(images, self.kept(image_keys, self.model.config), targets.sizes)
         return self._learn(embeddings[:, : self.model.config.channels], images, targets.sizes)
 
     def _learn(self, embeddings: Tensor, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sa1b.arguments import BadValue
 from sa1b.errors import UsageError
+from sa1b.sam.clicks import kept_branches
 from sa1b.sam.transformer import feed_forward, layer_norm
 
 EPSILON = 1e-6  # epsilon of the layer norms of encoder, neck and mask prompt
@@ -86,6 +87,34 @@ class ImageEncoder(nn.Module):
                 gain = keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
             x = block(x, gain)
         return x
+
+
+class WithImageEncoder(nn.Module):
+    """A model in training with one image encoder: its part of the model contract of `sa1b.engine.model`."""
+
+    def fsdp_units(self) -> list[list[nn.Module]]:
+        """Attention and MLP of each encoder block, without its norms, which stay in float32.
+
+        In the group of a block, norms would lose 16 of their 24 bits without benefit, and torch's CPU norm
+        does not accept a weight whose dtype differs from its float32 input.
+        """
+        blocks = next(module for module in self.modules() if isinstance(module, ImageEncoder)).blocks
+        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
+
+    def layer_of(self, name: str) -> int | None:
+        """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
+        return encoder_layer(name)
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """False for biases and norms, which have one dimension, and for positions; else True."""
+        positions = ("pos_embed", "rel_pos_h", "rel_pos_w", "position")
+        return parameter.ndim > 1 and name.rpartition(".")[2] not in positions
+
+    def kept(self, image_keys: Tensor, config: Any) -> Tensor | None:
+        """The branches that each image passes through, by its key: bool [B, depth, 2]; None: all."""
+        if not self.training or config.drop_path == 0:
+            return None
+        return kept_branches(image_keys, config.depth, config.drop_path)
 
 
 class PatchEmbedding(nn.Module):

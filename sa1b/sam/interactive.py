@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sa1b.arguments import BadValue
 from sa1b.sam import clicks
-from sa1b.sam.clicks import kept_branches
 from sa1b.sam.embedding_cache import EmbeddingCache
-from sa1b.sam.image_encoder import encoder_layer
+from sa1b.sam.image_encoder import WithImageEncoder
 from sa1b.sam.initial_weights import fit_weights, read_initial_weights
 from sa1b.sam.iteration import (
     EarlyGradients,
@@ -49,7 +48,7 @@ SCORED_CLICKS = (1, 3, 5)  # clicks after which an evaluation scores the masks; 
 EvaluationProtocol = Callable[[Sam, Tensor, Tensor], dict[str, Tensor]]  # see sa1b.sam.protocol
 
 
-class Interactive(nn.Module):
+class Interactive(WithImageEncoder):
     """A model in training, together with the simulated user of the recipe.
 
     The rules are those of "Segment Anything" (2023); exceptions are stated:
@@ -108,23 +107,6 @@ class Interactive(nn.Module):
         self.model.load_state_dict(fitted, strict=False)  # a ViT and a model with LoRA leave some out
         return line
 
-    def fsdp_units(self) -> list[list[nn.Module]]:
-        """Attention and MLP of each encoder block, without its norms, which stay in float32.
-
-        In the group of a block, norms would lose 16 of their 24 bits without benefit, and torch's CPU norm
-        does not accept a weight whose dtype differs from its float32 input.
-        """
-        blocks = self.model.image_encoder.blocks
-        return [[block.get_submodule("attn"), block.get_submodule("mlp")] for block in blocks]
-
-    def layer_of(self, name: str) -> int | None:
-        """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
-        return encoder_layer(name)
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        """False for biases and norms, which have one dimension, and for position embeddings; else True."""
-        return parameter.ndim > 1 and name.rpartition(".")[2] not in ("pos_embed", "rel_pos_h", "rel_pos_w")
-
     def flops(self, images: float, masks: float) -> float:
         """With a cache, without the image encoder, which later epochs do not run."""
         parts = {"encoder": self.model.image_encoder, "decoder": self.model.mask_decoder}
@@ -180,7 +162,7 @@ class Interactive(nn.Module):
     def _embeddings(self, images: Tensor, sizes: Tensor, image_keys: Tensor) -> Tensor:
         """Those of a training step."""
         if self._open_cache is None or len(images) == 0 or isinstance(images, FakeTensor):  # a plan's
-            return self.model.embed(images, self._kept(image_keys), sizes)
+            return self.model.embed(images, self.kept(image_keys, self.model.config), sizes)
         if self._cache is None:
             self._cache = self._open_cache(weights_digest(self.model.image_encoder.state_dict())[:16])
         embeddings = self._cache.embeddings(images, sizes, self._computed)
@@ -191,13 +173,6 @@ class Interactive(nn.Module):
         """The embeddings that a cache lacks."""
         embeddings: Tensor = self.model.image_encoder(self.model.pixels(images, sizes))
         return embeddings
-
-    def _kept(self, image_keys: Tensor) -> Tensor | None:
-        """The branches that each image passes through: bool [B, depth, 2]; None: all."""
-        config = self.model.config
-        if not self.training or config.drop_path == 0:
-            return None
-        return kept_branches(image_keys, config.depth, config.drop_path)
 
     def _iterate(self, embeddings: Tensor, image_size: int, targets: Targets) -> dict[str, Tensor]:
         """All iterations of training, from the embeddings of the images."""

@@ -159,7 +159,7 @@ def config_of(weights: Mapping[str, Tensor]) -> ModelConfig:
         advice = "" if prefix is None else f", but there is {prefix}{name}: remove the prefix {prefix!r}"
         raise ValueError(f"{name} must be in it{advice}") from None
     except (IndexError, ZeroDivisionError) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"shapes must be those of a SAM ({error})") from None
 
 
 def preset_of(config: ModelConfig) -> str | None:
