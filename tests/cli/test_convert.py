@@ -127,7 +127,9 @@ def test_a_folder_is_replaced_only_if_it_has_no_file_of_others(trained, tmp_path
     assert_equal(found["model"].state_dict(), weights[20])
     with pytest.raises(UsageError, match="new: exists; pass --overwrite to replace its files"):
         convert(folder, tmp_path / "new", to="safetensors")
+    (tmp_path / "new" / "model.safetensors.data").write_text("of an earlier conversion")
     convert(folder / "checkpoints" / "step-00000010", tmp_path / "new", to="safetensors", overwrite=True)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
     assert_equal(read_weights(tmp_path / "new" / "model.safetensors"), weights[10])
     before = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
     for overwrite in (False, True):
