@@ -34,6 +34,8 @@ from sa1b.engine.config import Config
 from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
+from sa1b.masks import coco
+from sa1b.masks.raster import rasterize
 from sa1b.sam.prediction import framed
 from sa1b.sam.protocol import PROMPTS, BoxMasks, ImageTruth, SamProtocol, Score
 from sa1b.sam.targets import Targets
@@ -188,7 +190,11 @@ def load_image(image: EvaluatedImage) -> Loaded:
     areas = np.zeros(len(image.annotations), np.int64)
     for i, annotation in enumerate(image.annotations):
         try:
-            masks[i] = image.truth.annToMask(annotation)
+            coded = image.truth.annToRLE(annotation)
+            if list(coded["size"]) != [image.height, image.width]:
+                raise BadValue(f"its mask is of an image of {coded['size']} (height, width)")
+            # Not pycocotools' decode, which fills a mask whose runs end too early from memory of others.
+            masks[i] = rasterize(coco.decode([coded["counts"]], image.height, image.width), dtype=np.bool_)[0]
             boxes[i] = _corners(annotation["bbox"])
             areas[i] = int(annotation["area"]) if "area" in annotation else masks[i].sum()
         except Exception as error:  # pycocotools raises Exception itself

@@ -213,7 +213,11 @@ def test_a_file_that_is_not_there_is_refused_with_its_flag(
     ("change", "message"),
     [
         ({"bbox": [1, 2, 3]}, "annotation 1 of image 11: not enough values"),
-        ({"segmentation": {"size": [4, 4], "counts": "`0"}}, "annotation 1 of image 11: .*shape"),
+        (
+            {"segmentation": {"size": [4, 4], "counts": "`0"}},
+            "annotation 1 of image 11: its mask is of an image of .4, 4.",
+        ),
+        ({"segmentation": {"size": list(SIZES[0]), "counts": [5, 10]}}, "annotation 1 of image 11: .*runs"),
         ({"segmentation": [3]}, "annotation 1 of image 11: "),
     ],
 )
