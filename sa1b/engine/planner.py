@@ -4,14 +4,13 @@
     measure(config, world_size=16).activations     # bytes of each rank, as in `sa1b train --dry-run`
 
 Weights, gradients and the optimizer follow from the number of parameters and the mode. Activations are
-measured: a micro-batch runs forward and backward on fake tensors, which have shapes and storages, and no
-memory. On a GPU they have the same formats; kernels and compiled code usually store less, and workspaces and
-gaps come on top.
+measured on fake tensors, which have shapes and storages, and no memory. On a GPU they have the same formats;
+kernels and compiled code usually store less, and workspaces and gaps come on top.
 """
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -72,35 +71,46 @@ class StepMemory:
 
 def measure(config: Config, world_size: int) -> StepMemory:
     """The memory of a step, in 5 to 20 s of a CPU; UsageError names the flag that does not fit the ranks."""
-    parallel = config.parallel
-    size, count = config.micro_batches(world_size)
-    module, half = _model(config, size), compute_dtype(parallel.precision)
-    sharded = parallel.mode == "fsdp"
-    groups = units(declared(module).fsdp_units(), parallel.wrap) if sharded else []
+    parallel, data, half = config.parallel, config.data, compute_dtype(config.parallel.precision)
+    images, count = config.micro_batches(world_size)
+    module, is_sharded = _model(config, images), parallel.mode == "fsdp"
+    groups = units(declared(module).fsdp_units(), parallel.wrap) if is_sharded else []
     gathered = [nn.ModuleList(part for unit in group for part in unit) for group in groups]
-    shards = world_size // replicas_on(world_size, parallel.replicas) if sharded else 1
-    every, trained = numbers(module), numbers(module, trained=True)
+    for unit in gathered if half else ():
+        unit.to(half)  # as FSDP gathers them, so that autocast copies no weights
+    quiet, eager = warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("force_eager")
+    with quiet, eager, FakeTensorMode(), _Live() as live:
+        module._apply(lambda one: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=_CPU))
+        weights = live.bytes
+        batch = blank_batch(images, data.masks, config.image_size, data.target_size or config.image_size // 4)
+        if data.text is not None:
+            batch = replace(batch, texts=_blank_texts(images * data.masks, data.text_tokens, data.text_width))
+        of_batch = live.bytes - weights
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        before = live.peak = live.bytes
+        with autocast(parallel.precision, _CPU):
+            sums = module(*declared(module).inputs(batch, config.seed))
+        sums["loss"].backward()
+        activations = live.peak - before
+
+    shards = world_size // replicas_on(world_size, parallel.replicas) if is_sharded else 1
+    every, trained, in_units = numbers(module), numbers(module, trained=True), [*map(numbers, gathered)]
     # Rank 0 has the larger part of a tensor that cannot be divided equally.
-    held = sum(-(-len(one) // shards) * one[0].numel() if one.ndim else 1 for one in module.parameters())
-    own = trained * held // every
-    in_units = [numbers(unit) for unit in gathered]
+    held = sum(
+        -(-len(one) // shards) * (one.numel() // len(one)) if one.ndim else 1 for one in module.parameters()
+    )
+    own, size = trained * held // every, 2 if half else 4
     # Parameters outside of the units stay gathered in float32, and the buffer of the last gather is kept.
-    root, number = 4 * (held * shards - sum(in_units)), 2 if half else 4
-    last = number * in_units[-1] if in_units else root
-    last += number * sum(in_units) if parallel.shard == "grad_op" else 0
-    weights, batch, activations = _activations(config, module, gathered, size)
-    states = (
-        weights - 4 * (every - held),
-        4 * (own if sharded and count == 1 else trained),
-        4 * own * (3 if config.optim.ema else 2),
-    )
-    return StepMemory(
-        *states,
-        batches=(config.data.prefetch + 2) * batch,
-        communication=root + last if sharded else 0,
-        activations=activations,
-        offloaded=sum(states) if parallel.offload != "none" else 0,
-    )
+    root = 4 * (held * shards - sum(in_units))
+    last = size * in_units[-1] if in_units else root
+    last += size * sum(in_units) if parallel.shard == "grad_op" else 0
+    parameters = weights + (4 - size) * sum(in_units) - 4 * (every - held)
+    gradients = 4 * (own if is_sharded and count == 1 else trained)
+    optimizer = 4 * own * (3 if config.optim.ema else 2)
+    batches, communication = (data.prefetch + 2) * of_batch, root + last if is_sharded else 0
+    offloaded = parameters + gradients + optimizer if parallel.offload != "none" else 0
+    return StepMemory(parameters, gradients, optimizer, batches, communication, activations, offloaded)
 
 
 def numbers(module: nn.Module, *, trained: bool = False) -> int:
@@ -137,31 +147,6 @@ class _Live(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.bytes -= size
-
-
-def _activations(
-    config: Config, module: nn.Module, gathered: Sequence[nn.Module], images: int
-) -> tuple[int, int, int]:
-    """Bytes of all weights, of a micro-batch, and of activations, of a model without values."""
-    data, size, half = config.data, config.image_size, compute_dtype(config.parallel.precision)
-    for unit in gathered if half else ():
-        unit.to(half)  # as FSDP gathers them, so that autocast copies no weights
-    quiet, eager = warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("force_eager")
-    with quiet, eager, FakeTensorMode(), _Live() as live:
-        module._apply(lambda one: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=_CPU))
-        weights = live.bytes
-        batch = blank_batch(images, data.masks, size, data.target_size or size // 4)
-        if data.text is not None:
-            batch = replace(batch, texts=_blank_texts(images * data.masks, data.text_tokens, data.text_width))
-        with_batch = live.bytes
-        for parameter in module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        before = live.peak = live.bytes
-        with autocast(config.parallel.precision, _CPU):
-            sums = module(*declared(module).inputs(batch, config.seed))
-        sums["loss"].backward()
-        in_float32 = weights + sum(2 * numbers(unit) for unit in gathered if half)
-        return in_float32, with_batch - weights, live.peak - before
 
 
 class _BlankMasks(RaggedMasks):
@@ -206,31 +191,29 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     fraction of the peak, and the communication that computation does not hide. `data.root` may be NO_ROOT.
     `rate`: images per second of a GPU, as measured; it replaces the fraction of the peak.
     """
-    ranks, parallel = cluster.world_size, config.parallel
-    whole = config.data.root == NO_ROOT and config.data.mix is None
-    data = ALL_OF_SA1B if whole else _stored_images(config, ranks)
+    ranks, schedule = cluster.world_size, config.checkpoint
+    is_whole = config.data.root == NO_ROOT and config.data.mix is None
+    data = ALL_OF_SA1B if is_whole else _stored_images(config, ranks)
     config = with_steps(config, data["images"])
     memory, (size, count) = measure(config, ranks), config.micro_batches(ranks)
     module, batch, steps = _model(config, size), config.data.global_batch, config.optim.steps
     trained, flops = numbers(module, trained=True), declared(module).flops(batch, batch * config.data.masks)
     if rate is not None:
         cluster = replace(cluster, mfu=flops / batch * rate / cluster.flops)
-    if cluster.decode_rate is None:
-        is_small = data["resized"] is not None and data["resized"] <= 1024
-        cluster = replace(cluster, decode_rate=DECODED_1024 if is_small else DECODED)
+    is_small = data["resized"] is not None and data["resized"] <= 1024
+    decoded = cluster.decode_rate or (DECODED_1024 if is_small else DECODED)
+    cluster = replace(cluster, decode_rate=decoded)
     compute = flops / (cluster.flops * cluster.mfu * ranks)
     sent = _communication(config, cluster, numbers(module), trained)
     # DDP sends during the backward pass of the last micro-batch only, FSDP during all passes.
-    exposed = max(
-        cluster.exposed * sent, sent - (compute if parallel.mode == "fsdp" else compute * 2 / 3 / count)
-    )
-    decoding = batch / ((cluster.decode_rate or DECODED) * cluster.cpus * cluster.nodes)
-    limits = {"GPU compute" if compute >= exposed else "network": compute + exposed, "decoding": decoding}
+    hidden = compute if config.parallel.mode == "fsdp" else compute * 2 / 3 / count
+    exposed = max(cluster.exposed * sent, sent - hidden)
+    gpus = "GPU compute" if compute >= exposed else "network"
+    limits = {gpus: compute + exposed, "decoding": batch / (decoded * cluster.cpus * cluster.nodes)}
     if cluster.storage is not None:
         limits["storage"] = batch * data["bytes"] / data["images"] / cluster.storage
     limit = max(limits, key=lambda name: limits[name])
-    hours, schedule = steps * limits[limit] / 3600, config.checkpoint
-    written = -(-steps // schedule.every)
+    hours, written = steps * limits[limit] / 3600, -(-steps // schedule.every)
     forever = int(steps // np.lcm(schedule.every, schedule.keep_every)) if schedule.keep_every else 0
     saved = sum(tensor.nbytes for tensor in stored(module).state_dict().values())
     saved += 4 * trained * (3 if config.optim.ema else 2)
@@ -261,7 +244,7 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
         "checkpoint_bytes_written": written * saved,
         "memory_bytes": {**asdict(memory), "peak": memory.peak, "needed": needed},
         "fits": fits,
-        "largest_micro_batch": None if fits or size == 1 else _fitting(config, cluster, memory, size),
+        "largest_micro_batch": None if fits or size == 1 else _fitting(config, cluster, size),
         "gpu_hours": hours * ranks,
         "dollars": None if cluster.price is None else hours * ranks * cluster.price,
     }
@@ -271,20 +254,17 @@ def _needed(memory: StepMemory, cluster: Cluster) -> float:
     return memory.peak * (1 + cluster.fragmentation) + cluster.reserved
 
 
-def _fitting(config: Config, cluster: Cluster, memory: StepMemory, size: int) -> int | None:
-    """The largest micro-batch that fits; None: the model trains with one micro-batch only."""
-    # Batches and activations are proportional to it; several micro-batches also need memory for gradients.
-    each = (memory.activations + memory.batches) / size * (1 + cluster.fragmentation)
-    fitting = min(size - 1, max(0, int(size - (_needed(memory, cluster) - cluster.gpu_memory) / each)))
-    while fitting > 0:
-        smaller = replace(config, data=replace(config.data, micro_batch=fitting))
-        try:
-            if _needed(measure(smaller, cluster.world_size), cluster) <= cluster.gpu_memory:
-                break
-        except UsageError:
-            return None
-        fitting -= 1
-    return fitting
+def _fitting(config: Config, cluster: Cluster, size: int) -> int | None:
+    """The largest micro-batch below `size` that fits; None: the model trains with one micro-batch only."""
+
+    def is_too_large(images: int) -> bool:
+        smaller = replace(config, data=replace(config.data, micro_batch=images))
+        return _needed(measure(smaller, cluster.world_size), cluster) > cluster.gpu_memory
+
+    try:
+        return bisect_left(range(1, size), True, key=is_too_large)
+    except UsageError:
+        return None
 
 
 def _communication(config: Config, cluster: Cluster, every: int, trained: int) -> float:
@@ -299,9 +279,9 @@ def _communication(config: Config, cluster: Cluster, every: int, trained: int) -
     rate = min(cluster.link, cluster.network) if shards > cluster.gpus else cluster.link
     if parallel.mode != "fsdp":
         return part * 8 * trained / (1 if parallel.compress == "none" else 2) / rate
-    number = 4 if compute_dtype(parallel.precision) is None or parallel.wrap == "none" else 2
+    size = 4 if compute_dtype(parallel.precision) is None or parallel.wrap == "none" else 2
     passes = 2 if parallel.shard == "full" and parallel.wrap != "none" else 1
-    gathered = passes * config.micro_batches(ranks)[1] * number * every
+    gathered = passes * config.micro_batches(ranks)[1] * size * every
     reduced = 4 * trained / (2 if parallel.reduce == "bf16" else 1)
     # Replicas: all ranks of a node send at once.
     between = cluster.network / cluster.gpus if cluster.nodes > 1 else cluster.link
@@ -318,7 +298,7 @@ def _stored_images(config: Config, world_size: int) -> dict[str, Any]:
         table, rows = source.dataset.table, source.view.rows
         chosen = slice(None) if rows is None else rows
         read += int(sum(one[chosen].sum(dtype=np.int64) for one in (table.jpg_bytes, table.masks_bytes)))
-        shards += int(np.unique(table.shard[chosen]).size)
+        shards += len(np.unique(table.shard[chosen]))
         sizes.append(source.dataset.manifest.get("options", {}).get("image_size"))
     return {
         "source": f"{data.mix or data.root}{f', view {data.view}' if data.view else ''}",
@@ -332,46 +312,40 @@ def _stored_images(config: Config, world_size: int) -> dict[str, Any]:
 
 def dry_run(config: Config, rank_info: RankInfo) -> None:
     """Open the data and the initial weights of a run, and print its estimates on rank 0."""
-    ranks, parallel, side = rank_info.world_size, config.parallel, config.image_size
-    feed = Feed(config.data, side, rank_info, config.folder, config.seed)
+    ranks, side, data = rank_info.world_size, config.image_size, config.data
+    feed = Feed(data, side, rank_info, config.folder, config.seed)
     config = with_steps(config, feed.images)
     held_out_feed(config, rank_info, feed.stream)
     stop()  # a model may exchange values in its forward pass, and rank 0 goes on alone
     module = _model(config, config.micro_batches(ranks)[0])
     if rank_info.rank > 0:
         return
-    model, data, steps = declared(module), config.data, config.optim.steps
-    work = data.global_batch, data.global_batch * data.masks
+    model, steps, parallel = declared(module), config.optim.steps, config.parallel
     if (weights := initial_weights(config)) is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             load_weights(model, weights, config.scratch)
+    work = data.global_batch, data.global_batch * data.masks
     ideal = peak_seconds(model, *work, parallel.precision, rank_info)
-    peak = "no estimate of the time: the peak of this device is not known"
-    peak = peak if ideal is None else f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
-    epochs = rounded(steps * data.global_batch / feed.images)
-    rows = (
-        ("ranks", f"{ranks} x {rank_info.device.type}, mode {parallel.mode}, precision {parallel.precision}"),
-        ("batch", config.step_images(ranks)),
-        ("run", f"{counted(steps, 'step')} = {epochs} epochs of {counted(feed.images, 'image')}"),
-        ("model", f"{numbers(module) / 1e6:.1f} M parameters at {side} x {side}"),
-        ("step", f"{rounded(model.flops(*work) / 1e12)} TFLOP for up to {data.masks} masks an image; {peak}"),
-    )
-    for name, text in rows:
-        print(f"{name:<14}{text}")
-    print(lr_line(config.optim, data.global_batch))
+    time = "no estimate of the time: the peak of this device is not known"
+    if ideal is not None:
+        time = f"{ideal:.2f} s at the GPUs' peak, of which 40 % is good"
     try:
-        memory = measure(config, ranks)
+        found = asdict(memory := measure(config, ranks))
+        sizes = {name: rounded(size / 1e9) for name, size in found.items()}
+        offloaded = sizes.pop("offloaded")
+        parts = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        text = f"{rounded(memory.peak / 1e9)} GB a rank for tensors, measured without values: {parts}"
+        text += f" ({offloaded} GB of them in host memory)" if memory.offloaded else ""
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         # The shapes of a model may depend on values, which fake tensors lack.
         text = f"not measured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    else:
-        parts = [
-            f"{name} {rounded(size / 1e9)}" for name, size in asdict(memory).items() if name != "offloaded"
-        ]
-        host = f" ({rounded(memory.offloaded / 1e9)} GB of them in host memory)" if memory.offloaded else ""
-        text = (
-            f"{rounded(memory.peak / 1e9)} GB a rank for tensors, measured without values: {', '.join(parts)}"
-        )
-        text += host
-    print(f"peak memory   {text}")
+    epochs = f"{rounded(steps * data.global_batch / feed.images)} epochs of {counted(feed.images, 'image')}"
+    print(f"""\
+ranks         {ranks} x {rank_info.device.type}, mode {parallel.mode}, precision {parallel.precision}
+batch         {config.step_images(ranks)}
+run           {counted(steps, "step")} = {epochs}
+model         {numbers(module) / 1e6:.1f} M parameters at {side} x {side}
+step          {rounded(model.flops(*work) / 1e12)} TFLOP for up to {data.masks} masks an image; {time}
+{lr_line(config.optim, data.global_batch)}
+peak memory   {text}""")

@@ -4,11 +4,8 @@ Example: sa1b plan downloads --out shards --workers 4
          sa1b plan --links links.txt --out s3://BUCKET/shards --nodes 8 --cpus 32 --workers 32 --rate 500
          sa1b plan --links links.txt --image-size 1024 --json
 
-`sa1b plan train` is another command: what a training run takes on a cluster. For a folder of sources with
-this name, write ./train.
-
-Writes no file. Exit code 0: printed; 1: printed, and a link does not work or the disk is too small; 2:
-nothing was printed; 130: interrupted.
+Writes no file. For a folder of sources that is named "train", write ./train. Exit code 0: printed; 1:
+printed, and a link does not work or the disk is too small; 2: nothing was printed; 130: interrupted.
 """
 
 import json
@@ -57,25 +54,21 @@ def main(
 ) -> int:
     """Print the bytes, disk space and hours that a conversion will take, and the links that do not work.
 
-    Space is estimated as `sa1b reshard` estimates it before it starts. The smaller of two rates determines
-    the time: that of reading (--rate), and that of the processors of all nodes. The second one was measured
-    on an Intel Xeon: 146 MB/s of source for each processor, at most 197 MB/s for each worker, and a fifth of
-    both with --image-size.
+    The smaller of two rates determines the time: that of reading (--rate), and that of the processors of all
+    nodes, by measurement on an Intel Xeon: 146 MB/s of source for each processor, at most 197 MB/s for each
+    worker, and a fifth of both with --image-size.
 
     Args:
-        source: Tars, folders of extracted pairs, folders that contain these, or URLs of tars, as for
-            `sa1b reshard`.
-        links: Meta's list of links to the tars of SA-1B. The size of each tar is requested, at most four at
-            the same time.
+        source: Tars, folders of extracted pairs, folders that contain these, or URLs of tars.
+        links: Meta's list of links to the tars of SA-1B. The size of each tar is requested.
         out: Dataset directory or URL of the conversion. Sources that are finished there are not counted.
         image_size: Re-encode images so that the longer side has this many pixels. By default images keep
             their original bytes, and the estimate for 1024 is also printed.
-        annotations_only: Store annotations and indexes without images, as `sa1b reshard --annotations-only`.
+        annotations_only: Store annotations and indexes without images.
         nodes: Machines that run the same `sa1b reshard` at the same time.
         cpus: Processors of a machine. By default those of this one, and the output says so.
-        workers: Worker processes of each machine, as for `sa1b reshard`.
-        rate: Rate at which the link or the store delivers the sources to all machines together, in MB per
-            second.
+        workers: Worker processes of each machine.
+        rate: MB per second that the link or the store delivers to all machines together.
         scratch: With a URL as --out: local folder for the shards of a source until they are uploaded; by
             default sa1b-USERID in the system's folder for temporary files.
         ignore: Ignore files and folders whose name, or path below SOURCE, matches this pattern. May be
@@ -105,30 +98,29 @@ def main(
     known = {name: (int(task["size"]), int(task["mtime_ns"])) for name, task in whole.items()}
     with bar(len(remote), "sizes", " links", json_output or not remote) as progress:
         sized, failed = remote_sources(remote, known, progress=progress.update)
-    sources = sorted([*local.values(), *sized], key=lambda one: one.name)
-    left, finished = sources, list[str]()
+    left, finished = sorted([*local.values(), *sized], key=lambda one: one.name), list[str]()
     if store is not None:
         listed = store.listed_size()
-        kept = [one for one in sources if one.name in tasks]
+        kept = [one for one in left if one.name in tasks]
         finished = [one.name for one in kept if is_unchanged(tasks[one.name], one, store, listed)]
-        left = [one for one in sources if one.name not in finished]
+        left = [one for one in left if one.name not in finished]
+
     is_local, total = store is None or store.is_local, sum(one.size for one in left)
-    at_once = workers * nodes if is_local else workers  # sources on the same disk
-    size, own = image_size or 1024, Options(annotations_only=annotations_only)
-    original = needed_space(left, own, at_once)
-    resized = needed_space(left, replace(own, image_size=size, quality=95), at_once)
-    space, free = original if image_size is None else resized, None
-    needed = space.spill + (space.shards if is_local else space.staged)
-    if store is not None:
-        free = shutil.disk_usage(nearest_existing(store.scratch)).free
     of_node = cpus or available_cpus()
-    processors = nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)
-    processors /= 1 if image_size is None else RESIZING
-    rates = {"processor": processors, "reading": None if rate is None else rate * 1e6}
-    hours = total / min(processors, rates["reading"] or processors) / 3600
-    few = free is not None and free < needed
+    at_once = workers * nodes if is_local else workers  # sources on the same disk
+    size, options = image_size or 1024, Options(annotations_only=annotations_only)
+    original = needed_space(left, options, at_once)
+    resized = needed_space(left, replace(options, image_size=size, quality=95), at_once)
+    space = original if image_size is None else resized
+    needed = space.spill + (space.shards if is_local else space.staged)
+    free = None if store is None else shutil.disk_usage(nearest_existing(store.scratch)).free
+    is_small = free is not None and free < needed
+    rates = {"the processors": nodes * min(workers * WORKER_RATE, of_node * PROCESSOR_RATE)}
+    rates["the processors"] /= 1 if image_size is None else RESIZING
+    rates |= {} if rate is None else {"reading": rate * 1e6}
+    hours = total / min(rates.values()) / 3600
     document = {
-        "exit_code": int(bool(failed) or few),
+        "exit_code": int(bool(failed) or is_small),
         "sources": len(local) + len(remote),
         "finished": finished,
         "failed": failed,
@@ -143,31 +135,32 @@ def main(
         "needed_bytes": needed,
         "free_bytes": free,
         "cpus": of_node,
-        "bytes_per_second": rates,
+        "bytes_per_second": {"processor": rates["the processors"], "reading": rates.get("reading")},
         "hours": hours,
     }
-    state = [f"{len(left):,} to convert"]
-    state += [] if out is None else [f"{len(finished):,} finished in {store}"]
-    state += [f"{len(failed):,} whose link does not work"] if failed else []
-    other = f"; with --image-size {size} {size_text(resized.shards)}"
+    state = [f"{len(left):,} to convert", f"{len(finished):,} finished in {store}" if out else ""]
+    state += [f"{len(failed):,} whose link does not work" if failed else ""]
+    other = (
+        " without images" if annotations_only else f"; with --image-size {size} {size_text(resized.shards)}"
+    )
     machine = f"{cpus} CPUs" if cpus else f"the {of_node} CPUs of this machine (--cpus: others)"
-    known_rates = {"the processors": processors} | ({} if rate is None else {"reading": rate * 1e6})
-    ordered = sorted(known_rates.items(), key=lambda one: one[1])
-    slower, *faster = (f"{name}: {value / 1e6:,.0f} MB/s" for name, value in ordered)
-    more = f" ({faster[0]})" if faster else "; pass --rate for the time of reading"
+    slower, *faster = sorted(rates, key=lambda name: rates[name])
+    more = "; pass --rate for the time of reading"
+    if faster:
+        more = f" ({faster[0]}: {rates[faster[0]] / 1e6:,.0f} MB/s)"
     rows = {
-        "sources": f"{document['sources']:,}: {', '.join(state)}",
+        "sources": f"{document['sources']:,}: {', '.join(filter(None, state))}",
         "to read": size_text(total),
-        "shards": f"{size_text(original.shards)}{' without images' if annotations_only else other}",
+        "shards": f"{size_text(original.shards)}{other}",
         "spill": f"{size_text(space.spill)} for {counted(at_once, 'worker')}",
         "machines": f"{counted(nodes, 'node')} with {counted(workers, 'worker')} on {machine}",
         "scratch": "" if is_local else f"{size_text(space.staged)} until the shards are uploaded",
         "free": "" if store is None or free is None else f"{size_text(free)} in {store.scratch}",
-        "time": f"{duration_text(3600 * hours)}, limited by {slower}{more}",
+        "time": f"{duration_text(3600 * hours)}, limited by {slower}: {rates[slower] / 1e6:,.0f} MB/s{more}",
     }
-    rows["free"] += f", too little: {size_text(needed)} needed" if few else ""
+    rows["free"] += f", too little: {size_text(needed)} needed" if is_small else ""
     lines = fact_lines([row for row in rows.items() if row[1]])
     if discovered.not_taken:
         lines.append(f"not taken: {counted(len(discovered.not_taken), 'path')}; reshard lists them")
     show(json.dumps(document, indent=1) if json_output else "\n".join([*lines, *failed_lines(failed)]))
-    return int(bool(failed) or few)
+    return int(bool(failed) or is_small)

@@ -49,8 +49,8 @@ def main(
 ) -> int:
     """Print the hours, dollars, memory and reads of a training run on a cluster, without access to it.
 
-    Activations are measured: a micro-batch runs on tensors without contents, in 5 to 20 s. Time rests on
-    assumptions, which are printed with the flags that change them, or on a measured rate.
+    Activations are measured on tensors without contents, in 5 to 20 s. Time rests on assumptions, which are
+    printed with the flags that change them, or on a measured rate.
 
     Args:
         arguments: The arguments of `sa1b train`.
@@ -61,19 +61,17 @@ def main(
         price: Price of a GPU hour.
         images_per_second: Measured rate of one GPU, in place of --mfu: `images_per_s` in the metrics.jsonl
             of a run, divided by its GPUs.
-        mfu: Part of the GPUs' peak that a step reaches without communication and recomputation. The default
-            is assumed; a run writes its own as `mfu` to metrics.jsonl.
-        tflops: Peak of a GPU in 10^12 operations per second at --parallel.precision, without sparsity. By
-            default the value of the data sheet, as for its memory and the rate between GPUs of a node.
-        gpu_memory: Memory of a GPU in 10^9 bytes.
-        network_gbit: Rate between nodes, of all network cards of a node together, in one direction.
+        mfu: Part of the GPUs' peak that a step reaches without communication, assumed by default; a run
+            writes its own to metrics.jsonl.
+        tflops: Peak of a GPU in 10^12 operations per second at --parallel.precision, by default that of the
+            data sheet, without sparsity.
+        gpu_memory: Memory of a GPU in 10^9 bytes, by default that of the data sheet.
+        network_gbit: Rate of a node to others, of all its network cards together, in one direction.
         storage_rate: Rate at which all nodes together can read the storage. By default it is not a limit.
         cpus: CPU cores of a node for decoding. By default 12 for each GPU, as `sa1b slurm train` requests.
-        decode_rate: Images per second that one core reads and decodes. By default the rates measured on one
-            core of an Intel Xeon: 74 in original size, 220 at 1024 pixels; `sa1b bench` measures this
-            machine.
-        reserved: GPU memory that tensors cannot use: CUDA context, workspaces of cuBLAS, buffers of NCCL. The
-            allocator adds 5 % by rounding and gaps.
+        decode_rate: Images per second that one core reads and decodes; `sa1b bench` measures this machine.
+            By default 74 in original size, 220 at 1024 pixels, as on an Intel Xeon.
+        reserved: GPU memory that tensors cannot use: CUDA context, workspaces of cuBLAS, buffers of NCCL.
         json_output: Print the estimates as JSON, in SI units.
     """
     if gpu is None and (tflops is None or gpu_memory is None):
@@ -104,63 +102,54 @@ def main(
 
 def table(found: dict[str, Any], config: Any) -> str:
     """The estimates as text."""
-    cluster, data, ranks, steps = found["cluster"], found["data"], found["ranks"], found["steps"]
-    times, memory, kind, saved = (
-        found["seconds"],
-        found["memory_bytes"],
-        data["kind"],
-        found["checkpoint_bytes"],
-    )
-    nodes, step, kept = cluster["nodes"], found["seconds_per_step"], found["checkpoints_kept"]
-    each, how = data["bytes"] / data["images"], config.parallel
+    cluster, data, times = found["cluster"], found["data"], found["seconds"]
+    memory, step, kept = found["memory_bytes"], found["seconds_per_step"], found["checkpoints_kept"]
+    ranks, each, kind = counted(found["ranks"], "rank"), data["bytes"] / data["images"], data["kind"]
     read, busy = found["global_batch"] * each / step, times["decoding"] / step * cluster["cpus"]
-    price = "" if found["dollars"] is None else f", {rounded(found['dollars'])} dollars"
-    rows = [
-        ("cluster", f"{counted(nodes, 'node')} x {cluster['gpus']} {cluster['gpu']} = "
-                    f"{counted(ranks, 'rank')}, mode {how.mode}, precision {how.precision}"),
-        ("model", f"{found['parameters'] / 1e6:,.1f} M parameters"),
-        ("data", f"{counted(data['images'], 'image')} of {data['source']}"),
-        ("", f"{size_text(data['bytes'], 2)} in {counted(data['files'], kind)}, {size_text(each)} an image"),
-        ("each rank", f"{found['images_per_rank']:,.0f} images an epoch, the number in "
-                      f"{found['files_per_rank']:,.1f} {kind}s; it reads from all {kind}s"),
-        ("batch", f"{counted(found['global_batch'], 'image')} = {counted(ranks, 'rank')} x "
-                  f"{counted(found['micro_batches'], 'micro-batch', 'es')} of up to {found['micro_batch']}"),
-        ("run", f"{counted(steps, 'step')} = {rounded(found['epochs'])} epochs of "
-                f"{counted(found['steps_per_epoch'], 'step')}"),
-        ("step", f"{_seconds(step)}, limited by: {found['limited_by']}"),
-        ("", f"{rounded(found['flops_per_step'] / 1e12)} TFLOP for up to {config.data.masks} masks an image: "
-             f"{_seconds(times['compute'])}"),
-        ("", f"{_seconds(times['communication'])} of communication, of which "
-             f"{_seconds(times['exposed_communication'])} is not hidden"),
-        ("", f"{_seconds(times['decoding'])} of decoding; {busy:,.1f} of {counted(cluster['cpus'], 'core')} "
-             "of each node are busy"),
-        ("time", f"{duration_text(3600 * found['hours'] / found['epochs'])} an epoch, "
-                 f"{duration_text(3600 * found['hours'])} the run"),
-        ("cost", f"{rounded(found['gpu_hours'])} GPU hours{price}"),
-        ("reads", f"{size_text(read, 2)}/s of all nodes, {size_text(read / nodes, 2)}/s of each"),
-        ("checkpoints", f"{found['checkpoints_written']:,} of {size_text(saved, 2)}; at most {kept} are "
-                        f"kept, and one is being written: {size_text((kept + 1) * saved, 2)}"),
-        ("memory", f"{size_text(memory['peak'], 2)} of tensors on each rank:"),
-        *(("", f"{name:<14}{size_text(size, 2):>10}") for name, size in memory.items()
-          if size and name not in ("peak", "needed")),
-        ("", f"{size_text(memory['needed'], 2)} of {size_text(cluster['gpu_memory'], 2)} with allocator and "
-             f"reserve: {'fits' if found['fits'] else 'does not fit'}"),
-    ]  # fmt: skip
-    if not found["fits"]:
-        size = found["largest_micro_batch"]
-        first = f"--data.micro-batch {size} (the largest that fits), " if size else ""
-        none = "no micro-batch fits; " if size == 0 else ""
-        rows.append(("", f"{none}pass {first}--model.checkpoint-blocks all, --parallel.mode fsdp, "
-                         "--parallel.precision bf16, or use a larger GPU"))  # fmt: skip
+    count, hours = counted(found["micro_batches"], "micro-batch", "es"), found["hours"]
     storage = "no limit" if cluster["storage"] is None else f"{cluster['storage'] / 1e9:g}"
-    text = "--mfu {mfu:.3g}, --tflops {flops:,.0f}, --network-gbit {network:,.0f}, --storage-rate {storage}, "
-    text += (
-        "--cpus {cpus}, --decode-rate {decode_rate:g}, --gpu-memory {gpu_memory:g}, --reserved {reserved:g}"
-    )
-    units = {"flops": 1e12, "network": 1e9 / 8, "gpu_memory": 1e9, "reserved": 1e9}
-    given = cluster | {name: cluster[name] / unit for name, unit in units.items()} | {"storage": storage}
-    rows.append(("assumed", text.format(**given)))
-    return "\n".join(f"{name:<14}{text}" for name, text in rows)
+    parts = {name: size for name, size in memory.items() if size and name not in ("peak", "needed")}
+    largest = found["largest_micro_batch"]
+    first = f"--data.micro-batch {largest} (the largest that fits), " if largest else ""
+    advice = f"""
+              {"no micro-batch fits; " if largest == 0 else ""}pass {first}--model.checkpoint-blocks all, \
+--parallel.mode fsdp, --parallel.precision bf16, or use a larger GPU"""
+    return f"""\
+cluster       {counted(cluster["nodes"], "node")} x {cluster["gpus"]} {cluster["gpu"]} = {ranks}, \
+mode {config.parallel.mode}, precision {config.parallel.precision}
+model         {found["parameters"] / 1e6:,.1f} M parameters
+data          {counted(data["images"], "image")} of {data["source"]}
+              {_size(data["bytes"])} in {counted(data["files"], kind)}, {size_text(each)} an image
+each rank     {found["images_per_rank"]:,.0f} images an epoch, the number in \
+{found["files_per_rank"]:,.1f} {kind}s; it reads from all {kind}s
+batch         {counted(found["global_batch"], "image")} = {ranks} x {count} of up to {found["micro_batch"]}
+run           {counted(found["steps"], "step")} = {rounded(found["epochs"])} epochs of \
+{counted(found["steps_per_epoch"], "step")}
+step          {_seconds(step)}, limited by: {found["limited_by"]}
+              {rounded(found["flops_per_step"] / 1e12)} TFLOP for up to {config.data.masks} masks an image: \
+{_seconds(times["compute"])}
+              {_seconds(times["communication"])} of communication, of which \
+{_seconds(times["exposed_communication"])} is not hidden
+              {_seconds(times["decoding"])} of decoding; {busy:,.1f} of {counted(cluster["cpus"], "core")} \
+of each node are busy
+time          {duration_text(3600 * hours / found["epochs"])} an epoch, {duration_text(3600 * hours)} the run
+cost          {rounded(found["gpu_hours"])} GPU hours\
+{"" if found["dollars"] is None else f", {rounded(found['dollars'])} dollars"}
+reads         {_size(read)}/s of all nodes, {_size(read / cluster["nodes"])}/s of each
+checkpoints   {found["checkpoints_written"]:,} of {_size(found["checkpoint_bytes"])}; at most {kept} are \
+kept, and one is being written: {_size((kept + 1) * found["checkpoint_bytes"])}
+memory        {_size(memory["peak"])} of tensors on each rank:
+{"".join(f"{'':14}{name:<14}{_size(size):>10}{chr(10)}" for name, size in parts.items())}\
+              {_size(memory["needed"])} of {_size(cluster["gpu_memory"])} with allocator and reserve: \
+{"fits" if found["fits"] else f"does not fit{advice}"}
+assumed       --mfu {cluster["mfu"]:.3g}, --tflops {cluster["flops"] / 1e12:,.0f}, \
+--network-gbit {cluster["network"] * 8 / 1e9:,.0f}, --storage-rate {storage}, --cpus {cluster["cpus"]}, \
+--decode-rate {cluster["decode_rate"]:g}, --gpu-memory {cluster["gpu_memory"] / 1e9:g}, \
+--reserved {cluster["reserved"] / 1e9:g}"""
+
+
+def _size(count: float) -> str:
+    return size_text(count, 2)
 
 
 def _seconds(seconds: float) -> str:
