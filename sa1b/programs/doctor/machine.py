@@ -131,23 +131,20 @@ def gpu_state(process: RankProcess) -> Findings:
     rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines())]
     if chosen := tuple(one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one):
         rows = [row for row in rows if row[0] in chosen or row[1].startswith(chosen)]
-    is_good = True
+    found = []
     for index, uuid, name, errors, used, slowdown in rows:
-        problems: list[tuple[State, str, str]] = []
-        if errors.strip("0").isdecimal():
-            what = f"{errors} uncorrected memory errors"
-            problems.append(("failed", what, "Reset or replace this GPU; drain the node"))
-        if slowdown == "Active":
-            remedy = "Look at temperature, fans and power: nvidia-smi -q -d PERFORMANCE"
-            problems.append(("warning", "slowed down by hardware", remedy))
-        if used.isdecimal() and int(used) > 2048:  # MiB; the contexts of the ranks take less
-            remedy = "End the other processes that `nvidia-smi` lists"
-            problems.append(("warning", f"{used} MiB are in use", remedy))
-        for state, what, remedy in problems:
-            is_good = False
-            yield Finding(state, f"GPU {index} ({name}, {uuid}): {what}", remedy)
-    if is_good:
-        yield Finding("ok", f"{counted(len(rows), 'GPU')}, no errors, no other users")
+        problems: tuple[tuple[bool, State, str, str], ...] = (
+            (errors.strip("0").isdecimal(), "failed", f"{errors} uncorrected memory errors",
+             "Reset or replace this GPU; drain the node"),
+            (slowdown == "Active", "warning", "slowed down by hardware",
+             "Look at temperature, fans and power: nvidia-smi -q -d PERFORMANCE"),
+            # The contexts of the ranks take less.
+            (used.isdecimal() and int(used) > 2048, "warning", f"{used} MiB are in use",
+             "End the other processes that `nvidia-smi` lists"),
+        )  # fmt: skip
+        of_gpu = f"GPU {index} ({name}, {uuid})"
+        found += [Finding(state, f"{of_gpu}: {what}", way) for is_so, state, what, way in problems if is_so]
+    yield from found or [Finding("ok", f"{counted(len(rows), 'GPU')}, no errors, no other users")]
 
 
 # Variables that ruin a run: the value that does (empty: all), why, and the remedy if it is not to unset them.
