@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 import sa1b
 from sa1b.engine.config import parse
-from sa1b.engine.planner import measure
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.errors import Sa1bError, UsageError
@@ -177,13 +175,3 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             read(config_of(*flags))
     read(config_of())
-
-
-@pytest.mark.parametrize("mode", ["none", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_the_memory_of_a_step_is_known_in_advance(mode: str) -> None:
-    flags = [*GROUNDING_FLAGS, "--data.root", "none", "--data.text", "none.parquet", "--parallel.mode", mode]
-    config = parse(flags, None, PRESETS)
-    small, large = (measure(replace(config, data=replace(config.data, masks=masks)), 1) for masks in (2, 8))
-    assert small.parameters == large.parameters > 0
-    assert small.activations < large.activations
-    assert small.batches < large.batches
