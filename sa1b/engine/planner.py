@@ -10,7 +10,6 @@ kernels and compiled code usually store less, and workspaces and gaps come on to
 
 import warnings
 import weakref
-from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -244,7 +243,7 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
         "checkpoint_bytes_written": written * saved,
         "memory_bytes": {**asdict(memory), "peak": memory.peak, "needed": needed},
         "fits": fits,
-        "largest_micro_batch": None if fits or size == 1 else _fitting(config, cluster, size),
+        "largest_micro_batch": None if fits or size == 1 else _fitting(config, cluster, memory, size),
         "gpu_hours": hours * ranks,
         "dollars": None if cluster.price is None else hours * ranks * cluster.price,
     }
@@ -254,17 +253,19 @@ def _needed(memory: StepMemory, cluster: Cluster) -> float:
     return memory.peak * (1 + cluster.fragmentation) + cluster.reserved
 
 
-def _fitting(config: Config, cluster: Cluster, size: int) -> int | None:
-    """The largest micro-batch below `size` that fits; None: the model trains with one micro-batch only."""
-
-    def is_too_large(images: int) -> bool:
+def _fitting(config: Config, cluster: Cluster, memory: StepMemory, size: int) -> int | None:
+    """The largest micro-batch that fits; None: the model trains with one micro-batch only."""
+    # Batches and activations are proportional to it; several micro-batches also need memory for gradients.
+    each = (memory.activations + memory.batches) / size * (1 + cluster.fragmentation)
+    fitting = min(size - 1, max(0, int(size - (_needed(memory, cluster) - cluster.gpu_memory) / each)))
+    for images in range(fitting, 0, -1):
         smaller = replace(config, data=replace(config.data, micro_batch=images))
-        return _needed(measure(smaller, cluster.world_size), cluster) > cluster.gpu_memory
-
-    try:
-        return bisect_left(range(1, size), True, key=is_too_large)
-    except UsageError:
-        return None
+        try:
+            if _needed(measure(smaller, cluster.world_size), cluster) <= cluster.gpu_memory:
+                return images
+        except UsageError:
+            return None
+    return 0
 
 
 def _communication(config: Config, cluster: Cluster, every: int, trained: int) -> float:
