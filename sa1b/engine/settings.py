@@ -14,8 +14,7 @@ from sa1b.console import command
 from sa1b.engine.precision import Precision
 from sa1b.errors import UsageError
 from sa1b.stream.sample import Strategy
-from sa1b.stream.text import Key, Text
-from sa1b.stream.tokenizer import BYTES
+from sa1b.stream.text import BYTES, Key, Text
 
 
 def with_flags(error: ValueError) -> UsageError:

@@ -18,8 +18,7 @@ from sa1b.masks.grid import framed_size
 from sa1b.masks.raster import rasterize_frame
 from sa1b.masks.runs import Runs
 from sa1b.sam.prediction import at_source, framed, rgb_pixels
-from sa1b.stream.text import texts_of
-from sa1b.stream.tokenizer import open_tokenizer
+from sa1b.stream.text import open_tokenizer, texts_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ from sa1b.sam.model import ModelConfig
 from sa1b.sam.published import config_of, read_tensors
 from sa1b.sam.recipe import encoder_flops, is_frozen
 from sa1b.stream.batch import Batch
-from sa1b.stream.tokenizer import BYTES
+from sa1b.stream.text import BYTES
 
 PIXEL_FEATURES = 32  # numbers of each pixel of the predicted masks
 SIMILARITY_GAIN, BACKGROUND = 10.0, -3.0  # initial factor of the similarities, and logit of background

@@ -23,7 +23,7 @@ from sa1b.sam.low_rank import merged
 from sa1b.sam.model import PRESETS, ModelConfig, Sam
 from sa1b.sam.published import WeightsError, config_of, read_weights, weights_digest
 from sa1b.storage.protocols import protocol_of
-from sa1b.stream.tokenizer import open_tokenizer
+from sa1b.stream.text import open_tokenizer
 
 
 def find_weights(source: str | PathLike[str], scratch: Path | None = None) -> tuple[str, dict[str, Tensor]]:

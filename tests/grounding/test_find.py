@@ -10,8 +10,7 @@ import torch
 import sa1b
 from sa1b.grounding.alignment import Phrased
 from sa1b.masks import Runs
-from sa1b.stream.text import texts_of
-from sa1b.stream.tokenizer import open_tokenizer
+from sa1b.stream.text import open_tokenizer, texts_of
 from tests.grounding.small import DENSE, SIDE, SIZE, build
 
 PHRASES = ["a", "bc", "a much longer phrase"]

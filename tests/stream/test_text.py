@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 import sa1b
 from sa1b.errors import UsageError
 from sa1b.stream.columns import ColumnError
-from sa1b.stream.text import Texts
-from sa1b.stream.tokenizer import open_tokenizer
+from sa1b.stream.text import Texts, open_tokenizer
 from tests.stream.recorded import FIRST_ID, make_root
 
 IMAGES = 12

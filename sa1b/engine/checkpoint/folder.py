@@ -11,6 +11,8 @@ go to rank 0, where `finish` runs if all ranks have succeeded. Until then the fo
 """
 
 import contextlib
+import hashlib
+import io
 import json
 import logging
 import os
@@ -157,6 +159,19 @@ def read_state(folder: Path) -> dict[str, Any]:
     raise CheckpointError(f"{folder / STATE}: not the state of this step; use an older checkpoint")
 
 
+class _HashedFile(io.FileIO):
+    """A file with the digest of what it was given, which reading it again may not return."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.sha256.update(memoryview(data).cast("B")[:count])
+        return count
+
+
 class _DurableFiles(FileSystem):
     """Files on a disk; `digests` are those of the files that were written, by name."""
 
@@ -166,10 +181,11 @@ class _DurableFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with naming_path(file := Path(path)):
-            with file.open(mode) as stream:
+            raw = _HashedFile(file, "wb")
+            with io.BufferedWriter(raw, 1 << 20) as stream:
                 yield stream
             flush(file)  # torch calls fsync on .metadata before its buffer is flushed
-            self.digests[file.name] = sha256_of(file)
+        self.digests[file.name] = raw.sha256.hexdigest()
 
 
 class _Written(list[Any]):
