@@ -18,6 +18,7 @@ from sa1b.recipes.scorer import ClickScorer
 from sa1b.recipes.weights import (
     EmbeddingsConfig,
     TeacherConfig,
+    check_memory,
     grounding_of,
     open_teacher,
     teacher_digest,
@@ -86,6 +87,7 @@ class SamConfig(OfSam):
 
     def build(self) -> Interactive:
         """The model together with the simulated user of interactive training."""
+        check_memory(self.model)
         cache, limit = self.embeddings.cache, self.embeddings.cache_bytes
         if cache is None or limit is None or self.evaluate_only:
             return Interactive(Sam(self.model), self.recipe)
@@ -123,6 +125,7 @@ class DistillConfig(OfSam):
 
     def build(self) -> Distillation:
         """Student and teacher."""
+        check_memory(self.model)
         student = Sam(self.model)  # first, so that its initial weights do not depend on the teacher's sizes
         teacher = open_teacher(self.distill.teacher, self.model, self.scratch)
         cache, limit, digest = self.distill.cache, self.distill.cache_bytes, self.distill.digest
@@ -166,6 +169,7 @@ class GroundingConfig(OfSam):
 
     def build(self) -> Grounding:
         """The model. In a process group, its capacity is that of the group's micro-batches."""
+        check_memory(self.model)
         data, world_size = self.data, dist.get_world_size() if dist.is_initialized() else 1
         images = data.global_batch if self.evaluate_only else self.micro_batches(world_size)[0]
         return grounding_of(self.model, self.text, self.recipe, data, images * data.masks)

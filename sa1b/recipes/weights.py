@@ -15,6 +15,7 @@ from torch import Tensor
 from sa1b.arguments import Range, check_arguments, check_cache_flags, check_fields
 from sa1b.console import counted
 from sa1b.engine import weights
+from sa1b.engine.ranks.parallel import available_memory
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.grounding.alignment import GroundingRecipe, TextConfig
 from sa1b.grounding.model import Grounding, is_grounding
@@ -212,6 +213,24 @@ def teacher_digest(source: str, scratch: Path | None) -> str:
             f"--distill.teacher {source}: is the name of a model; to train, pass the file of its weights"
         )
     return weights_digest(_weights(source, scratch))[:16]
+
+
+_LARGE = ("width", "depth", "channels", "image-size")  # sizes that decide how many weights there are
+
+
+def check_memory(model: ModelConfig) -> None:
+    """Refuse a model whose weights do not fit this machine; on the meta device, no weight takes memory."""
+    if torch.get_default_device().type == "meta":
+        return
+    # Attention and MLP of each block, the neck's last convolution and the positions; the rest is small.
+    numbers = model.depth * 12 * model.width**2 + 9 * model.channels**2 + model.side**2 * model.width
+    needed, available = 4 * numbers, available_memory()
+    if needed > available:
+        sizes_of = (f"--model.{name} {getattr(model, name.replace('-', '_'))}" for name in _LARGE)
+        raise UsageError(
+            f"{', '.join(sizes_of)}: the weights take at least {needed:,} bytes, and {available:,.0f} are "
+            "available; pass smaller sizes"
+        )
 
 
 def _is_name(source: str) -> bool:

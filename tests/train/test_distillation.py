@@ -16,7 +16,7 @@ from sa1b.engine.config import parse
 from sa1b.engine.planner import measure
 from sa1b.errors import UsageError
 from sa1b.recipes.presets import PRESETS, DistillConfig
-from sa1b.recipes.weights import open_cache
+from sa1b.sam.embedding_cache import open_cache
 from sa1b.sam.model import PRESETS as MODELS
 from sa1b.sam.model import ModelConfig, Sam
 from sa1b.sam.published import write_weights
