@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from sa1b.console import command, counted
@@ -34,11 +34,11 @@ class LoaderSettings:
     processes: int = 1
 
     @classmethod
-    def of(cls, loader: Loader, **changes: Any) -> Self:
-        """The settings of a loader; `changes` replace some of them."""
+    def of(cls, loader: Loader) -> Self:
+        """The settings of a loader of a training run."""
         stream, datasets = loader.stream, [source.dataset for source in loader.stream.sources()]
         stored = [dataset.manifest["options"].get("image_size") for dataset in datasets]
-        settings = cls(
+        return cls(
             threads=loader.threads,
             cpus=available_cpus(),
             is_local=all(dataset.reader.is_local for dataset in datasets),
@@ -49,7 +49,6 @@ class LoaderSettings:
             decodes_on_gpu=stream.decoder.device.type != "cpu",
             processes=loader.processes,
         )
-        return replace(settings, **changes)
 
 
 def remedy(limit: str, settings: LoaderSettings) -> str:

@@ -67,9 +67,7 @@ class Column:
     def __init__(self, name: str, path: Path, source: str) -> None:
         import pyarrow as pa
 
-        self.name = name
-        self.path = path
-        self.source = source
+        self.name, self.path, self.source = name, path, source
         self.missing = self.looked_up = 0
         with pa.memory_map(str(path)) as file:
             batch = pa.ipc.open_file(file).get_batch(0)
@@ -205,20 +203,20 @@ def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wan
     final = folder / f"{_digest([_VERSION, state])}.arrow"
     if not final.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder, wait=True):
-            if not final.exists():  # no other process has converted it meanwhile
-                for stale in folder.glob("*.partial"):
-                    stale.unlink()
+        with lock(folder, wait=True), contextlib.ExitStack() as ending:
+            if final.exists():  # another process has converted it meanwhile
+                return Column(name, final, source)
+            for stale in folder.glob("*.partial"):
+                stale.unlink()
+            if system is not None:
                 copy = folder / Path(path).name
-                try:
-                    if system is not None:
-                        with naming_path(copy):
-                            system.get_file(path, str(copy))
-                        if system.size(path) not in (None, copy.stat().st_size):
-                            raise ColumnError(f"{source}: the copy is not complete; run the command again")
-                    _convert(path if system is None else str(copy), source, final, wanted)
-                finally:
-                    copy.unlink(missing_ok=True)
+                ending.callback(copy.unlink, missing_ok=True)
+                with naming_path(copy):
+                    system.get_file(path, str(copy))
+                if system.size(path) not in (None, copy.stat().st_size):
+                    raise ColumnError(f"{source}: the copy is not complete; run the command again")
+                path = str(copy)
+            _convert(path, source, final, wanted)
     return Column(name, final, source)
 
 
@@ -300,7 +298,7 @@ def _large(kind: "pa.DataType") -> "pa.DataType":
 def _write(batch: "pa.RecordBatch", path: Path) -> None:
     import pyarrow as pa
 
-    with naming_path(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +25,9 @@ class DamageLimitError(Sa1bError):
 
 
 class Damage(list[dict[str, Any]]):
-    """Takes the place of a damage log where samples are read ahead: arguments of `DamageLog.damaged`."""
+    """Takes the place of a damage log where samples are read ahead: keeps the arguments of `damaged`."""
 
     def damaged(self, **line: Any) -> None:
-        """Keep a line for later."""
         self.append(line)
 
 
@@ -44,9 +44,8 @@ class DamageLog:
     def __init__(self, path: Path, rank: int, start: int | None = 0) -> None:
         self.path, self.rank = path, rank
         self._file = path.absolute()  # the process may change its folder
-        self._start = len(self._bytes()) if start is None else start  # lines before it are not counted
-        self._lock, self._said = ForkLock(), False
-        self._read = 0  # bytes of the file whose lines are known
+        self._start = self._from(0)[1] if start is None else start  # lines before it are not counted
+        self._lock, self._said, self._read = ForkLock(), False, 0  # bytes of the file whose lines are known
         self._known: list[tuple[int, dict[str, object]]] = []  # lines of this rank, and where they begin
         self._unwritten: list[dict[str, object]] = []
 
@@ -110,25 +109,29 @@ class DamageLog:
 
     def entries(self, start: int = 0) -> list[dict[str, object]]:
         """Lines of this rank from byte `start` on, and those that this process could not write."""
-        data = self._bytes()
-        if len(data) < self._read:  # another program has truncated it
+        data, size = self._from(self._read)
+        if size < self._read:  # another program has truncated it
             self._read, self._known = 0, []
-        for raw in data[self._read : data.rfind(b"\n") + 1].splitlines(keepends=True):
+            data, size = self._from(0)
+        for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             if (line := _parsed(raw)) is not None and line.get("rank") == self.rank:
                 self._known.append((self._read, line))
             self._read += len(raw)
-        counted = start if start <= len(data) else 0
+        counted = start if start <= size else 0
         return [line for begin, line in self._known if begin >= counted] + self._unwritten
 
-    def _bytes(self) -> bytes:
-        with suppress(OSError):  # it is not readable
+    def _from(self, start: int) -> tuple[bytes, int]:
+        """The bytes of the file from `start` on, and its size; nothing of what is not readable."""
+        with suppress(OSError):
             if self._file.is_file():  # not a pipe or a terminal
-                return self._file.read_bytes()
-        return b""
+                with self._file.open("rb") as file:
+                    file.seek(start)
+                    return file.read(), file.seek(0, os.SEEK_END)
+        return b"", 0
 
     def _append(self, line: dict[str, object]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        cut = not (b"\n" + self._bytes()).endswith(b"\n")  # by another program or a full disk
+        cut = not (b"\n" + self._from(self._read)[0]).endswith(b"\n")  # by another program or a full disk
         append_line(self._file, "\n" * cut + json.dumps(line))
         if not self._said:
             self._said = True

@@ -185,19 +185,21 @@ class DeviceStage:
         elif self.device.type == "cpu":
             ready = self._rasterise(self._keep(batch, memory, slot), ahead=ahead)
         else:
-            there = self._with_dense(batch).to(self.device, non_blocking=False)
-            ready = lambda: there  # noqa: E731
+            ready = self._move(batch)
         self.stats.add("device", batch.images.nbytes, time.perf_counter() - began)
         return ready
 
-    def _with_dense(self, batch: Batch) -> Batch:
-        return batch if self.dense is None else replace(batch, dense=batch.masks.dense(self.dense))
+    def _move(self, batch: Batch) -> Callable[[], Batch]:
+        dense = None if self.dense is None else batch.masks.dense(self.dense)
+        there = replace(batch, dense=dense).to(self.device, non_blocking=False)
+        return lambda: there
 
     def _copy(self, batch: Batch, slot: int, side: SideStream) -> Callable[[], Batch]:
         with side.current():
             there = side.copy(batch)
             self._copying.append((side.event(), slot))
-            there = self._with_dense(there)
+            if self.dense is not None:
+                there = replace(there, dense=there.masks.dense(self.dense))
             end = side.event()
 
         def ready() -> Batch:

@@ -200,9 +200,7 @@ def _checked_streams(sources: Mapping[str, tuple[Stream, Any]]) -> dict[str, Str
         )
     if len({*map(id, streams.values())}) < len(streams):
         raise BadValue("sources: one is the stream of another source; make a stream for each source")
-    first: dict[
-        str, tuple[str, Any]
-    ] = {}  # what sources have in common -> the first one that has it, and its value
+    first: dict[str, tuple[str, Any]] = {}  # what is in common -> the first source that has it, its value
     for name, stream in streams.items():
         for what, value in _shared(stream).items():
             other, of_other = first.setdefault(what, (name, value))

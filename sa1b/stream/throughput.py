@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +130,9 @@ def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **opt
     busy = {name: after[name]["seconds"] - before[name]["seconds"] for name in STAGES}
     limit = limit_of(storage, rate, busy)
     stored = max(max(simplejpeg.decode_jpeg_header(image.jpeg)[:2]) for image in images)
-    text = remedy(limit, LoaderSettings.of(loader, stored=stored, trains=False))
-    cache = None
-    if after["cache"] is not None:
-        cache = {name: count - before["cache"][name] for name, count in after["cache"].items()}
+    text = remedy(limit, replace(LoaderSettings.of(loader), stored=stored, trains=False))
+    known = before["cache"]
+    cache = known and {name: count - known[name] for name, count in after["cache"].items()}
     on_gpu = stream.decoder.counts if isinstance(stream.decoder, GpuDecoder) else None
     return Throughput(
         root=str(stream.root),
