@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import Process
+from tests.stream.leftovers import wait_for_end
 
 REPOSITORY = Path(__file__).parents[1]
 SECONDS = 60  # until a command that neither changes anything nor ends fails the test
@@ -60,6 +61,7 @@ class Steps:
         """Lose power, except for what the system has in memory."""
         self.send(signal.SIGKILL)
         self.process.wait(SECONDS)
+        wait_for_end(self.process.pid, SECONDS)  # a worker ends later than its parent, and holds its claim until then
 
     def close(self) -> None:
         self._server.close()
