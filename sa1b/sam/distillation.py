@@ -81,14 +81,11 @@ class Distillation(Interactive):
         if evaluate or protocol is not None:
             return super().forward(images, targets, image_keys, evaluate=evaluate, protocol=protocol)
         embeddings = self.model.embed(images, self.kept(image_keys, self.model.config), targets.sizes)
-        return self._learn(embeddings[:, : self.model.config.channels], images, targets.sizes)
-
-    def _learn(self, embeddings: Tensor, images: Tensor, sizes: Tensor) -> dict[str, Tensor]:
         if self.teacher.pixel_mean.device != images.device:
             self.teacher.to(images.device)
-        goal = self._wanted(images, sizes)
-        learned = embeddings.float()
-        inside = _inside(sizes, self.model.config)
+        goal = self._wanted(images, targets.sizes)
+        learned = embeddings[:, : self.model.config.channels].float()
+        inside = _inside(targets.sizes, self.model.config)
         weights = inside / inside.sum(dim=(1, 2), keepdim=True)
         errors = (learned - goal).square().mean(dim=1)
         similarity = functional.cosine_similarity(learned.detach(), goal, dim=1)

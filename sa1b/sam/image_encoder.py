@@ -70,7 +70,12 @@ class ImageEncoder(nn.Module):
         block. Outputs are scaled by 1 / (1 - rate), which keeps the expected value. None, or in evaluation
         mode: all pass through all blocks, unscaled.
         """
-        x = self.through(self.tokens(pixels), range(len(self.blocks)), keep)
+        x = self.tokens(pixels)
+        for index, block in enumerate(self.blocks):
+            gain = None
+            if keep is not None and block.training:
+                gain = keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
+            x = block(x, gain)
         embedding: Tensor = self.neck(x.permute(0, 3, 1, 2))
         return embedding
 
@@ -78,15 +83,6 @@ class ImageEncoder(nn.Module):
         """The input of the first block: [B, S / patch, S / patch, width]."""
         tokens: Tensor = self.patch_embed(pixels) + self.pos_embed
         return tokens
-
-    def through(self, x: Tensor, blocks: range, keep: Tensor | None) -> Tensor:
-        """Tokens before these blocks -> tokens after them; keep: see `forward`."""
-        for index in blocks:
-            block, gain = self.blocks[index], None
-            if keep is not None and block.training:
-                gain = keep[:, index].to(x.dtype) / (1 - self.drop_rates[index])
-            x = block(x, gain)
-        return x
 
 
 class WithImageEncoder(nn.Module):
@@ -103,7 +99,9 @@ class WithImageEncoder(nn.Module):
 
     def layer_of(self, name: str) -> int | None:
         """0 for the image encoder's embeddings, i + 1 for its block i, None after them."""
-        return encoder_layer(name)
+        if name.startswith("image_encoder.blocks."):
+            return int(name.split(".")[2]) + 1
+        return 0 if name.startswith(("image_encoder.patch_embed.", "image_encoder.pos_embed")) else None
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """False for biases and norms, which have one dimension, and for positions; else True."""
@@ -244,16 +242,6 @@ class ChannelNorm(nn.Module):
         """Input of any memory format -> output in channels-last format; `gelu`: GELU follows."""
         x = layer_norm(x.permute(0, 2, 3, 1), self.weight, self.bias, EPSILON, gelu=gelu)
         return x.permute(0, 3, 1, 2)
-
-
-def encoder_layer(name: str) -> int | None:
-    """Layer of a parameter: 0 for the image encoder's embeddings, i + 1 for its block i, else None."""
-    parts = name.split(".")
-    if parts[0] != "image_encoder":
-        return None
-    if parts[1] == "blocks":
-        return int(parts[2]) + 1
-    return 0 if parts[1] in ("patch_embed", "pos_embed") else None
 
 
 HEAD_MULTIPLE = 8  # flash attention needs a head length that is a multiple of 8

@@ -193,7 +193,7 @@ class Graphs:
                 return function(*inputs)
         torch._foreach_copy_(recording.inputs, list(inputs))
         recording.graph.replay()
-        # A pipeline computes several micro-batches before their backward passes.
+        # The next replay, of another micro-batch, writes into the outputs, whose sums are still used.
         return tree_map_only(Tensor, torch.clone, recording.outputs)
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recording:

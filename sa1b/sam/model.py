@@ -229,7 +229,16 @@ class Sam(nn.Module):
         Raises:
             ValueError: shape or dtype of images, keep or sizes is wrong.
         """
-        self.check_images(images, keep, sizes)
+        size = self.config.image_size
+        if images.dtype != torch.uint8 or images.shape[1:] != (3, size, size):
+            raise ValueError(
+                f"images: must be uint8 [B, 3, {size}, {size}], got {images.dtype} {list(images.shape)}; "
+                "pass the same image_size to the model and the stream"
+            )
+        if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth, 2)):
+            raise ValueError(f"keep: must be bool [B, depth, 2], got {keep.dtype} {list(keep.shape)}")
+        if sizes is not None and sizes.shape != (len(images), 2):
+            raise ValueError(f"sizes: must be [B, 2], got {list(sizes.shape)}")
         if len(images) == 0:
             # Encode one blank image and discard it. Kernels need not support empty batches, and every
             # parameter gets a gradient (of zeros), which the ranks with images wait for.
@@ -247,18 +256,6 @@ class Sam(nn.Module):
     def with_features(self, pixels: Tensor, embeddings: Tensor) -> Tensor:
         """The result of `embed`, from normalised pixels and the embeddings of the image encoder."""
         return embeddings if self.similarity is None else self.similarity.with_features(pixels, embeddings)
-
-    def check_images(self, images: Tensor, keep: Tensor | None, sizes: Tensor | None) -> None:
-        size = self.config.image_size
-        if images.dtype != torch.uint8 or images.shape[1:] != (3, size, size):
-            raise ValueError(
-                f"images: must be uint8 [B, 3, {size}, {size}], got {images.dtype} {list(images.shape)}; "
-                "pass the same image_size to the model and the stream"
-            )
-        if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (len(images), self.config.depth, 2)):
-            raise ValueError(f"keep: must be bool [B, depth, 2], got {keep.dtype} {list(keep.shape)}")
-        if sizes is not None and sizes.shape != (len(images), 2):
-            raise ValueError(f"sizes: must be [B, 2], got {list(sizes.shape)}")
 
     def decode(
         self,

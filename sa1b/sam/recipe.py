@@ -152,6 +152,4 @@ def step_flops(
 
 
 def is_frozen(part: nn.Module) -> bool:
-    """Whether no parameter of a part is trained; False if they are on other stages of a pipeline."""
-    trained = [parameter.requires_grad for parameter in part.parameters()]
-    return bool(trained) and not any(trained)
+    return not any(parameter.requires_grad for parameter in part.parameters())
