@@ -14,9 +14,10 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -68,6 +69,7 @@ from sa1b.report import AboveBar
 from sa1b.sam.kernel_proof import prove_for_run
 from sa1b.storage.atomic import json_bytes, write_whole
 from sa1b.storage.open import open_store
+from sa1b.stream.batch import Batch
 from sa1b.stream.bottleneck import BUSY, LoaderSettings
 from sa1b.stream.plan import process_rank
 from sa1b.version import code_digest
@@ -131,13 +133,13 @@ def begin(
     config = settings.agree(config, rank_info, code=code_digest(), data=str(feed.receipt()))
     held_out = held_out_feed(config, rank_info, feed.stream)
     feeds = [one for one in (held_out, feed) if one is not None]
-    phases.reading = lambda: next((what for one in feeds if (what := one.reading())), None)
+    phases.reading = lambda: next((what for one in feeds if (what := one.loader.reading())), None)
 
     # Model, with the weights of the seed or of --init. Its optimizer is made last: FSDP replaces parameters.
     weights = settings.initial_weights(config)
     model = settings.build(config, weights)
     digest = state_digest(stored(model)) if weights is not None and rank_info.rank == 0 else None
-    training = TrainStep(model, config, rank_info, feed.source_names)
+    training = TrainStep(model, config, rank_info, [*feed.sources])
 
     # State.
     if remote is None:
@@ -190,11 +192,14 @@ def train(run: Run) -> None:
     control.poll()
     if run.step not in run.best.evaluations:  # also one that a stop interrupted
         record(run, evaluate_if_due(run))
+    batches: Iterator[Batch] = iter(())  # of the first step
     if not run.ended:
         phases.enter("data")
-        batch = feed.peek()
+        batches = feed.step()
+        batch = next(batches)
         phases.enter("warm up")
         warm_up(module, partial(training.forward_backward, batch, run.step))
+        batches = chain([batch], batches)
     first, buffers = run.step, Buffers(module, shared=config.parallel.broadcast_buffers)
     steps, say = config.logging.profile, run.metrics.say
     profiler = step_profiler(steps, first, config.folder, rank_info, control, say)
@@ -204,7 +209,7 @@ def train(run: Run) -> None:
         set_lr(optimizer, lr := lr_at(config.optim, config.data.global_batch, run.step))
         totals, ids = dict[str, Tensor](), list[Tensor]()
         phases.enter("data", 1)
-        for number, batch in enumerate(feed.step(), 1):
+        for number, batch in enumerate(batches if run.step == first else feed.step(), 1):
             phases.enter("compute", number)
             with micro_batch(module, last=number == feed.micro_batches):
                 sums = training.forward_backward(batch, run.step, number)

@@ -23,21 +23,28 @@ from torch import nn
 from sa1b.arguments import Range, plain_root, plain_words, was_url
 from sa1b.console import counted, usage_errors
 from sa1b.engine.checkpoint import folder as checkpoint_files
-from sa1b.engine.checkpoint.bucket import committed, local_folder
+from sa1b.engine.checkpoint.bucket import local_folder, saved
 from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import Scorer, declared
-from sa1b.engine.ranks import parallel
 from sa1b.engine.ranks.agreement import DisagreementError
+from sa1b.engine.ranks.parallel import check_memory
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import CheckpointConfig, DataConfig, EvaluationConfig, OptimConfig, ParallelConfig
+from sa1b.engine.settings import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    OptimConfig,
+    ParallelConfig,
+    with_flags,
+)
 from sa1b.engine.watch.control import HealthConfig
 from sa1b.engine.watch.metrics import LoggingConfig
 from sa1b.engine.watch.signals import deadline_of
 from sa1b.engine.weights import load_weights
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import DATASET
-from sa1b.storage.open import open_store
 from sa1b.storage.protocols import kind_of, protocol_of
+from sa1b.stream.order import micro_batch_count, whole_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,13 @@ class Config(ABC):
         """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
         UsageError: the global batch does not fit this number of ranks.
         """
-        return parallel.micro_batches(self.data, world_size)
+        data = self.data
+        try:
+            share = whole_share(data.global_batch, world_size, data.block_size)
+        except ValueError as error:
+            raise with_flags(error) from None
+        size = min(data.micro_batch or share, share)
+        return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
 
     def step_images(self, world_size: int) -> str:
         """The images of a step as a product, in one line."""
@@ -151,23 +164,19 @@ def build(config: Config, weights: str | None) -> nn.Module:
     torch.manual_seed(config.seed)  # so that every rank has the same weights
     module = config.build()
     if weights is not None:
-        line = load_weights(declared(module), weights, config.scratch)
-        if int(os.environ.get("RANK", "0")) == 0:
-            # Not to stdout, where --json prints the scores.
-            sys.stderr.write(f"{line}\n")
+        _print([load_weights(declared(module), weights, config.scratch)])
     return module
+
+
+def _print(notes: list[str]) -> None:
+    """Print lines on rank 0; not to stdout, where --json prints the scores."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        sys.stderr.writelines(f"{note}\n" for note in notes)
 
 
 def initial_weights(config: Config) -> str | None:
     """The initial weights of a new run; None if the run resumes, because the file may be missing then."""
-    return None if has_checkpoints(config) else config.init
-
-
-def has_checkpoints(config: Config) -> bool:
-    """Whether the run has a checkpoint, good or damaged."""
-    if config.is_remote:
-        return bool(committed(open_store(config.out, scratch=config.scratch)))
-    return bool(checkpoint_files.steps(config.folder / "checkpoints"))
+    return None if saved(config.out, config.scratch) else config.init
 
 
 def parse(
@@ -197,15 +206,22 @@ def parse(
         preset = on_cpu
         notes.append(f"--preset {preset}: the default without a GPU; pass --preset to train another model")
     default = presets.get(preset, next(iter(presets.values())))
-    optim, shortened = _fitted(default.optim, passed)
-    default, notes = replace(default, optim=optim), notes + shortened
+    optim, steps = default.optim, passed.get("optim.steps", "")
+    # Those that are not passed and do not fit are shortened in proportion to the steps.
+    fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in passed)
+    if "optim.epochs" in passed:  # once the number of images is known, see `with_steps`
+        optim = replace(optim, fitting=fitting)
+    elif steps.isdecimal():
+        with contextlib.suppress(UsageError):  # a passed flag does not fit, and its own message follows
+            optim, shortened = optim.fitted(int(steps), fitting)
+            notes += shortened
+    default = replace(default, optim=optim)
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     if "parallel.mode" not in passed and ranks > 1:
         default = replace(default, parallel=replace(default.parallel, mode="ddp"))
         notes.append("--parallel.mode ddp: the default with several ranks")
-    silent = int(os.environ.get("RANK", "0")) > 0
     with contextlib.ExitStack() as stack:
-        if silent:
+        if int(os.environ.get("RANK", "0")) > 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if root:
@@ -226,9 +242,8 @@ def parse(
     config.check()
     config.parallel.check(ranks)
     images = 1 if config.evaluate_only else config.micro_batches(ranks)[0]
-    parallel.check_memory(config.data, images, config.image_size)
-    if not silent:
-        sys.stderr.writelines(f"{note}\n" for note in notes)
+    check_memory(config.data, images, config.image_size)
+    _print(notes)
     return config
 
 
@@ -240,23 +255,6 @@ def _passed(arguments: Sequence[str]) -> dict[str, str]:
         if name.startswith("--"):
             values[name[2:].replace("_", "-")] = value if equals else following
     return values
-
-
-def _fitted(optim: OptimConfig, flags: Mapping[str, str]) -> tuple[OptimConfig, list[str]]:
-    """The preset's schedule for the passed steps or epochs, and lines that describe what changed.
-
-    Warm-up and cooldown that are not passed and do not fit are shortened in proportion to the steps, with
-    --optim.epochs once the number of images is known.
-    """
-    steps = flags.get("optim.steps", "")
-    fitting = tuple(name for name in ("warmup", "cooldown") if f"optim.{name}" not in flags)
-    if "optim.epochs" in flags:
-        return replace(optim, fitting=fitting), []
-    if not steps.isdecimal() or int(steps) > optim.warmup + optim.cooldown:
-        return optim, []
-    with contextlib.suppress(UsageError):  # a passed flag does not fit, and its own message follows
-        return optim.fitted(int(steps), fitting)
-    return optim, []
 
 
 def program() -> str:
@@ -276,8 +274,7 @@ def with_steps(config: Config, images: int) -> Config:
         optim, notes = replace(optim, fitting=()).fitted(steps, optim.fitting)
     except UsageError as error:
         raise UsageError(f"--optim.epochs {optim.epochs:g}: is {counted(steps, 'step')}; {error}") from None
-    if int(os.environ.get("RANK", "0")) == 0:
-        sys.stderr.writelines(f"{note}\n" for note in notes)
+    _print(notes)
     return replace(config, optim=optim)
 
 

@@ -90,8 +90,7 @@ def evaluate(
     feed.load_state_dict({**feed.state_dict(), "position": 0})
     try:
         # All ranks have the same number of micro-batches, so they poll equally often.
-        batches = (batch for batches in feed.steps() for batch in batches)
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(feed, 1):
             phases.enter(EVALUATION, number)
             if control.poll():
                 return None

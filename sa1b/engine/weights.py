@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from sa1b.engine.checkpoint import bucket, tensors
 from sa1b.engine.checkpoint.checkpoints import newest_good
-from sa1b.engine.checkpoint.folder import CHECKPOINTS, check, folder_name, read_state, step_of, steps
+from sa1b.engine.checkpoint.folder import CHECKPOINTS, checked, folder_name, read_state, step_of, steps
 from sa1b.engine.model import Model
 from sa1b.errors import CheckpointError, Sa1bError, UsageError
 from sa1b.shards.staging import clean_scratch
@@ -43,67 +44,46 @@ def find_weights(
     CheckpointError: the checkpoint is damaged, or the folder has none. Sa1bError or OSError: the file is
     damaged or of another model, or cannot be read.
     """
-    if protocol_of(os.fspath(source)):
-        return _fetched_weights(os.fspath(source).rstrip("/"), read_file, scratch, mean=mean)
-    path = Path(source)
-    if not path.exists():
-        with contextlib.suppress(FileNotFoundError):
-            read_file(path)  # raises another error if it knows who publishes a file of this name
-        raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
-    if not path.is_dir():
-        return str(path), read_file(path)
-    if path.name == CHECKPOINTS and steps(path):
-        raise CheckpointError(f"{path}: the folder of a run's checkpoints; pass {path.parent}")
-    step = step_of(path.name)
-    folder = path / CHECKPOINTS if step is None else path.parent
-
-    def proved(number: int) -> Path:
-        check(folder / folder_name(number))
-        return folder / folder_name(number)
-
-    checkpoint, weights = _read(str(path), steps(folder) if step is None else [step], proved, mean=mean)
-    return str(checkpoint), weights
-
-
-def _fetched_weights(
-    url: str, read_file: Callable[[Path], dict[str, Tensor]], scratch: Path | None, *, mean: bool
-) -> tuple[str, dict[str, Tensor]]:
-    parent, _, last = url.rpartition("/")
-    if last.endswith(FILES):
-        with open_store(parent, scratch=scratch).files(last) as [path]:
+    text = os.fspath(source)
+    with contextlib.ExitStack() as stack:
+        if protocol_of(text):
+            folder, _, last = text.rstrip("/").rpartition("/")
+            if last.endswith(FILES):
+                [path] = stack.enter_context(open_store(folder, scratch=scratch).files(last))
+                if not path.exists():
+                    raise CheckpointError(f"{text}: no such object; pass {KINDS}")
+                return text, read_file(path)
+            step = step_of(last)
+            store = open_store(text if step is None else folder.rpartition("/")[0], scratch=scratch)
+            root, there = store.url(CHECKPOINTS), bucket.committed(store) if step is None else [step]
+            store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
+            copies = temporary_path(store.scratch / "weights")
+            stack.enter_context(clean_scratch(store))
+            stack.callback(shutil.rmtree, copies, ignore_errors=True)
+            proved = partial(bucket.download, store, copies)
+        else:
+            path = Path(source)
             if not path.exists():
-                raise CheckpointError(f"{url}: no such object; pass {KINDS}")
-            return url, read_file(path)
-    step = step_of(last)
-    store = open_store(url if step is None else parent.rpartition("/")[0], scratch=scratch)
-    there = bucket.committed(store) if step is None else [step]
-    store.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = temporary_path(store.scratch / "weights")
-    with clean_scratch(store):
-        try:
-            copy, weights = _read(
-                url, there, lambda number: bucket.download(store, number, folder), mean=mean
-            )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    return store.url(f"{CHECKPOINTS}/{copy.name}"), weights
+                with contextlib.suppress(FileNotFoundError):
+                    read_file(path)  # raises another error if it knows who publishes a file of this name
+                raise CheckpointError(f"{path}: no such file or folder; pass {KINDS}")
+            if not path.is_dir():
+                return str(path), read_file(path)
+            if path.name == CHECKPOINTS and steps(path):
+                raise CheckpointError(f"{path}: the folder of a run's checkpoints; pass {path.parent}")
+            step = step_of(path.name)
+            checkpoints = path / CHECKPOINTS if step is None else path.parent
+            root, there = str(checkpoints), steps(checkpoints) if step is None else [step]
+            proved = partial(checked, checkpoints)
+        if not there:
+            raise CheckpointError(f"{text}: a folder without weights; pass {KINDS}")
 
+        def read(number: int) -> tuple[str, dict[str, Tensor]]:
+            copy = proved(number)
+            read_state(copy)
+            return f"{root}/{copy.name}", tensors.read_weights(copy, mean=mean)
 
-def _read(
-    source: str, there: list[int], proved: Callable[[int], Path], *, mean: bool
-) -> tuple[Path, dict[str, Tensor]]:
-    """Folder and weights of the newest good checkpoint; `proved`: the folder of one with right digests."""
-
-    def read(step: int) -> tuple[Path, dict[str, Tensor]]:
-        folder = proved(step)
-        read_state(folder)
-        return folder, tensors.read_weights(folder, mean=mean)
-
-    if not there:
-        raise CheckpointError(f"{source}: a folder without weights; pass {KINDS}")
-    if step_of(source.rpartition("/")[2]) is not None:
-        return read(there[0])
-    return newest_good(f"{source}/{CHECKPOINTS}", there, read)[0]
+        return read(there[0]) if step is not None else newest_good(root, there, read)[0]
 
 
 def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
@@ -113,12 +93,8 @@ def nearest_checkpoint(source: str, step: int) -> tuple[str, int | None]:
     """
     source = source.rstrip("/")
     number = step_of(source.rpartition("/")[2])
-    if number is not None or source.endswith(FILES):
+    if number is not None or source.endswith(FILES) or not (there := bucket.saved(source)):
         return source, number
-    is_url = bool(protocol_of(source))
-    there = bucket.committed(open_store(source)) if is_url else steps(Path(source, CHECKPOINTS))
-    if not there:
-        return source, None
     nearest = min(there, key=lambda saved: (abs(saved - step), saved))
     return f"{source}/{CHECKPOINTS}/{folder_name(nearest)}", nearest
 

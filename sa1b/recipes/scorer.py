@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sa1b.engine.checkpoint.bucket import saved
 from sa1b.engine.checkpoint.folder import check_files
-from sa1b.engine.config import Config, build, has_checkpoints
+from sa1b.engine.config import Config, build
 from sa1b.engine.evaluation import evaluate, held_out_feed
 from sa1b.engine.ranks.parallel import wrap
 from sa1b.engine.ranks.rank_info import RankInfo
@@ -138,7 +139,7 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
         return
     held_out = held_out_feed(config, rank_info, None)
     assert held_out is not None  # refused by Config.check
-    phases.reading = held_out.reading
+    phases.reading = held_out.loader.reading
     if config.evaluation.show:
         check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
     module = wrap(build(), config.parallel, rank_info)
@@ -172,7 +173,7 @@ def _print(config: "Config", scores: dict[str, float], rank_info: RankInfo) -> N
 
 def scored_model(config: Config) -> nn.Module:
     """The model for --evaluate-only, with the weights of --init or of the run's newest checkpoint."""
-    if config.init is None and not has_checkpoints(config):
+    if config.init is None and not saved(config.out, config.scratch):
         raise UsageError(
             f"--evaluate-only: --out {config.out} has no checkpoint; pass --init WEIGHTS, or the --out of "
             "a run"

@@ -3,9 +3,9 @@
 `sa1b bench` names the limit of a loader, a training run the limit of the rank that waits longest for data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from sa1b.console import command, counted
 from sa1b.stream.loader import Loader
@@ -86,41 +86,3 @@ def remedy(limit: str, settings: LoaderSettings) -> str:
 def limit_of(storage: float, loader: float, busy: Mapping[str, float]) -> str:
     """The stage with the most `busy` seconds, or "storage". The rates are images per second."""
     return "storage" if storage < STORAGE_MARGIN * loader else limiting(busy)[0] or "storage"
-
-
-class LoaderWindow:
-    """The loaders' statistics over windows of steps.
-
-    Each rank sends the busy seconds of its loader's stages with the figures of each step. At the end of a
-    window, the rank with the largest wait is examined, with rank 0's settings: all have the same.
-    """
-
-    def __init__(self, settings: LoaderSettings) -> None:
-        self._settings = settings
-        self._before: dict[str, list[float]] | None = None
-        self._reported: str | None = None
-
-    def start(self, ranks: Mapping[str, Sequence[float]]) -> None:
-        """Begin a window with the busy seconds so far, one of each rank for each name in `BUSY`."""
-        self._before = {name: list(ranks[name]) for name in BUSY}
-
-    def end(
-        self, ranks: Mapping[str, Sequence[float]], waits: Sequence[float]
-    ) -> tuple[dict[str, Any], str | None]:
-        """End a window: its line of metrics.jsonl, and a message if data limit the run, once per incident.
-        `waits` are the shares of each rank's time in which it waited for data.
-        """
-        rank = max(range(len(waits)), key=lambda number: waits[number])
-        before = self._before or {name: [0.0] * len(waits) for name in BUSY}
-        busy = {
-            stage: ranks[name][rank] - before[name][rank] for stage, name in zip(STAGES, BUSY, strict=True)
-        }
-        self.start(ranks)
-        limit, shares = limiting(busy)
-        rounded = {stage: round(share, 3) for stage, share in shares.items()}
-        line = {"rank": rank, "data_wait": round(waits[rank], 4), "limiting": limit, "busy": rounded}
-        known, self._reported = self._reported, limit if waits[rank] > DATA_WAIT else None
-        if limit is None or self._reported in (None, known):
-            return line, None
-        wait = f"data wait {waits[rank] * 100:.0f} %" + (f" on rank {rank}" if len(waits) > 1 else "")
-        return line, f"{wait}: {limit} limits; {remedy(limit, self._settings)}"

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sa1b.stream.bottleneck import BUSY, LoaderSettings, LoaderWindow, remedy
+from sa1b.engine.watch.metrics import Window
+from sa1b.stream.bottleneck import BUSY, LoaderSettings, remedy
 from sa1b.stream.stats import STAGES
 from tests.engine.stream_root import IMAGE_SIZE, feed_of, make_root
 
@@ -19,10 +22,27 @@ def ranks(*busy: dict[str, float]) -> dict[str, list[float]]:
     return {name: [one.get(stage, 1.0) for one in busy] for stage, name in zip(STAGES, BUSY, strict=True)}
 
 
+class Recorded:
+    """Lines and messages of windows of one step of one second."""
+
+    def __init__(self, *first: dict[str, float]) -> None:
+        self.lines: dict[str, dict[str, Any]] = {}
+        self.said: list[str] = []
+        metrics: Any = SimpleNamespace(
+            window=lambda step, kind, line: self.lines.update({kind: line}), say=self.said.append
+        )
+        self.window = Window(["a", "b"][: len(first)], 1, metrics, SETTINGS)
+        self.step([0.0] * len(first), *first)
+
+    def step(self, waits: list[float], *busy: dict[str, float]) -> tuple[dict[str, Any], str | None]:
+        self.said.clear()
+        self.window.add(1, ranks(*busy) | {"data_wait": waits, "forward": waits}, 1.0)
+        return self.lines.get("loader", {}), next(iter(self.said), None)
+
+
 def test_the_stage_is_that_of_the_rank_with_the_largest_wait_in_this_window() -> None:
-    window = LoaderWindow(SETTINGS)
-    window.start(ranks({"read": 900.0}, {"pick": 900.0}))  # before the window
-    line, message = window.end(ranks({"read": 990.0}, {"pick": 901.0, "decode": 4.0}), [0.01, 0.323])
+    window = Recorded({"read": 900.0}, {"pick": 900.0})  # before the window
+    line, message = window.step([0.01, 0.323], {"read": 990.0}, {"pick": 901.0, "decode": 4.0})
     busy = {"read": 0.0, "pick": 0.25, "decode": 0.75, "collate": 0.0, "device": 0.0}
     assert line == {"rank": 1, "data_wait": 0.323, "limiting": "decode", "busy": busy}
     assert message is not None
@@ -33,16 +53,14 @@ def test_the_stage_is_that_of_the_rank_with_the_largest_wait_in_this_window() ->
 
 
 def test_a_limit_is_reported_when_it_begins_and_when_another_stage_limits() -> None:
-    window = LoaderWindow(SETTINGS)
     seconds = dict.fromkeys(STAGES, 0.0)
-    window.start(ranks(seconds))
-    said = []
+    window, said = Recorded(seconds), []
     for stage, wait in (
         *(("read", 0.2), ("read", 0.25), ("read", 0.3), ("decode", 0.25)),
         *(("decode", 0.01), ("decode", 0.21)),
     ):
         seconds[stage] += 1.0
-        line, message = window.end(ranks(seconds), [wait])
+        line, message = window.step([wait], seconds)
         assert line["limiting"] == stage
         said.append(message and message.partition(";")[0])
     assert said == [
@@ -52,9 +70,7 @@ def test_a_limit_is_reported_when_it_begins_and_when_another_stage_limits() -> N
 
 
 def test_a_window_in_which_nothing_was_loaded_names_no_stage() -> None:
-    window = LoaderWindow(SETTINGS)
-    window.start(ranks({}))
-    line, message = window.end(ranks({}), [0.9])
+    line, message = Recorded({}).step([0.9], {})
     assert (line["limiting"], message) == (None, None)
 
 

@@ -134,7 +134,7 @@ def numpy_scores(root: Path, out: Path) -> dict[str, float]:
     ious: list[list[float]] = []
     empty = 0
     feed = feed_for(root, out, place_of())
-    for micro in (prepared(batch, 0) for batches in feed.steps() for batch in batches):
+    for micro in (prepared(batch, 0) for batch in feed):
         truth, answers = drawn(sam, micro)
         valid = micro.batch.positions < HELD_OUT
         for i, image in enumerate(micro.targets.image.tolist()):
@@ -195,7 +195,7 @@ def squares(root: Path, out: Path) -> dict[int, np.ndarray]:
     """The pixels of each held-out image as an evaluation decodes them: uint8 [image_size, image_size, 3]."""
     feed = feed_for(root, out, place_of())
     found = {}
-    for batch in (batch for batches in feed.steps() for batch in batches):
+    for batch in feed:
         images = np.ascontiguousarray(batch.images.permute(0, 2, 3, 1).numpy())
         found |= dict(zip(batch.ids.tolist(), images, strict=True))
     feed.close()
@@ -262,7 +262,7 @@ def test_images_are_computed_alone_because_larger_batches_round_differently(
     root: Path, tmp_path: Path, data: dict[str, int]
 ) -> None:
     feed = feed_for(root, tmp_path, place_of(), **data)
-    assert [len(batch.ids) for batches in feed.steps() for batch in batches] == [1] * HELD_OUT
+    assert [len(batch.ids) for batch in feed] == [1] * HELD_OUT
     feed.close()
 
 

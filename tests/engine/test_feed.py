@@ -138,7 +138,7 @@ def test_masks_with_too_few_pixels_at_the_target_size_are_not_trained_on(root: P
     assert int(pixels.min()) >= 6
     assert len(pixels) > 20
     feed = feed_of(root, tmp_path, order="sequential", masks=100, min_pixels=6)
-    kept = [batch.dense.flatten(1).sum(dim=1) for batches in feed.steps() for batch in batches]
+    kept = [batch.dense.flatten(1).sum(dim=1) for batch in feed]
     feed.close()
     assert int(torch.cat(kept).min()) < 6
 
@@ -154,37 +154,13 @@ def test_a_feed_goes_on_behind_the_last_whole_step(root: Path, tmp_path: Path) -
     feed.close()
 
 
-@pytest.mark.parametrize("micro_batch", [2, 5])
-def test_the_batch_that_is_peeked_at_is_the_first_of_its_step_and_counts_once(
-    root: Path, tmp_path: Path, micro_batch: int
-) -> None:
-    whole = steps_of(root, tmp_path, 3, micro_batch=micro_batch)
-    feed = feed_of(root, tmp_path, micro_batch=micro_batch)
-    list(feed.step())
-    state = feed.state_dict()
-    peeked = feed.peek()
-    assert feed.peek() is peeked
-    assert feed.state_dict() == state
-    second, third = list(feed.step()), list(feed.step())
-    assert second[0] is peeked
-    assert [batch.ids.tolist() for batch in second] == [micro.batch.ids.tolist() for micro in whole[1]]
-    assert [batch.ids.tolist() for batch in third] == [micro.batch.ids.tolist() for micro in whole[2]]
-    assert feed.state_dict()["position"] == 15
-    feed.load_state_dict(state)
-    feed.peek()
-    feed.load_state_dict(state)  # peeking at a batch does not change the state
-    assert [batch.ids.tolist() for batch in feed.step()] == [batch.ids.tolist() for batch in second]
-    feed.close()
-
-
 def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: Path) -> None:
     seen = []
     for rank in range(3):
         feed = feed_of(root, tmp_path, rank, 3, order="sequential", micro_batch=1, global_batch=4)
-        for batches in feed.steps():
-            for micro in map(prepared, batches):
-                counted = set(micro.targets.image[micro.targets.weights > 0].tolist())
-                seen += [int(micro.batch.ids[image]) for image in counted]
+        for micro in map(prepared, feed):
+            counted = set(micro.targets.image[micro.targets.weights > 0].tolist())
+            seen += [int(micro.batch.ids[image]) for image in counted]
         feed.close()
     assert sorted(seen) == sorted(set(seen))
     assert set(seen) <= set(range(FIRST_ID, FIRST_ID + 23))
@@ -193,9 +169,7 @@ def test_a_sequential_feed_has_every_image_once_and_ends(root: Path, tmp_path: P
 
 def test_runs_of_the_training_order_do_not_shorten_a_sequential_feed(root: Path, tmp_path: Path) -> None:
     feed = feed_of(root, tmp_path, order="sequential", block_size=8, global_batch=4, micro_batch=4)
-    assert (
-        sum(len(batch.ids) for batches in feed.steps() for batch in batches) == 24
-    )  # 23 images, the last one twice
+    assert sum(len(batch.ids) for batch in feed) == 24  # 23 images, the last one twice
     feed.close()
 
 

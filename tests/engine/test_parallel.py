@@ -399,8 +399,7 @@ class Normed(torch.nn.Module):
 
 
 def statistics(config: ParallelConfig, rank_info: RankInfo) -> torch.nn.Module:
-    sync, accepted = config.sync_batchnorm, config.broadcast_buffers
-    return shared_statistics(Normed(), rank_info, sync=sync, accepted=accepted)
+    return shared_statistics(Normed(), config, rank_info)
 
 
 SYNCHRONISED = ParallelConfig(mode="ddp", sync_batchnorm=True)

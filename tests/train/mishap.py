@@ -64,7 +64,7 @@ PLACES = {
     "resume": (resume, "restore", -1),
     "warm up": (train, "warm_up", -1),
     "first evaluation": (train, "evaluate", -1),
-    "data": (Feed, "_next", 1),
+    "data": (Feed, "step", 1),
     "compute": (Reconstruction, "forward", 1),
     "sync": (TrainStep, "finish", 1),
     "update": (train, "update_ema", 1),

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
     def read(config: GroundingConfig) -> None:
         feed = Feed(config.data, config.image_size, RankInfo(0, 1, 0, torch.device("cpu")), tmp_path, 0)
         with contextlib.closing(feed):
-            config.build().inputs(feed.peek(), 0)
+            config.build().inputs(next(feed.step()), 0)
 
     for flags, message in (
         (["--data.text-width", "7"], "--data.text-width 7: the column of texts has strings; pass"),

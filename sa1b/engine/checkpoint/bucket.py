@@ -34,6 +34,7 @@ from sa1b.engine.checkpoint.folder import (
     is_own,
     manifest_of,
     step_of,
+    steps,
     wait_for_claim,
 )
 from sa1b.engine.ranks.rank_info import ranks
@@ -44,6 +45,8 @@ from sa1b.storage.atomic import check_free_bytes
 from sa1b.storage.cache import fetch
 from sa1b.storage.claim import Claim, observe
 from sa1b.storage.errors import DamageError, MissingError, ReplacedError, StorageError, UnavailableError
+from sa1b.storage.open import open_store
+from sa1b.storage.protocols import protocol_of
 from sa1b.storage.store import FolderStore, Store
 
 _CLAIM = "run.claim"
@@ -76,7 +79,14 @@ def _name(step: int) -> str:
     return f"{CHECKPOINTS}/{folder_name(step)}"
 
 
-def download(store: Store, step: int, folder: Path) -> Path:
+def saved(run: str, scratch: Path | None = None) -> list[int]:
+    """Steps of the committed checkpoints, good or damaged, of a run in a folder or at a URL, oldest first."""
+    if protocol_of(run):
+        return committed(open_store(run, scratch=scratch))
+    return steps(Path(run, CHECKPOINTS))
+
+
+def download(store: Store, folder: Path, step: int) -> Path:
     """Copy a checkpoint to a folder in `folder`, and verify its digests.
     RetrievalError: the store cannot be reached, or the disk has no space. CheckpointError: it is damaged.
     """
@@ -101,6 +111,10 @@ def download(store: Store, step: int, folder: Path) -> Path:
     return local
 
 
+class _RefusedError(CheckpointError, UsageError):
+    """A URL that cannot be that of a run, on all ranks."""
+
+
 class RemoteRun(Folder):
     """The files of a run in a bucket; all ranks create and close it together.
 
@@ -118,9 +132,8 @@ class RemoteRun(Folder):
         self.remedy = f"free space in {folder} or make {store.root} available"
         self.claim: Claim | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
-        if refused := self.ranks.on_first(self._open):
-            raise UsageError(refused)
         try:
+            self.ranks.on_first(self._open)
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank
@@ -129,8 +142,8 @@ class RemoteRun(Folder):
             self.release()
             raise
 
-    def _open(self) -> str | None:
-        """Take the claim and remove what was not committed; returns why the URL is refused."""
+    def _open(self) -> None:
+        """Take the claim and remove what was not committed."""
         store, url = self.store, self.store.root
         try:
             if store.exists(DATASET):
@@ -142,13 +155,11 @@ class RemoteRun(Folder):
             remove_leftovers(store)
             self.sweep()
         except UsageError as error:
-            self.release()
-            return str(error)
+            raise _RefusedError(str(error)) from None
         except UnavailableError:
             raise
         except (StorageError, ImportError, ValueError) as error:
-            return f"--out {url}: cannot be written: {error}"
-        return None
+            raise _RefusedError(f"--out {url}: cannot be written: {error}") from None
 
     def _holder(self, waited: float) -> str | None:
         """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""
@@ -193,7 +204,7 @@ class RemoteRun(Folder):
     def proved(self, step: int) -> Iterator[Path]:
         folder = self.folder / CHECKPOINTS
         try:
-            self.ranks.on_all(lambda: download(self.store, step, folder) if self.leads else None)
+            self.ranks.on_all(lambda: download(self.store, folder, step) if self.leads else None)
             yield self.path(step)
         finally:
             if self.leads:

@@ -129,20 +129,21 @@ def digests(folder: Path) -> dict[str, str]:
     raise _damaged(folder, [name])
 
 
-def check(folder: Path, ranks: Ranks = ALONE) -> None:
-    """Verify the digests of a checkpoint, each rank a share of its files; CheckpointError names the damaged,
-    missing and surplus ones.
+def checked(root: Path, step: int, ranks: Ranks = ALONE) -> Path:
+    """The folder of a checkpoint in `root`, after each rank has verified the digests of a share of its files;
+    CheckpointError names the damaged, missing and surplus ones.
     """
-    shares = ranks.on_all(lambda: _differing(folder, ranks.rank, ranks.world_size))
-    if differing := set[str]().union(*shares):
-        raise _damaged(folder, sorted(differing))
+    folder = root / folder_name(step)
 
+    def differing() -> set[str]:
+        files = digests(folder)
+        found = files.keys() ^ (_names(folder) - {MANIFEST, OLD_MANIFEST})
+        shared = sorted(files.keys() - found)[ranks.rank :: ranks.world_size]
+        return found | {name for name in shared if sha256_of(folder / name) != files[name]}
 
-def _differing(folder: Path, rank: int, world_size: int) -> set[str]:
-    files = digests(folder)
-    found = files.keys() ^ (_names(folder) - {MANIFEST, OLD_MANIFEST})
-    shared = sorted(files.keys() - found)[rank::world_size]
-    return found | {name for name in shared if sha256_of(folder / name) != files[name]}
+    if names := set[str]().union(*ranks.on_all(differing)):
+        raise _damaged(folder, sorted(names))
+    return folder
 
 
 def _damaged(folder: Path, names: list[str]) -> CheckpointError:
@@ -312,8 +313,7 @@ class Folder:
     @contextlib.contextmanager
     def proved(self, step: int) -> Iterator[Path]:
         """The local folder of a checkpoint whose digests are right; CheckpointError: it is damaged."""
-        check(self.path(step), self.ranks)
-        yield self.path(step)
+        yield checked(self.folder / CHECKPOINTS, step, self.ranks)
 
     def push(self, writer: CommitWriter, names: Iterable[str]) -> None:
         """Make files that this rank has written durable; in a folder they are."""
@@ -333,7 +333,7 @@ class Folder:
 
     def set_aside(self, step: int) -> str:
         """Rename a damaged checkpoint, so that it counts no more; return its new path."""
-        aside = self.path(step).with_name(f"{folder_name(step)}.damaged-{secrets.token_hex(4)}")
+        aside = Path(f"{self.path(step)}.damaged-{secrets.token_hex(4)}")
         commit(self.path(step), aside)
         return str(aside)
 

@@ -39,9 +39,8 @@ from sa1b.engine.model import declared
 from sa1b.engine.precision import compute_dtype
 from sa1b.engine.ranks.agreement import agree_on_weights
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import DataConfig, ParallelConfig, group_size, with_flags
+from sa1b.engine.settings import DataConfig, ParallelConfig, group_size
 from sa1b.errors import UsageError
-from sa1b.stream.order import micro_batch_count, whole_share
 from sa1b.workers import memory_limit
 
 
@@ -53,8 +52,7 @@ def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.M
     """
     agree_on_weights(module, rank_info)
     if config.mode != "none":
-        sync, accepted = config.sync_batchnorm, config.broadcast_buffers
-        module = shared_statistics(module, rank_info, sync=sync, accepted=accepted)
+        module = shared_statistics(module, config, rank_info)
     if config.mode == "fsdp":
         return _fsdp(module, config, rank_info)
     if any(tensor.device != rank_info.device for tensor in (*module.parameters(), *module.buffers())):
@@ -117,16 +115,6 @@ def _fsdp(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.
     whole = MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False)
     shard(module, reshard_after_forward=False, mp_policy=whole)
     return module
-
-
-def micro_batches(data: DataConfig, world_size: int) -> tuple[int, int]:
-    """As `Config.micro_batches`, of the data alone."""
-    try:
-        share = whole_share(data.global_batch, world_size, data.block_size)
-    except ValueError as error:
-        raise with_flags(error) from None
-    size = min(data.micro_batch or share, share)
-    return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
 
 
 def available_memory() -> float:
@@ -194,19 +182,16 @@ def _gather_group(first: Any, last: Any) -> None:
     first.gathered, last.gathered = gather, release
 
 
-def shared_statistics(module: nn.Module, rank_info: RankInfo, *, sync: bool, accepted: bool) -> nn.Module:
-    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks.
-
-    Without this, each rank would normalise with the statistics of its own samples and save them, because
-    buffers are not broadcast. With --parallel.broadcast-buffers (`accepted`) there is no conversion.
-    UsageError: the module has BatchNorm layers, and `sync` is False or the device is not a GPU.
+def shared_statistics(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
+    """Convert the BatchNorm layers of a module, if any, to compute their statistics over all ranks: buffers
+    are not broadcast, and each rank would save those of its own samples. UsageError: no flag allows either.
     """
     norms = nn.modules.batchnorm._BatchNorm
     layers = [name for name, part in module.named_modules() if isinstance(part, norms)]
-    if not layers or rank_info.world_size == 1 or accepted:
+    if not layers or rank_info.world_size == 1 or config.broadcast_buffers:
         return module
     named = f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
-    if not sync:
+    if not config.sync_batchnorm:
         raise UsageError(
             f"{named}: BatchNorm would normalise with other statistics on each of the {rank_info.world_size} "
             "ranks; pass --parallel.sync-batchnorm on GPUs, --parallel.broadcast-buffers to accept this and "

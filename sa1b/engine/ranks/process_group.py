@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -126,8 +126,12 @@ def start(config: ParallelConfig) -> RankInfo:
         if bound is not None:
             _refuse_shared_gpus(store, rank, world_size, bound)
         _created.append(dist.group.WORLD)
-    replicas = replicas_on(world_size, config.replicas)
-    mesh = mesh_of(device, world_size, replicas) if config.mode == "fsdp" else None
+    replicas, mesh = replicas_on(world_size, config.replicas), None
+    if config.mode == "fsdp" and replicas == 1:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    elif config.mode == "fsdp":
+        shape = (replicas, world_size // replicas)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
     if rank == 0:  # not to stdout, where --json prints the scores
         sys.stderr.write(replicas_note(world_size, config.replicas))
@@ -207,11 +211,3 @@ def replicas_note(world_size: int, demanded: int) -> str:
         f"{replicas}, with {counted(world_size // replicas, 'rank')} for each copy of the model, until a "
         f"restart with a multiple of {demanded} ranks, at least {2 * demanded}\n"
     )
-
-
-def mesh_of(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    """The mesh of FSDP's ranks: see `RankInfo.mesh`."""
-    if replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (replicas, world_size // replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -7,7 +7,7 @@ together, and an error on any rank is raised on all ranks.
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +43,7 @@ class RankInfo:
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    value: T | None
-    error: str | None = None
-    kind: type[CheckpointError] = CheckpointError
+_Outcome: TypeAlias = tuple[Any, CheckpointError | None]  # a value, or why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +61,43 @@ class Ranks:
         CheckpointError: it failed on any rank; the message contains the errors of all ranks, and the error
         has the class of one that is a subclass.
         """
-        outcome = _attempt(work)
-        outcomes: list[_Outcome[T]] = [outcome] * self.world_size
+        outcomes = [_attempt(work)] * self.world_size
         if self.group is not None:
-            dist.all_gather_object(outcomes, outcome, group=self.group)
+            dist.all_gather_object(outcomes, outcomes[0], group=self.group)
         return _values(outcomes)
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 and return its result on every rank; CheckpointError: the work failed."""
-        outcomes: list[_Outcome[T] | None] = [_attempt(work) if self.rank == 0 else None]
+        outcomes = [_attempt(work) if self.rank == 0 else (None, None)]
         if self.group is not None:
             dist.broadcast_object_list(outcomes, src=0, group=self.group)
-        return _values([cast(_Outcome[T], outcomes[0])])[0]
+        value: T = _values(outcomes)[0]
+        return value
 
 
 def ranks(limit: float = 1800.0) -> Ranks:
-    """Rank and device of this process in the default process group; collective if a group exists."""
+    """The ranks of the default process group, with a new gloo group; collective if there are several."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(0, 1, None, limit)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit))
     return Ranks(dist.get_rank(), dist.get_world_size(), group, limit)
 
 
-def _attempt(work: Callable[[], T]) -> _Outcome[T]:
+def _attempt(work: Callable[[], object]) -> _Outcome:
     try:
-        return _Outcome(work())
+        return work(), None
     except CheckpointError as error:
-        return _Outcome(None, str(error), type(error))
+        return None, error
     except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
-        return _Outcome(None, _text(error))
+        return None, CheckpointError(_text(error))
 
 
-def _values(outcomes: list[_Outcome[T]]) -> list[T]:
-    # Ranks often fail with the same message.
-    if errors := list(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)):
-        kinds = [outcome.kind for outcome in outcomes if outcome.kind is not CheckpointError]
-        raise (kinds or [CheckpointError])[0]("; ".join(errors))
-    return [cast(T, outcome.value) for outcome in outcomes]
+def _values(outcomes: list[_Outcome]) -> list[Any]:
+    if errors := [error for _, error in outcomes if error is not None]:
+        kinds = [type(error) for error in errors if type(error) is not CheckpointError]
+        # Ranks often fail with the same message.
+        raise (kinds or [CheckpointError])[0]("; ".join(dict.fromkeys(map(str, errors))))
+    return [value for value, _ in outcomes]
 
 
 def _text(error: BaseException) -> str:

@@ -6,8 +6,9 @@ for batch in feed.step():
 state = feed.state_dict()
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,32 +46,22 @@ class Feed:
         order: Literal["shuffle", "sequential"] = "shuffle",
     ) -> None:
         target_size = config.target_size or image_size // 4
-
-        def stream(data: DataConfig, own_seed: int, own_view: str | None) -> Stream:
-            return _stream(
-                data,
-                view=own_view,
-                evaluates=view is not None,
-                global_batch=config.global_batch,
-                micro_batch=config.micro_batch,
-                order=order,
-                epochs=None if order == "shuffle" else 1,  # a training run counts steps, not epochs
-                seed=own_seed,
-                block_size=data.block_size if order == "shuffle" else 1,
-                damage_log=run / "damaged.jsonl",
-                rank=rank_info.rank,
-                world_size=rank_info.world_size,
-                image_size=image_size,
-                flip=data.flip if order == "shuffle" else 0.0,
-                min_pixels=data.min_pixels if order == "shuffle" else 0,
-                min_pixels_size=target_size,
-            )
-
-        self.stream: Stream | Mix
+        shared: dict[str, Any] = {
+            "global_batch": config.global_batch,
+            "micro_batch": config.micro_batch,
+            "order": order,
+            "epochs": None if order == "shuffle" else 1,  # a training run counts steps, not epochs
+            "damage_log": run / "damaged.jsonl",
+            "rank": rank_info.rank,
+            "world_size": rank_info.world_size,
+            "image_size": image_size,
+            "min_pixels_size": target_size,
+        }
         if config.mix is None:
-            self.stream = stream(config, seed, view or config.view)
+            self.stream: Stream | Mix = _stream(config, view or config.view, seed, **shared)
         else:
-            self.stream = _mix(config, seed, view, order, stream)
+            self.stream = _mix(config, view, seed, **shared)
+        self.sources = self.stream.streams if isinstance(self.stream, Mix) else {}  # of a mixture, by name
         # The lines of earlier starts count, too.
         self.stream.damage_log = DamageLog(run / "damaged.jsonl", rank_info.rank)
         if config.decode == "gpu" and rank_info.device.type == "cpu":
@@ -91,12 +82,6 @@ class Feed:
         self.micro_batches = self.stream.plan.count
         self._config, self._history = config, [[0, 0, config.global_batch]]
         self._batches: Generator[Batch, None, None] | None = None
-        self._peeked: tuple[dict[str, Any], Batch] | None = None  # the state before this step
-
-    @property
-    def source_names(self) -> list[str]:
-        """Of the sources of a mixture; else none."""
-        return list(self.stream.streams) if isinstance(self.stream, Mix) else []
 
     @property
     def images(self) -> int:
@@ -105,61 +90,35 @@ class Feed:
 
     def receipt(self) -> dict[str, Any]:
         """What decides the images of all later steps: dataset directories and views, and the state."""
-        mix = {"": self.stream} if isinstance(self.stream, Stream) else self.stream.streams
+        streams = self.sources
+        if isinstance(self.stream, Stream):
+            streams = {str(self.stream.root): self.stream}
         sources = {
-            name or str(stream.root): {
-                "root": str(stream.root),
-                "view": stream.view_name,
-                "images": len(stream.view),
-            }
-            for name, stream in mix.items()
+            name: {"root": str(stream.root), "view": stream.view_name, "images": len(stream.view)}
+            for name, stream in streams.items()
         }
         state = self.state_dict()
         return {"sources": sources, "global_batch": self.stream.plan.global_batch, "stream": state}
 
     def seen(self) -> dict[str, tuple[int, float]]:
         """Of each source of a mixture: its images up to this state, and the epochs that these are."""
-        mix = self.stream
-        if not isinstance(mix, Mix):
+        if not isinstance(self.stream, Mix):
             return {}
-        counts = mix.seen(self.state_dict()["position"])
-        return {name: (count, count / len(mix.streams[name].view)) for name, count in counts.items()}
+        counts = self.stream.seen(self.state_dict()["position"])
+        return {name: (count, count / len(self.sources[name].view)) for name, count in counts.items()}
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches after the current state, until a sequential feed ends."""
+        self._batches = self._batches or iter(self.loader)
+        return self._batches
 
     def step(self) -> Iterator[Batch]:
         """The next step's `micro_batches` batches, as many on every rank, some empty; none after the end."""
-        for _ in range(self.micro_batches):
-            batch = self._next()
-            if batch is None:
-                return
-            yield batch
-
-    def peek(self) -> Batch:
-        """The first batch of the next step, which `step` returns again; EOFError: the feed has ended."""
-        if self._peeked is None:
-            state, batch = self.loader.state_dict(), self._next()
-            if batch is None:
-                raise EOFError("there is no next step")
-            self._peeked = (state, batch)
-        return self._peeked[1]
-
-    def _next(self) -> Batch | None:
-        if self._peeked is not None:
-            (_, batch), self._peeked = self._peeked, None
-            return batch
-        self._batches = self._batches or iter(self.loader)
-        return next(self._batches, None)
-
-    def reading(self) -> str | None:
-        """The sample that the next incomplete batch waits for; see `sa1b.stream.loader.Loader.reading`."""
-        return self.loader.reading()
-
-    def steps(self) -> Iterator[list[Batch]]:
-        """Steps until a sequential feed ends."""
-        return iter(lambda: list(self.step()), [])
+        return islice(self, self.micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step whose micro-batches were all taken."""
-        state = self.loader.state_dict() if self._peeked is None else self._peeked[0]
+        state = self.loader.state_dict()
         return {**state, "history": self._history} if isinstance(self.stream, Mix) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,17 +130,19 @@ class Feed:
 
     def close(self) -> None:
         """Stop the loader's threads."""
-        batches, self._batches, self._peeked = self._batches, None, None
-        if batches is not None:
-            batches.close()
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
 
 
-def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments: Any) -> Stream:
+def _stream(data: DataConfig, view: str | None, seed: int, **shared: Any) -> Stream:
     """The stream of a dataset; UsageError names the flag that is wrong."""
+    trains = shared["order"] == "shuffle"
     try:
         stream = Stream(
             data.root,
             view=view,
+            seed=seed,
             deadline=data.deadline,
             storage_options=endpoint_options(str(data.root), data.endpoint) or None,
             cache=data.cache,
@@ -190,14 +151,17 @@ def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments:
             masks=data.masks,
             strategy=data.strategy,
             text=data.texts(),
-            **arguments,
+            block_size=data.block_size if trains else 1,
+            flip=data.flip if trains else 0.0,
+            min_pixels=data.min_pixels if trains else 0,
+            **shared,
         )
     except ColumnError as error:
         raise UsageError(f"--data.text: {str(error).removeprefix('text: ')}") from None
     except ValueError as error:
         raise with_flags(error) from None
     except (ManifestError, MissingError) as error:
-        part = "--evaluation" if evaluates else "--data"
+        part = "--data" if trains else "--evaluation"
         flag = f"{part}.view" if _opens(data, data.layers) else f"{part}.layers"
         raise UsageError(f"{flag if _opens(data) else '--data.root'}: {error}") from None
     if data.masks and not (stream.dataset.manifest["totals"]["masks"] or stream.dataset.layers):
@@ -208,36 +172,28 @@ def _stream(data: DataConfig, *, view: str | None, evaluates: bool, **arguments:
     return stream
 
 
-def _mix(
-    config: DataConfig,
-    seed: int,
-    view: str | None,
-    order: str,
-    make: Callable[[DataConfig, int, str | None], Stream],
-) -> Mix:
+def _mix(config: DataConfig, view: str | None, seed: int, **shared: Any) -> Mix:
     """The mixture of `--data.mix`; `view` is that of an evaluation. UsageError names file and source."""
     sources, schedule = read_mix(config)
     streams = {}
     for source in sources:
-        own_view = source.data.view if view is None else source.view(view)
-        if view is not None and own_view is None:
-            continue  # the source has no part in the evaluation
-        # The seed of an evaluation is constant, see `held_out_feed`.
-        own_seed = seed if source.seed is None or view is not None else source.seed
-        data = (
-            source.data
-            if view is None
-            else replace(source.data, layers=config.layers, masks=config.masks, strategy=config.strategy)
-        )
+        data, own_view, own_seed = source.data, source.data.view, source.seed
+        if view is not None:
+            # The seed of an evaluation is constant, see `held_out_feed`.
+            data = replace(data, layers=config.layers, masks=config.masks, strategy=config.strategy)
+            own_view, own_seed = source.view(view), None
+            if own_view is None:
+                continue  # the source has no part in the evaluation
         try:
-            streams[source.name] = make(data, own_seed, own_view), source.weight
+            own = _stream(data, own_view, seed if own_seed is None else own_seed, **shared)
         except UsageError as error:
             where = f"--data.mix {config.mix}: source {source.name}"
             raise UsageError(f"{where}: {error}") from None
+        streams[source.name] = own, source.weight
     if not streams:
         raise UsageError(f"--data.mix {config.mix}: no source has an evaluation_view; give one a view")
     try:
-        return Mix(streams, schedule=schedule if order == "shuffle" else None)
+        return Mix(streams, schedule=schedule if shared["order"] == "shuffle" else None)
     except ValueError as error:
         raise UsageError(f"--data.mix {config.mix}: {error}") from None
 

@@ -27,7 +27,8 @@ from sa1b.engine.watch.watchdog import PARTS, Phases
 from sa1b.errors import UsageError
 from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
-from sa1b.stream.bottleneck import LoaderSettings, LoaderWindow
+from sa1b.stream.bottleneck import BUSY, DATA_WAIT, LoaderSettings, remedy
+from sa1b.stream.stats import STAGES, limiting
 from sa1b.version import __version__, code_digest
 
 
@@ -313,30 +314,31 @@ class BestScore:
 
 
 class Window:
-    """The ranks that waited longest for data, and computed longest, in each `size` steps. The first step of
-    the process also fills the loaders and is in no window.
+    """In each `size` steps, the ranks that waited longest for data and computed longest, and what limits the
+    loader of the former; that has the settings of rank 0, as all have. The first step of the process also
+    fills the loaders and is in no window.
     """
 
     def __init__(self, hosts: Sequence[str], size: int, metrics: Metrics, loader: LoaderSettings) -> None:
-        self._hosts, self._size, self._metrics = hosts, size, metrics
-        self._loader, self._steps = LoaderWindow(loader), -1
-        self._begin()
-
-    def _begin(self) -> None:
-        self._seconds, nothing = 0.0, [0.0] * len(self._hosts)
-        self._sums = {"data_wait": nothing, "forward": nothing}
+        self._hosts, self._size, self._metrics, self._loader = hosts, size, metrics, loader
+        self._steps, self._seconds = -1, 0.0
+        self._sums, self._busy = dict[str, list[float]](), dict[str, list[float]]()
+        self._limit: str | None = None  # as reported last
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
         """Add a step, with the numbers of `sa1b.train.numbers` of the ranks, and its seconds."""
         self._steps += 1
-        if self._steps == 0:
-            self._loader.start(ranks)
-            return
-        self._seconds += seconds
-        for name, some in self._sums.items():
-            self._sums[name] = [total + number for total, number in zip(some, ranks[name], strict=True)]
-        if self._steps % self._size:
-            return
+        if self._steps:
+            self._seconds += seconds
+            for name, some in self._sums.items():
+                self._sums[name] = [total + number for total, number in zip(some, ranks[name], strict=True)]
+            if self._steps % self._size:
+                return
+            self._end(step, ranks)
+        self._seconds, self._busy = 0.0, {name: [*ranks[name]] for name in BUSY}
+        self._sums = {name: [0.0] * len(self._hosts) for name in ("data_wait", "forward")}
+
+    def _end(self, step: int, ranks: Mapping[str, Sequence[float]]) -> None:
         summary: dict[str, Any] = {"steps": self._size}
         for name, some in self._sums.items():
             summary[name] = self._rank(some, max) | {"seconds": round(max(some) / self._size, 6)}
@@ -344,12 +346,19 @@ class Window:
         if clocks and min(clocks) < math.inf:
             summary["gpu_clock"] = self._rank(clocks, min) | {"mhz": min(clocks)}
         self._metrics.window(step, "ranks", summary)
-        waits = [wait / max(self._seconds, 1e-9) for wait in self._sums["data_wait"]]
-        line, message = self._loader.end(ranks, waits)
-        self._metrics.window(step, "loader", line)
-        if message is not None:
-            self._metrics.say(message)
-        self._begin()
+        rank: int = summary["data_wait"]["rank"]
+        wait = self._sums["data_wait"][rank] / max(self._seconds, 1e-9)
+        limit, shares = limiting(
+            {stage: ranks[f"busy_{stage}"][rank] - self._busy[f"busy_{stage}"][rank] for stage in STAGES}
+        )
+        busy = {stage: round(share, 3) for stage, share in shares.items()}
+        loader = {"rank": rank, "data_wait": round(wait, 4), "limiting": limit, "busy": busy}
+        self._metrics.window(step, "loader", loader)
+        known, self._limit = self._limit, limit if wait > DATA_WAIT else None
+        if self._limit not in (None, known):  # once per incident
+            on = f" on rank {rank}" if len(self._hosts) > 1 else ""
+            what = remedy(str(limit), self._loader)
+            self._metrics.say(f"data wait {wait * 100:.0f} %{on}: {limit} limits; {what}")
 
     def _rank(self, numbers: Sequence[float], extreme: Callable[[Sequence[float]], float]) -> dict[str, Any]:
         rank = numbers.index(extreme(numbers))
