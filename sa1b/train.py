@@ -15,6 +15,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -130,7 +131,8 @@ def begin(
     # Data. The order of samples is a formula of the seed, so the state of a feed is a position.
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
     config = settings.with_steps(config, feed.images)
-    config = settings.agree(config, rank_info, code=code_digest(), data=str(feed.receipt()))
+    code = code_digest()
+    settings.agree(config, rank_info, code=code, data=str(feed.receipt()))
     held_out = held_out_feed(config, rank_info, feed.stream)
     feeds = [one for one in (held_out, feed) if one is not None]
     phases.reading = lambda: next((what for one in feeds if (what := one.loader.reading())), None)
@@ -155,7 +157,7 @@ def begin(
     )
 
     # Figures.
-    about: dict[str, Any] = metrics.about(rank_info, config.parallel.mode, config.parallel.precision)
+    about = metrics.about(rank_info, config.parallel, code)
     about |= {} if digest is None else {"weights": digest}
     about |= {"config": config.document(), "data": feed.receipt()}
     written = Metrics(
@@ -191,7 +193,9 @@ def train(run: Run) -> None:
     phases.enter(OTHER, step=run.step)
     control.poll()
     if run.step not in run.best.evaluations:  # also one that a stop interrupted
-        record(run, evaluate_if_due(run))
+        scores = evaluate_if_due(run)
+        how = config.evaluation.how(scores or ())
+        run.metrics.evaluation(run.step, scores, phases.seconds[EVALUATION], how)
     batches: Iterator[Batch] = iter(())  # of the first step
     if not run.ended:
         phases.enter("data")
@@ -260,21 +264,22 @@ def numbers(run: Run) -> dict[str, float]:
 
 def end_step(run: Run, figures: StepFigures, lr: float) -> None:
     """Evaluate, save a checkpoint and record the step that has just ended, each if it is due."""
-    config, step, took, lost = run.config, run.step, run.phases.total(), bool(run.health.lost)
+    config, step, phases, took = run.config, run.step, run.phases, run.phases.total()
     model, precision = run.training.model, config.parallel.precision
     ideal = peak_seconds(model, figures.images, figures.count, precision, run.rank_info)
     scores = evaluate_if_due(run)
     due = run.ended or step % config.checkpoint.every == 0 or step == run.best.step
-    if saves := due and not lost:
+    if saves := due and not run.health.lost:
         # The process may be killed after the checkpoint and before the step's line is written.
-        line = metrics.figures_of(figures, run.phases, lr, ideal)
+        line = metrics.figures_of(figures, phases, lr, ideal)
         save(run, metrics.json_figures({"step": step, **line}))
     run.control.took(took, run.checkpoints.seconds * (2 if run.checkpoints.in_flight else 1))
     epochs = {f"epochs/{name}": seen for name, (_, seen) in run.feed.seen().items()}
-    line = metrics.figures_of(figures, run.phases, lr, ideal) | epochs
+    line = metrics.figures_of(figures, phases, lr, ideal) | epochs
     run.metrics.step(step, line, always=saves or run.ended)
     run.window.add(step, figures.ranks, took)
-    record(run, scores)
+    how = config.evaluation.how(scores or ())
+    run.metrics.evaluation(step, scores, phases.seconds[EVALUATION], how)
 
 
 def evaluate_if_due(run: Run) -> dict[str, float] | None:
@@ -297,13 +302,6 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
         run.best.add(step, scores)
         run.checkpoints.best = run.best.step
     return scores
-
-
-def record(run: Run, scores: dict[str, float] | None) -> None:
-    """Record the scores of an evaluation after the newest step, if there was one."""
-    if scores is not None:
-        how = run.config.evaluation.how(scores)
-        run.metrics.evaluation(run.step, scores, run.phases.seconds[EVALUATION], how)
 
 
 def save(run: Run, line: dict[str, Any]) -> None:
@@ -350,23 +348,17 @@ def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | Non
             score(config, partial(scored_model, config), rank_info, phases)
     else:
         prove_for_run(config, rank_info.device, rank_info.local_rank)
-        with watchdog:
-            code = train_and_close(_begin(config, rank_info, phases, callbacks))
+        remote = None
+        with watchdog, ExitStack() as claim:
+            if config.is_remote:
+                store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first
+                remote = RemoteRun(store, config.folder, limit)
+                claim.callback(remote.release)  # if the run cannot start
+            begun = begin(config, rank_info, phases, callbacks, remote)
+            claim.pop_all()
+            code = train_and_close(begun)
     stop()  # not after an error, because this rank would wait for the others
     return code
-
-
-def _begin(config: Config, rank_info: RankInfo, phases: Phases, callbacks: Sequence[Callback]) -> Run:
-    """`begin`; if a run at a URL cannot start, its claim is released."""
-    if not config.is_remote:
-        return begin(config, rank_info, phases, callbacks)
-    store, limit = open_store(config.out, scratch=config.scratch), config.parallel.timeout_first
-    remote = RemoteRun(store, config.folder, limit)
-    try:
-        return begin(config, rank_info, phases, callbacks, remote)
-    except BaseException:
-        remote.release()
-        raise
 
 
 def train_and_close(run: Run) -> int:

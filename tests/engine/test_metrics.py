@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sa1b
-from sa1b.engine.settings import EvaluationConfig
+from sa1b.engine.settings import EvaluationConfig, ParallelConfig
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.metrics import BestScore, LoggingConfig, Metrics, about, figures_of, score_line
 from sa1b.engine.watch.watchdog import Phases
@@ -121,7 +121,7 @@ def test_lines_are_json_where_figures_are_not_finite(tmp_path: Path) -> None:
 
 def test_every_start_of_a_run_writes_what_its_figures_depend_on(tmp_path: Path) -> None:
     place = place_of()
-    described = about(place, "ddp", "bf16")
+    described = about(place, ParallelConfig(mode="ddp", precision="bf16"), code_digest())
     for done in (0, 2):
         metrics = Metrics(
             LoggingConfig(tensorboard=False), tmp_path, place, Control(place), done, 9, about=described

@@ -19,7 +19,7 @@ from sa1b.console import counted
 from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.model import HALF
 from sa1b.engine.ranks.rank_info import RankInfo
-from sa1b.engine.settings import EvaluationConfig
+from sa1b.engine.settings import EvaluationConfig, ParallelConfig
 from sa1b.engine.watch.control import Control, StepFigures
 from sa1b.engine.watch.hardware import SAMPLED
 from sa1b.engine.watch.loggers import Callback, tensorboard, wandb
@@ -29,7 +29,7 @@ from sa1b.shards.manifest import versions
 from sa1b.storage.atomic import append_line, write_whole
 from sa1b.stream.bottleneck import BUSY, DATA_WAIT, LoaderSettings, remedy
 from sa1b.stream.stats import STAGES, limiting
-from sa1b.version import __version__, code_digest
+from sa1b.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,12 @@ class Metrics:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
 
-    def evaluation(self, step: int, scores: Mapping[str, float], seconds: float, how: dict[str, Any]) -> None:
-        """Record and print an evaluation after `step` steps; `how`: see `EvaluationConfig.how`."""
+    def evaluation(
+        self, step: int, scores: Mapping[str, float] | None, seconds: float, how: dict[str, Any]
+    ) -> None:
+        """Record and print an evaluation, if any, after `step` steps; `how`: see `EvaluationConfig.how`."""
+        if scores is None:
+            return
         self._append({"step": step, "evaluation": {**scores, **how}, "seconds": seconds})
         for callback in self._callbacks:
             callback.evaluation(step, scores, seconds)
@@ -188,17 +192,17 @@ def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def about(rank_info: RankInfo, mode: str, precision: str) -> dict[str, Any]:
+def about(rank_info: RankInfo, parallel: ParallelConfig, code: str) -> dict[str, Any]:
     """The description of a start of a run: versions, devices and settings that affect its figures."""
     device = rank_info.device
     return {
         "world_size": rank_info.world_size,
-        "mode": mode,
-        "precision": precision,
+        "mode": parallel.mode,
+        "precision": parallel.precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "sa1b": __version__,
-        "code": code_digest(),
+        "code": code,
         "libraries": versions(),
     }
 
