@@ -1,6 +1,5 @@
-"""All settings of a run except the model's: command line, validation, equality on all ranks.
-
-Each part is defined in the module that it configures. The settings of a model are a subclass of `Config`.
+"""All settings of a run: command line, validation, equality on all ranks. Those of a model are a subclass of
+`Config`.
 """
 
 import contextlib
@@ -54,8 +53,8 @@ class Config(ABC):
     Attributes:
         preset: Set of defaults for all other flags.
         out: Folder of the run: checkpoints, metrics, resolved configuration; or its URL in an object store.
-        scratch: With a URL as --out or --init: local folder for files before they are uploaded and after they
-            are downloaded; by default sa1b-USERID in the system's folder for temporary files.
+        scratch: With a URL as --out or --init: local folder for files before upload and after download; by
+            default sa1b-USERID in the system's folder for temporary files.
         seed: Seed of the initial weights, the order of samples and every other random value.
         init: Weights to start from: a published file (.safetensors, .pth), a checkpoint, the folder of a
             run, or the URL of one of these.
@@ -63,9 +62,8 @@ class Config(ABC):
             if --out has checkpoints.
         deadline: Time before which the run stops with a checkpoint and exit code 0: HH:MM (the next one on
             this machine's clock), +HH:MM (after the start), or a date and time such as 2026-01-31T06:30. It
-            leaves time for the longest of the last 16 steps and for a checkpoint like the newest one; until
-            the first checkpoint since the start is complete, for the step only. All ranks stop when one of
-            them reaches this time on its own clock.
+            leaves time for the longest of the last 16 steps and, once the first checkpoint since the start
+            is complete, for one like the newest. All ranks stop when one reaches it on its own clock.
         dry_run: Print ranks, batch arithmetic, memory and time estimates, and stop.
         evaluate_only: Evaluate --init, or the newest checkpoint in --out, and stop.
         json_output: With --evaluate-only: print the scores as JSON.
@@ -192,12 +190,10 @@ def parse(
     """The settings of a command line. `--preset` decides the defaults of all other flags.
 
     Args:
-        presets: name -> settings; the first is the default.
+        presets: name -> settings; the first is the default, and that of a run from random weights `on_cpu`.
         prog: name of the command in the help; by default the command that started this process.
         root: --data.root if the flag is missing, and --data.text; if empty, the flags are required.
         world_size: number of ranks of the run; by default of this process group.
-        on_cpu: the default preset of a run that starts from random weights; None: the first one.
-    UsageError: a flag cannot be read, or flags do not fit together; the message names them.
     """
     arguments, notes = plain_words(arguments), list[str]()
     passed = _passed(arguments)

@@ -1,7 +1,4 @@
-"""What a run takes before it is started: memory of a rank, hours, reads, checkpoints, dollars.
-
-    plan(config, cluster)["hours"]                 # `sa1b plan train`
-    measure(config, world_size=16).activations     # bytes of each rank, as in `sa1b train --dry-run`
+"""What a run takes before it is started: `plan` of `sa1b plan train`, `dry_run` of `sa1b train --dry-run`.
 
 Weights, gradients and the optimizer follow from the number of parameters and the mode. Activations are
 measured on fake tensors, which have shapes and storages, and no memory. On a GPU they have the same formats;

@@ -56,17 +56,16 @@ class DataConfig:
         view: Name, digest or path of the view to train on (made by `sa1b view`); by default all images.
         layers: Layers of masks that training reads with the shards, in this order (made by `sa1b layer add`).
         global_batch: Images of a step over all ranks.
-        micro_batch: Images that a rank computes at a time; by default its complete share of a step. A smaller
-            value takes less memory and does not change the step.
+        micro_batch: Images that a rank computes at a time, by default its share of a step. A smaller value
+            takes less memory and does not change the step.
         masks: Largest number of masks per image; 0: images only, for models that read no mask.
-        strategy: How masks are chosen. uniform: all are equally likely. area: one mask of each class of
-            sizes. quality: masks with high scores more often. coverage: all masks within as few epochs as
-            possible.
+        strategy: How masks are chosen. uniform: all alike. area: one of each class of sizes. quality: those
+            with high scores more often. coverage: all within as few epochs as possible.
         flip: Probability of mirroring an image left and right.
         min_pixels: Masks with fewer pixels at the target size are not trained on; evaluations include them.
         block_size: Neighbouring images that are read together, for disks that are slow at random reads.
-        target_size: Size in pixels of the square in which losses and scores are computed; by default a
-            quarter of the image size, which is the size of the decoder's masks.
+        target_size: Side of the square in which losses and scores are computed, pixels; by default a quarter
+            of the image size, as the decoder's masks.
         threads: Threads of each process of the loader; by default 2, and with one process the rank's share of
             the CPUs, at most 8.
         processes: Processes of each rank that read and decode; by default 1 if its share is below 4 CPUs,
@@ -77,8 +76,7 @@ class DataConfig:
         endpoint: URL of an object store other than Amazon's, by default $AWS_ENDPOINT_URL; without that
             variable, also of --out and --init.
         deadline: Seconds that a read may take over all its attempts before training stops.
-        cache: Folder on a local disk that caches the data read from a URL; later epochs read it from there.
-            Samples do not change.
+        cache: Folder on a local disk for data read from a URL; later epochs read it from there.
         cache_bytes: Limit of the cache for the dataset directory, in bytes; required with a cache.
         text: Table of texts of images or masks, for models that read text: Parquet, JSON, JSON lines, CSV or
             TSV, as path or URL. If an id has several texts (a list), each visit takes one of them.
@@ -142,29 +140,26 @@ class ParallelConfig:
         device: auto: the GPU of this rank if there is one, else the CPU.
         shard: For fsdp. full: shard parameters too. grad_op: shard gradients and optimizer only; parameters
             stay gathered between forward and backward.
-        replicas: For fsdp: copies of the model; each is sharded over world size / replicas ranks, at least
-            two. If this number does not fit, as after the loss of a machine, the largest smaller divisor of
-            the world size is used, so that no rank holds more than replicas / world size of the model.
+        replicas: For fsdp: copies of the model, each sharded over world size / replicas ranks, at least two.
+            If this number does not fit, as after the loss of a machine, the largest smaller divisor of the
+            world size is used.
         offload: For fsdp: where shards and optimizer state are stored: on the device (none), in host
             memory (cpu), or in pinned host memory (pinned: faster copies, GPU only).
-        wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M:
-            those of consecutive blocks, until there are at least 100 million parameters. none: the complete
-            model, in float32.
+        wrap: For fsdp: parameters that are gathered together. block: those of an encoder block. size:100M: of
+            consecutive blocks, at least 100 million. none: the complete model, in float32.
         reduce: For fsdp: number format in which gradients are summed over the ranks. bf16 halves the sent
             bytes and rounds the gradient.
         compress: For ddp: number format to which gradients are rounded while they are sent.
         bucket: For ddp: MiB of gradients that are sent together.
-        static_graph: For ddp: promise that every step runs the same graph, so that torch can
-            optimise it.
-        find_unused: For ddp: search the graph of each step for parameters without a gradient, for
-            models with a branch that only some steps use. SAM has none.
-        broadcast_buffers: For ddp: after each step, all ranks take the buffers of rank 0, such as
-            the statistics of BatchNorm layers. Each rank normalises with its own images.
+        static_graph: For ddp: promise that every step runs the same graph, so that torch can optimise it.
+        find_unused: For ddp: search each step's graph for parameters without a gradient, for models with a
+            branch that only some steps use. SAM has none.
+        broadcast_buffers: For ddp: after each step, all ranks take the buffers of rank 0, such as the
+            statistics of BatchNorm layers. Each rank normalises with its own images.
         timeout_first: Seconds that a rank waits for the others until the first step is done, which includes
             reading, compiling and connecting; also the limit of the write of a checkpoint.
-        timeout: Seconds that a rank waits for the others after the first step. It must
-            exceed --data.deadline: while the storage of one rank is down, that rank retries and the others
-            wait for it.
+        timeout: Seconds that a rank waits for the others after the first step, more than --data.deadline:
+            while the storage of one rank is down, that rank retries and the others wait for it.
         sync_batchnorm: Compute the statistics of BatchNorm layers over all ranks; GPUs only.
         cudnn_attention: On a GPU, let torch choose the attention of cuDNN, which it prefers. Without it,
             torch chooses flash attention or its own.
@@ -236,9 +231,9 @@ class OptimConfig:
         epsilon: Added to the root of the running mean of squared gradients.
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
-            evaluated and exported instead of the weights. The decay of the first steps is smaller: it
-            is (1 + step) / (10 + step). A run with a running mean cannot resume without it. A run without a
-            running mean can resume with it; the mean then starts from the weights after the next step.
+            evaluated and exported instead of the weights. In the first steps the decay is (1 + step) /
+            (10 + step). A run can resume with a running mean that it did not have, not without the one that
+            it has; the mean then starts from the weights after the next step.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
@@ -284,11 +279,8 @@ class OptimConfig:
             )
 
     def fitted(self, steps: int, fitting: Collection[str]) -> tuple["OptimConfig", list[str]]:
-        """These settings with another number of steps, and lines that describe what changed.
-
-        Args:
-            fitting: of warmup and cooldown those that may be shortened in proportion, if they do not fit.
-        UsageError: the steps do not fit the schedule.
+        """These settings with another number of steps, and lines that describe what changed: of warmup and
+        cooldown, those of `fitting` are shortened in proportion if they do not fit.
         """
         changed: dict[str, Any] = {"steps": steps}
         notes = list[str]()
@@ -311,7 +303,7 @@ class EvaluationConfig:
             with the training view.
         layers: Layers of masks that evaluations read with the shards; by default none, also where training
             reads some, so that scores of runs with different layers can be compared.
-        every: Steps between evaluations; there is also one at the end. 0: only the one at the end.
+        every: Steps between evaluations; 0: only the one at the end, which there always is.
         protocol: uniform: clicks at uniform random pixels, IoU at the resolution of the losses, for curves.
             sam: clicks at the centres of errors, IoU at source resolution, as in the paper.
         masks: Largest number of masks per image; the choice is the same in every evaluation.
@@ -383,10 +375,9 @@ class CheckpointConfig:
         keep_last: Number of newest checkpoints to keep; by default two, in case one is damaged. The disk
             needs space for one more.
         keep_every: Also keep the checkpoints whose step is a multiple of this; 0: none.
-        asynchronous: Continue training while a checkpoint is written (the default). This takes host memory
+        asynchronous: Continue training while a checkpoint is written (the default), which takes host memory
             for a copy of each rank's tensors. With --checkpoint.no-asynchronous, training waits.
-        tolerate: Number of consecutive failed writes after which the run still continues; the older
-            checkpoint is kept.
+        tolerate: Number of consecutive failed writes after which the run still continues.
     """
 
     every: Annotated[int, Range(1)] = 1000

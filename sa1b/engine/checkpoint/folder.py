@@ -90,10 +90,8 @@ def is_own(name: str) -> bool:
 
 
 def check_files(store: Store, out: str, *only: str) -> None:
-    """UsageError for a folder with a file that the run would replace and that no run wrote.
-
-    The files of a folder with the config.json of a run are its own. `only`: the files that are replaced; by
-    default all of a run.
+    """UsageError for a folder without the config.json of a run and with a file that the run would replace;
+    `only`: the files that are replaced, by default all of a run.
     """
     for name, begins in _REPLACED.items():
         beginning = store.read(name)[: len(begins)] if store.exists(name) else b""
@@ -269,17 +267,15 @@ def wait_for_claim(out: str, take: Callable[[], T | None], holder: Callable[[flo
 
 
 class Folder:
-    """The checkpoints of a run in a folder that all ranks share, which rank 0 locks.
-
-    `folder` is that of the run, `root` the path or URL of its checkpoints. `leads`: this rank removes files
-    that several ranks have written. All ranks create it and call `proved` and `push`, only rank 0 the others.
+    """The checkpoints of a run in a folder that all ranks share, which rank 0 locks; `root`: their path or
+    URL. All ranks create it and call `proved` and `push`, only rank 0 the other methods.
     """
 
     remedy = "free space or repair the disk"
 
     def __init__(self, folder: Path, limit: float = 1800.0) -> None:
         self.folder, self.ranks, self.root = folder, ranks(limit), str(folder / CHECKPOINTS)
-        self.leads = self.ranks.rank == 0
+        self.leads = self.ranks.rank == 0  # this rank removes files that several ranks have written
         self._held = contextlib.ExitStack()
         # With a token of its own, a writer of a killed run and this run never share a folder.
         self.token: str = self.ranks.on_first(self._begin)

@@ -1,7 +1,5 @@
-"""The tensors of a model and its optimizer, with names that do not depend on mode or world size.
-
-The name of a parameter is `model.` and its published name. The name of optimizer state is `optimizer.`, the
-published name, and the optimizer's key: `optimizer.decoder.weight.exp_avg`.
+"""The tensors of a model and its optimizer, by names that do not depend on mode or world size:
+`model.decoder.weight`, `optimizer.decoder.weight.exp_avg`.
 
 Only tensors are saved, because torch unpickles everything else without a check. It reads a tensor with
 weights_only, but `.metadata`, the table of contents, is a pickle too; `read_table` reads it.
@@ -60,9 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_table(folder: Path) -> Metadata:
-    """The tensors of a checkpoint and their places in its files, without running code from the pickle.
-    CheckpointError: no valid table of tensors.
-    """
+    """The tensors of a checkpoint and their places in its files; no code from the pickle runs."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
@@ -85,13 +81,10 @@ class _Reader(FileSystemReader):
 
 
 def gather(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors by name, not copied; under FSDP each rank's shards, as DTensors.
-
-    The model declares its `weights()` or is a plain module, in any mode.
-    """
+    """The tensors by name, not copied; under FSDP each rank's shards, as DTensors."""
     # Under FSDP this call also releases gathered parameters, so that later calls use the shards.
     tensors = {f"{MODEL}{name}": tensor for name, tensor in stored(model).state_dict().items()}
-    names = _names(model)
+    names: dict[Tensor, str] = {one: name for name, one in stored(model).named_parameters()}
     for parameter, values in optimizer.state.items() if optimizer is not None else ():
         tensors |= {f"{OPTIMIZER}{names[parameter]}.{key}": value for key, value in values.items()}
     return tensors
@@ -120,10 +113,8 @@ def bytes_of(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Fill a model and its optimizer in place; collective.
-
-    The hyperparameters of the optimizer's groups do not change: they come from the configuration.
-    MismatchError: names or shapes differ. CheckpointError: tensors cannot be read; both may be partly filled.
+    """Fill a model and its optimizer's state in place; collective. After a CheckpointError both may be partly
+    filled.
     """
     entries, targets = _entries(folder), gather(model)
     saved = {name: (entry.properties.dtype, entry.size) for name, entry in entries.items()}
@@ -135,30 +126,27 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> 
             f"{folder}: of another model, which differs in {first_names(differing, 3)}; pass the settings "
             "that it was trained with"
         )
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {parameter: number for number, parameter in enumerate(trained)}
-    by_name = {name: parameter for parameter, name in _names(model).items() if parameter in numbers}
-    state: dict[int, dict[str, Tensor]] = {}
+    groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in stored(model).named_parameters() if parameter in groups}
+    optimizer.state.clear()
     for full in (name for name in saved if name.startswith(OPTIMIZER)):
         name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
-        if name not in by_name:
+        if name not in trained:
             raise MismatchError(
                 f"{folder}: has optimizer state for {name}, which is not trained in this run; pass the "
                 "--optim.freeze of that run, or start from its weights with --init"
             )
-        like, (dtype, size) = by_name[name], saved[full]
+        like, (dtype, size) = trained[name], saved[full]
         # What has not the shape of its parameter is a count of steps.
-        count, moment = torch.zeros(size, dtype=dtype), torch.zeros_like(like, dtype=dtype).detach()
-        targets[full] = moment if size == like.shape else count
-        state.setdefault(numbers[like], {})[key] = targets[full]
+        count = torch.zeros(size, dtype=dtype, device=like.device)
+        moment = torch.zeros_like(like, dtype=dtype).detach()
+        targets[full] = optimizer.state[like][key] = moment if size == like.shape else count
     ranks.on_all(lambda: _read(folder, targets, ranks))
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def read_weights(folder: Path, *, mean: bool = True) -> dict[str, Tensor]:
-    """The weights of a checkpoint by their published names, on the CPU; not collective. If the run has a
-    running mean of the weights (--optim.ema), it is read, or with `mean` False the weights that are trained.
-    CheckpointError names an unreadable tensor.
+    """The weights of a checkpoint by their published names, on the CPU; not collective. With `mean`, the
+    running mean of the weights (--optim.ema) if the run has one.
     """
     entries = _entries(folder)
     names = [name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)]
@@ -176,7 +164,3 @@ def _read(folder: Path, targets: dict[str, Tensor], ranks: Ranks) -> None:
     # Tensors are filled in place; a dict that torch replaces values in stays as it is.
     reader, group = _Reader(folder), ranks.group
     state_dict_loader.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
-
-
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in stored(model).named_parameters()}
