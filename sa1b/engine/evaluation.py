@@ -72,14 +72,10 @@ def evaluate(
     phases: Phases,
 ) -> dict[str, float] | None:
     """The scores of a model, the same figures at any world size; None if a stop was requested meanwhile.
+    Collective; the feed is read from its start.
 
-    Collective. The mode and weights of the wrapped model are unchanged. The feed is read from its start. Each
-    micro-batch enters the phase "evaluation" anew and polls `control`. Predictions are in
-    OUT/predictions.jsonl.
-
-    The result is that of the scorer. "damaged" is the number of images that cannot be read and are left out,
-    see OUT/damaged.jsonl. "empty" is the number of masks without a pixel at the evaluated resolution, which
-    are left out too; it is 0 with the protocol sam, because every mask has a pixel at source resolution.
+    The result is that of the scorer, and the number of "damaged" images, which cannot be read and are left
+    out, see OUT/damaged.jsonl. Predictions are in OUT/predictions.jsonl.
     """
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()

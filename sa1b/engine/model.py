@@ -180,13 +180,8 @@ HALF = 32  # bits of an image id in each of two numbers, which float64 represent
 def by_source(
     of_images: Tensor, source: Tensor, names: Sequence[str], figures: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The sums of each source of a mixture, such as "loss/NAME" and "count/NAME", from those of images.
-
-    Args:
-        of_images: float32 [B, F], the sums of each image; see `sa1b.engine.model.Model`.
-        source: int64 [B], the number of each image's source.
-        names: of the sources.
-        figures: names of the F sums, "count" among them.
+    """The sums of each source of a mixture, such as "loss/NAME" and "count/NAME", from those of images,
+    float32 [B, F] with the names `figures`; `source`, int64 [B], is the number of each image's source.
     """
     belongs = source == torch.arange(len(names), device=source.device)[:, None]
     sums = torch.where(belongs[:, :, None], of_images, 0).sum(dim=1)
@@ -194,14 +189,9 @@ def by_source(
 
 
 def worst_image(parts: Sequence[tuple[Tensor, Tensor, Tensor]], figures: Sequence[str]) -> dict[str, Tensor]:
-    """The image of this rank with the highest mean loss in a step, as float64 scalars: the loss, the position
-    of the image, and its id as two halves; without a mask, the loss is -inf. The host does not wait for the
-    device.
-
-    Args:
-        parts: of each micro-batch, the sums of its images, float32 [B, F], ids and positions, int64 [B]; none
-            if the model has no sums of images, then the result is empty.
-        figures: names of the F sums, "loss" and "count" among them.
+    """The image of this rank with the highest mean loss in a step, as float64 scalars: the loss, -inf without
+    a mask, the position of the image, and its id as two halves. `parts`: of each micro-batch, the sums of its
+    images, float32 [B, F] with the names `figures`, their ids and positions, int64 [B].
     """
     if not parts:
         return {}

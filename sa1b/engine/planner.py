@@ -180,12 +180,12 @@ def _blank_texts(count: int, length: int, width: int) -> Texts:
 
 
 def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[str, Any]:
-    """The estimates of a run on a cluster as a JSON document, in SI units. UsageError: flags do not fit.
+    """The estimates of a run on a cluster as a JSON document, in SI units; `rate`: measured images per second
+    of a GPU, in place of the fraction of the peak.
 
     A step takes the longest of three times, which overlap: that of the GPUs, that in which the storage
     delivers the images, and that in which processors decode them. The GPUs take the model's operations at a
-    fraction of the peak, and the communication that computation does not hide. `data.root` may be NO_ROOT.
-    `rate`: images per second of a GPU, as measured; it replaces the fraction of the peak.
+    fraction of the peak, and the communication that computation does not hide.
     """
     ranks, schedule = cluster.world_size, config.checkpoint
     is_whole = config.data.root == NO_ROOT and config.data.mix is None

@@ -41,8 +41,6 @@ def find_weights(
     `source` is a checkpoint, the folder of a run (its newest good checkpoint is taken), or a published file,
     which `read_file` reads; or the URL of one of these, which is copied to a temporary folder in `scratch`.
     `mean`: read the running mean of the weights (--optim.ema), if the run has one.
-    CheckpointError: the checkpoint is damaged, or the folder has none. Sa1bError or OSError: the file is
-    damaged or of another model, or cannot be read.
     """
     text = os.fspath(source)
     with contextlib.ExitStack() as stack:

@@ -27,13 +27,11 @@ _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another h
 
 
 def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None:
-    """Create a folder and check that all ranks see the same folder; collective.
+    """Create a folder and check that all ranks see the same folder; collective. The others look for a file of
+    rank 0 for some seconds: a network file system may show new files late.
 
-    Rank 0 writes a file with a random name. The others look for it for some seconds: a network file system
-    may show new files late. The disk must answer within `limit` seconds.
-
-    UsageError, on all ranks, names the ranks that see another folder, and their hosts. Only this rank raises
-    it if it cannot create or write the folder, or if that has files that no run wrote, see `check_files`.
+    Only this rank raises UsageError if the disk does not answer within `limit` seconds, if the folder cannot
+    be written, or if it has files that no run wrote.
     """
     try:
         Limited().call(lambda: _check_files(folder), limit)
@@ -82,9 +80,8 @@ class DisagreementError(Sa1bError):
 def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
     """Compare all parameters and buffers over all ranks, wrapped or not; call it after every load.
 
-    A shard is compared with the same shard of the other replicas. Without replicas it cannot be compared, so
-    `wrap` compares before it shards. The ranks exchange one crc32 for each tensor, computed at 8.6 GB/s after
-    a copy from the device; ViT-H has 2.5 GB of weights. DisagreementError names the tensor and the ranks.
+    A shard is compared with the same shard of the other replicas; `wrap` compares before it shards. The ranks
+    exchange a crc32 of each tensor, computed at 8.6 GB/s after a copy from the device.
     """
     if rank_info.world_size == 1:
         return

@@ -46,8 +46,6 @@ from sa1b.workers import memory_limit
 
 def wrap(module: nn.Module, config: ParallelConfig, rank_info: RankInfo) -> nn.Module:
     """Move the module to its device and distribute it; train and evaluate through the result.
-
-    Frozen parameters have requires_grad False already. UsageError: see `shared_statistics`.
     DisagreementError: ranks have different models; FSDP would mix them, and DDP hide it.
     """
     agree_on_weights(module, rank_info)
@@ -145,11 +143,7 @@ def check_memory(data: DataConfig, images: int, image_size: int) -> None:
 
 
 def units(chain: list[list[nn.Module]], groups: str) -> list[list[list[nn.Module]]]:
-    """Join consecutive units of a model, in the order of execution, to groups.
-
-    "block": one group for each unit. "size:100M": units are joined until a group has at least 100 million
-    parameters. "none": no groups. UsageError: another form.
-    """
+    """Join consecutive units of a model, in the order of execution, to groups by --parallel.wrap."""
     least = group_size(groups)
     if least is None:
         return []

@@ -31,9 +31,7 @@ def fresh_store(rank: int, world_size: int, wait: timedelta) -> Store:
     torchrun keeps one store over its restarts (torch 2.13,
     torch/distributed/elastic/rendezvous/dynamic_rendezvous.py), so ranks would find the addresses of dead
     ranks there. Therefore each rank writes a random token, and rank 0 answers each token with its own, until
-    all ranks have confirmed it. The token of rank 0 is the prefix. DistStoreError: a rank did not answer in
-    time. UsageError: MASTER_ADDR or MASTER_PORT is missing, or another program listens
-    there.
+    all ranks have confirmed it. The token of rank 0 is the prefix.
     """
     try:
         return Limited().call(lambda: _store(rank, world_size, wait), wait.total_seconds() + _LATE)
@@ -96,11 +94,8 @@ def _store(rank: int, world_size: int, wait: timedelta) -> Store:
 
 
 def start(config: ParallelConfig) -> RankInfo:
-    """Take this process's device and join the other ranks.
-
-    Under torchrun, rank and world size come from its environment variables. Without torchrun, the process is
-    rank 0 of 1; ddp and fsdp then create a group of one. An existing group, such as that of Ray, gets the
-    timeouts of this run. UsageError names the flag of settings that do not fit together or need a GPU.
+    """Take this process's device and join the other ranks. Without torchrun, ddp and fsdp create a group of
+    one; an existing group, such as that of Ray, gets the timeouts of this run.
     """
     rank, world_size = process_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
@@ -151,11 +146,8 @@ _created: list[object] = []
 
 
 def set_timeout(rank_info: RankInfo, seconds: float) -> None:
-    """Set the timeout of later collectives. Until then, the timeout is the long one for the first step.
-
-    With gloo, a call that exceeds it raises RuntimeError. With NCCL, calls return at once, and torch's
-    watchdog thread ends the process. Torch supports this for these two back ends only, by a private function.
-    """
+    """Set the timeout of later collectives."""
+    # With gloo, a call that exceeds it raises RuntimeError. With NCCL, torch's watchdog ends the process.
     if not dist.is_initialized():
         return
     for group in [None, *(rank_info.mesh.get_all_groups() if rank_info.mesh else [])]:
@@ -194,8 +186,7 @@ def _refuse_shared_gpus(store: Store, rank: int, world_size: int, device: torch.
 
 def replicas_on(world_size: int, demanded: int) -> int:
     """Copies of the model: the largest divisor of the world size up to `demanded` with two ranks for each.
-
-    More copies than demanded would need more memory on each rank. A single rank has one copy.
+    More copies would need more memory on each rank.
     """
     fitting = range(1, min(demanded, max(world_size - 1, 1)) + 1)
     return max(replicas for replicas in fitting if world_size % replicas == 0)

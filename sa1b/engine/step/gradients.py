@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _sync_params_and_buffers
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -33,10 +35,7 @@ from sa1b.stream.batch import Batch
 
 @contextmanager
 def micro_batch(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients.
-
-    Until then each rank keeps unsharded gradients in float32, under FSDP too.
-    """
+    """Context for forward and backward of one micro-batch: only the last one of a step reduces gradients."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     if isinstance(module, DistributedDataParallel) and not last:
@@ -115,16 +114,12 @@ def finish(
     *,
     grad_clip: float,
 ) -> Tensor:
-    """Turn accumulated sums into the gradient of the global batch, and clip it; once, before the step.
+    """Turn accumulated sums into the gradient of the global batch, clip it, and return its norm before, the
+    same on all ranks; the host does not wait for the device. Collective.
 
-    Collective: all ranks call it after their last micro-batch. `scaler.step` and `scaler.update` follow.
-    `count`: masks in this rank's micro-batches (the sum of their weights), one number on the device, divided
-    by the divisor of the losses. If all ranks have 0, the gradients are 0 and do not change. `grad_clip`:
-    largest norm over all parameters and ranks; 0: no limit.
-
-    Returns the norm before clipping, float32, no dimensions, the same on all ranks, on the gradients' device.
-    The host does not wait for it. It is not finite after an overflow. In fp16 the scaler then skips the step;
-    in other formats the caller decides.
+    `count`: masks in this rank's micro-batches (the sum of their weights), divided by the divisor of the
+    losses. The norm is not finite after an overflow: in fp16 the scaler then skips the step, in other formats
+    the caller decides.
     """
     scaler.unscale_(optimizer)
     total = count.detach().float().clone()
@@ -152,8 +147,7 @@ class Buffers:
     """The buffers of a module, which forward passes change; `shared`: all ranks take those of rank 0."""
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        self._buffers = list(module.buffers())
-        self._shared = shared and bool(self._buffers)
+        self._buffers, self._shared = list(module.buffers()), shared
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
@@ -170,18 +164,12 @@ class Buffers:
     @torch.no_grad()
     def share(self) -> None:
         """Take the values of rank 0, if they are shared; collective."""
-        if not self._shared:
-            return
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in self._buffers])
-        dist.broadcast(flat, src=0)
-        parts = torch.split(flat, [buffer.numel() for buffer in self._buffers])
-        for buffer, values in zip(self._buffers, parts, strict=True):
-            buffer.copy_(values.view_as(buffer))
+        if self._shared:
+            _sync_params_and_buffers(_get_default_group(), self._buffers, 1 << 28, 0)
 
 
 class TrainStep:
     """A new model, which is frozen and distributed here, with its optimizer; all ranks create it together.
-
     `sources`: names of the sources of a mixture, whose figures are recorded one by one.
     """
 
@@ -199,9 +187,7 @@ class TrainStep:
         self._images: list[tuple[Tensor, Tensor, Tensor]] = []  # of a step, see `worst_image`
 
     def forward_backward(self, batch: Batch, step: int = 0, number: int = 1) -> dict[str, Tensor]:
-        """Add the gradient of micro-batch `number`, from 1; return the model's sums without gradient. In the
-        context of `micro_batch`.
-        """
+        """Add the gradient of micro-batch `number`, from 1; return the model's sums without gradient."""
         config, kinds = self.config, getattr(self.model, "image_figures", ())
         seed_generators(config.seed, step, self.rank_info.rank, number)
         inputs, precision = self.model.inputs(batch, config.seed), config.parallel.precision

@@ -25,10 +25,8 @@ from sa1b.errors import UsageError
 
 
 def freeze(module: nn.Module, config: OptimConfig) -> None:
-    """Set requires_grad to False for frozen parts, so that autograd records no backward pass through them.
-
-    They are in evaluation mode from now on, which `module.train()` would end. Call it before `wrap` and
-    `make_optimizer`, on all ranks. UsageError: no such part, with a list; or no parameter is left.
+    """Freeze parts, before `wrap` and `make_optimizer`: autograd records no backward pass through them, and
+    they are in evaluation mode, which `module.train()` would end.
     """
     weights = declared(module).weights()
     for part in config.freeze:
@@ -44,14 +42,8 @@ def freeze(module: nn.Module, config: OptimConfig) -> None:
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimizer:
-    """AdamW over the parameters that are trained, one group per layer and kind of decay.
-
-    Groups are in the order of layers, and parameters in the order of the module. Both orders are the same in
-    all modes and on all ranks. "lr_scale" of each group is its factor on the learning rate, for `set_lr`.
-
-    The module is the result of `wrap`, or never wrapped: FSDP replaces parameters, so an optimizer of the
-    unwrapped module would be invalid. `batch`: images in the global batch. UsageError: no parameter is
-    trained.
+    """AdamW over the trained parameters of the result of `wrap`, one group per layer and kind of decay, in an
+    order that is the same in all modes. "lr_scale" of a group is its factor on the learning rate.
     """
     model = declared(module)
     weights = model.weights()
@@ -97,10 +89,8 @@ def lr_line(config: OptimConfig, batch: int) -> str:
 
 
 def lr_at(config: OptimConfig, batch: int, step: int) -> float:
-    """Learning rate of the last layer in a step, counted from 0; a function of its arguments only.
-
-    Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak. After the end of the
-    schedule, the learning rate is constant.
+    """Learning rate of the last layer in a step, counted from 0; constant after the end of the schedule.
+    Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak.
     """
     Range(0).check("step", step)
     peak = peak_lr(config, batch)
@@ -124,11 +114,8 @@ def set_lr(optimizer: Optimizer, rate: float) -> None:
 
 @torch.no_grad()
 def update_ema(optimizer: Optimizer, config: OptimConfig, step: int) -> None:
-    """Update the running mean of the weights after an optimizer step, counted from 0.
-
-    The mean is part of the optimizer's state, as "ema" of each parameter: float32, and sharded, saved and
-    loaded like the rest of the state. Parameters that are not trained have no mean. If there is no mean yet,
-    it starts from the weights after this step.
+    """Update the running mean of the weights after an optimizer step, counted from 0; the first one starts
+    it. The mean is "ema" in the optimizer's state of each parameter.
     """
     if not config.ema:
         return

@@ -1,9 +1,8 @@
 """Control of a run: exchange of figures, timings and reasons to stop between ranks, once a step.
 
-A signal may reach only one rank, and a full disk may affect only one rank. If that rank left the loop alone,
-the others would wait for it. So each rank sets its own `asked` and `failure` at any time. `stop` is the same
-on all ranks and changes only in `exchange` and `poll`, which all ranks call together. The clocks of machines
-may differ: all ranks stop when the first one reaches the deadline on its own clock.
+A signal or a full disk may concern one rank only, and the others would wait for it if it left the loop alone.
+So each rank sets its own `asked` and `failure` at any time; `stop` is the same on all ranks and changes only
+in `exchange` and `poll`, which all ranks call together.
 """
 
 import json
@@ -45,7 +44,7 @@ class StepFigures:
     """The figures of a step over all ranks; all except `own_loss` are the same on all ranks."""
 
     # The model's figures, each divided by `count`, those of a source of a mixture, such as "loss/NAME", by
-    # "count/NAME"; 0 if the count is 0. A "count/NAME" is a sum.
+    # "count/NAME", which is a sum itself; 0 if the count is 0.
     means: dict[str, float]
     count: float  # number of summed terms; for SAM, masks
     images: int  # of all ranks
@@ -55,17 +54,12 @@ class StepFigures:
 
 
 class Control:
-    """The run stops before `deadline`, in seconds of time.time; None: no deadline. `limit`: seconds that the
-    write of a file may take.
-
-    Attributes:
-        failure, asked: this rank's first failed write, and why this rank was asked to stop.
-        stop: why the run stops and saves a checkpoint; the same on all ranks.
-    """
+    """The run stops before `deadline`, in seconds of time.time. `limit`: seconds that a write may take."""
 
     def __init__(self, rank_info: RankInfo, deadline: float | None = None, limit: float = 300.0) -> None:
-        self.failure: WriteError | None = None
-        self.asked = self.stop = Stop.NONE
+        self.failure: WriteError | None = None  # this rank's first failed write
+        self.asked = Stop.NONE  # why this rank was asked to stop
+        self.stop = Stop.NONE  # why the run stops and saves a checkpoint; the same on all ranks
         self._rank_info, self._deadline = rank_info, math.inf if deadline is None else deadline
         self._limit, self._limited = limit, Limited()
         self._steps, self._checkpoint = deque([0.0], maxlen=_STEPS), 0.0
@@ -83,16 +77,17 @@ class Control:
         numbers: Mapping[str, float],
         of_rank: Mapping[str, Tensor] | None = None,
     ) -> StepFigures:
-        """The figures of a step over all ranks: one collective, one wait for the device.
-
-        `totals`: this rank's sums, tensors without dimensions: "loss", "count" and further figures. `numbers`
-        and, on the device, `of_rank`: others of it; NaN: unknown. All ranks have the same names and norm.
+        """The figures of a step over all ranks: one collective, one wait for the device. `totals`: this
+        rank's sums, "loss", "count" and further ones; `numbers` and, on the device, `of_rank`: others of it.
         """
         sums = {f"sum/{name}": value for name, value in totals.items()}
         ranks = self._gather({**sums, "norm": norm, **(of_rank or {})}, {**numbers, "images": images})
         of_all = {name: sum(ranks[f"sum/{name}"]) for name in totals}
-        count, own = of_all.pop("count"), self._rank_info.rank
-        means = {name: _mean(name, of_all, count) for name in of_all}
+        count, own, means = of_all.pop("count"), self._rank_info.rank, {}
+        for name, total in of_all.items():
+            kind, _, source = name.partition("/")
+            divisor = of_all[f"count/{source}"] if source else count
+            means[name] = total if kind == "count" else total / divisor if divisor else 0.0
         images = round(sum(ranks["images"]))
         return StepFigures(means, count, images, ranks["norm"][own], ranks["sum/loss"][own], ranks)
 
@@ -120,9 +115,8 @@ class Control:
         return found
 
     def install(self) -> None:
-        """Install handlers of the signals to stop, unless training runs in another thread than the main one:
-        a process such as a worker of Ray belongs to another program, which handles the signals itself.
-        """
+        """Install handlers of the signals to stop."""
+        # Not in another thread: a process such as a worker of Ray belongs to a program that handles them.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._on_signal)
@@ -200,14 +194,6 @@ class Control:
                 os.write(2, f"\n{text}without one\n".encode())  # print may have been interrupted
 
 
-def _mean(name: str, totals: Mapping[str, float], count: float) -> float:
-    kind, _, source = name.partition("/")
-    if source and kind == "count":
-        return totals[name]
-    divisor = totals[f"count/{source}"] if source else count
-    return totals[name] / divisor if divisor else 0.0
-
-
 class HealthError(Sa1bError):
     """Too many consecutive steps were not finite to continue training."""
 
@@ -235,15 +221,11 @@ class HealthConfig:
 
 
 class Health:
-    """Decides, on all ranks alike, whether steps are taken.
-
-    Attributes:
-        skipped: steps of this process that were not taken.
-        lost: last consecutive steps without a finite loss; the weights may be bad.
-    """
+    """Decides, on all ranks alike, whether steps are taken."""
 
     def __init__(self, config: HealthConfig, run: Path, rank_info: RankInfo, control: Control) -> None:
-        self.path, self.skipped, self.lost = run / "not-finite.jsonl", 0, 0
+        self.path, self.skipped = run / "not-finite.jsonl", 0  # steps of this process that were not taken
+        self.lost = 0  # last consecutive steps without a finite loss; the weights may be bad
         self._patience, self._rank, self._control, self._in_row = config.patience, rank_info.rank, control, 0
 
     def is_good(self, step: int, loss: float, norm: float, own_loss: float, ids: list[Tensor]) -> bool:

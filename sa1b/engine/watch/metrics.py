@@ -72,10 +72,6 @@ class Metrics:
     "evaluation": {...}, "seconds": ...} of evaluations, and {"step": 52, "ranks": {...}} and {"step": 52,
     "loader": {...}} of windows. Lines after step `done`, from a run that was killed, are removed; its own
     line, `last`, is written if the file lacks it. `shown`: label -> figure of the progress line.
-
-    Attributes:
-        evaluations: scores of each evaluation of earlier starts by its step.
-        result: score or loss of the last step.
     """
 
     def __init__(
@@ -87,8 +83,8 @@ class Metrics:
         self._first = rank_info.rank == 0
         self._bar: tqdm[Any] | None = None
         self._callbacks = list(callbacks) if self._first else []
-        self.evaluations: dict[int, dict[str, float]] = {}
-        self.path, self.result = run / "metrics.jsonl", ""
+        self.evaluations: dict[int, dict[str, float]] = {}  # of earlier starts: step -> scores
+        self.path, self.result = run / "metrics.jsonl", ""  # score or loss of the last step
         if not self._first:
             return
         servers = dict[str, str]()  # keys of the run there
@@ -273,16 +269,11 @@ def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 class BestScore:
-    """The best score of a run, and the evaluations since then; the same on all ranks.
-
-    Attributes:
-        evaluations: the scores of each evaluation by its step.
-        step: that of the best score; None: without --evaluation.best, or before the first evaluation.
-    """
+    """The best score of a run, and the evaluations since then; the same on all ranks."""
 
     def __init__(self, config: EvaluationConfig, evaluations: Mapping[int, dict[str, float]]) -> None:
-        self._config, self.evaluations = config, dict[int, dict[str, float]]()
-        self.step: int | None = None
+        self._config, self.evaluations = config, dict[int, dict[str, float]]()  # step -> scores
+        self.step: int | None = None  # None: without --evaluation.best, or before the first evaluation
         self._best, self._since = -math.inf, 0
         for step, scores in sorted(evaluations.items()):
             self.add(step, scores)

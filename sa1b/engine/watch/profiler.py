@@ -17,12 +17,8 @@ def step_profiler(
     steps: tuple[int, int] | None, step: int, run: Path, rank_info: RankInfo, control: Control,
     say: Callable[[str], None],
 ) -> profile | None:  # fmt: skip
-    """Torch's profiler, started, of the steps from the first to the last one of `steps`, which writes
-    RUN/trace-<rank>.json and RUN/operations-<rank>.txt after the last one; None: there is none to record.
-    Its `step` follows each step, and `stop` the last one of the run.
-
-    It warms up in the step before the first one, which is slower and not recorded, at the earliest in `step`,
-    the next one. `say` prints a line on rank 0.
+    """Torch's profiler of the steps from the first to the last of `steps`, started before `step`, the next
+    one, in which it warms up at the earliest; None: there is none to record. `say` prints a line on rank 0.
     """
     first, last = steps or (1, 0)
     first, is_gpu, rank = max(first, step + 1), rank_info.device.type == "cuda", rank_info.rank

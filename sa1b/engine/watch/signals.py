@@ -45,14 +45,10 @@ class Stop(IntEnum):
 
 
 def deadline_of(text: str | None) -> float | None:
-    """The time of --deadline, in seconds of `time.time`; UsageError for another form, or if it is past.
-
-    The text is HH:MM, the next such time on the clock of this machine; +HH:MM, hours and minutes; or an ISO
-    date and time, of the machine's time zone if it names none. The first two count from the start of the run,
-    so that a restart by torchrun does not move them.
-    """
+    """The time of --deadline, in seconds of `time.time`; UsageError for another form, or if it is past."""
     if text is None:
         return None
+    # HH:MM and +HH:MM count from the start of the run, so that a restart by torchrun does not move them.
     since, match = started(), re.fullmatch(r"(\+?)(\d{1,2}):([0-5]\d)", text)
     try:
         if match and match[1]:
@@ -95,10 +91,8 @@ def lost_peer(error: Exception) -> bool:
 
 
 def failed(error: Exception, rank: int, world_size: int, images: int, phases: Phases) -> int:
-    """Print why this rank fails, one line if it only lost another one, and return the exit code. `images`: of
-    its micro-batches.
-
-    Errors of this package and of the operating system are printed without a traceback, all others with one.
+    """Print why this rank fails, in one line but for unexpected errors, and return the exit code. `images`:
+    of its micro-batches.
     """
     told = _tell(error, rank, phases)
     where, text = "error" if world_size == 1 else f"error on rank {rank}", str(error)

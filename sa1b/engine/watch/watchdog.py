@@ -62,18 +62,12 @@ class Phase(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank. One thread sets them, and any thread may read `current`.
-
-    Attributes:
-        seconds: of each phase since the step began, without the current one.
-        steps: steps begun in this process.
-        reading: returns the sample that this rank waits for, with its shard and offset, or None.
-    """
+    """The phases of one rank. One thread sets them, and any thread may read `current`."""
 
     def __init__(self) -> None:
-        self.began, self.steps = time.perf_counter(), 0
-        self.reading: Callable[[], str | None] = lambda: None
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.began, self.steps = time.perf_counter(), 0  # steps begun in this process
+        self.reading: Callable[[], str | None] = lambda: None  # the sample that this rank waits for
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of the step, without the current phase
         self.current = Phase("start", 0, 0, self.began)
 
     def begin(self, step: int) -> None:
