@@ -107,6 +107,11 @@ class Config(ABC):
         return bool(protocol_of(self.out))
 
     @property
+    def initial_weights(self) -> str | None:
+        """--init of a new run; None if the run resumes, because the file may be missing then."""
+        return None if saved(self.out, self.scratch) else self.init
+
+    @property
     @abstractmethod
     def image_size(self) -> int:
         """Size of the padded square that the model takes, pixels."""
@@ -147,10 +152,6 @@ class Config(ABC):
         product = f"{counted(world_size, 'rank')} x {product} {times} {counted(size, 'image')}"
         return f"{counted(batch, 'image')} = {product}"
 
-    def roots(self) -> list[str]:
-        """The dataset directories of the run."""
-        return roots_of(self.data)
-
     def document(self) -> dict[str, Any]:
         """The settings as JSON values."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
@@ -170,11 +171,6 @@ def _print(notes: list[str]) -> None:
     """Print lines on rank 0; not to stdout, where --json prints the scores."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.writelines(f"{note}\n" for note in notes)
-
-
-def initial_weights(config: Config) -> str | None:
-    """The initial weights of a new run; None if the run resumes, because the file may be missing then."""
-    return None if saved(config.out, config.scratch) else config.init
 
 
 def parse(
@@ -324,12 +320,12 @@ def set_endpoint(config: Config) -> None:
 
 def _check_out(config: Config) -> None:
     """Refuse a folder or URL in which a run would damage other files, or could not write."""
-    out, inside = config.out, f"{config.out.rstrip('/')}/"
+    out, inside, roots = config.out, f"{config.out.rstrip('/')}/", roots_of(config.data)
     if config.is_remote:
-        in_dataset = any(root and inside.startswith(f"{root.rstrip('/')}/") for root in config.roots())
+        in_dataset = any(root and inside.startswith(f"{root.rstrip('/')}/") for root in roots)
     else:
-        folder, roots = config.folder.resolve(), [root for root in config.roots() if "://" not in root]
-        in_dataset = any(root and folder.is_relative_to(Path(root).resolve()) for root in roots)
+        folders = [Path(root).resolve() for root in roots if root and "://" not in root]
+        in_dataset = any(map(config.folder.resolve().is_relative_to, folders))
     if in_dataset or (config.folder / DATASET).exists():
         raise UsageError(
             f"--out {out}: is a dataset directory or inside one, and a run must not write there; name another"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sa1b.console import counted
-from sa1b.engine.config import Config, build, initial_weights, with_steps
+from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
 from sa1b.engine.model import declared, stored
 from sa1b.engine.precision import autocast, compute_dtype
@@ -319,7 +319,7 @@ def dry_run(config: Config, rank_info: RankInfo) -> None:
     if rank_info.rank > 0:
         return
     model, steps, parallel = declared(module), config.optim.steps, config.parallel
-    if (weights := initial_weights(config)) is not None:
+    if (weights := config.initial_weights) is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             load_weights(model, weights, config.scratch)

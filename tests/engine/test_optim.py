@@ -211,15 +211,3 @@ def test_one_line_says_where_the_rate_comes_from() -> None:
 def test_what_makes_no_sense_is_refused_and_the_flag_named(options: dict[str, object], flag: str) -> None:
     with pytest.raises(UsageError, match=flag):
         OptimConfig(**options)
-
-
-def test_a_negative_step_and_an_empty_batch_have_no_rate() -> None:
-    with pytest.raises(UsageError, match="step -1: must be at least 0"):
-        lr_at(PUBLISHED, 256, -1)
-    with pytest.raises(UsageError, match="batch"):
-        peak_lr(PUBLISHED, 0)
-
-
-def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(UsageError, match="no parameter"):
-        make_optimizer(build().requires_grad_(False), PUBLISHED, 256)

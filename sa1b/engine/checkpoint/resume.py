@@ -43,9 +43,9 @@ def restore(
         _refuse(error.state["config"], current, out, "preset")
         _refuse(error.state["config"], current, out, "model.", "optim.freeze")
         raise
-    agree_on_weights(training.module, training.rank_info)
     if state is None:
         return 0, None, []
+    agree_on_weights(training.module, training.rank_info)
     saved, step, position = state["config"], int(state["step"]), state["stream"]["position"]
     _refuse(saved, current, out, "optim.freeze")
     if (mean := saved["optim"].get("ema")) and not config.optim.ema:

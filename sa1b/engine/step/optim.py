@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from sa1b.arguments import Range
 from sa1b.console import counted
 from sa1b.engine.model import declared
 from sa1b.engine.settings import OptimConfig
@@ -55,8 +54,6 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimi
             layer = layers[name]
             key = (last if layer is None else layer, model.decays(name, parameter))
             groups.setdefault(key, []).append(parameter)
-    if not groups:
-        raise UsageError("--optim.freeze: no parameter of the model requires a gradient; freeze fewer parts")
     peak = peak_lr(config, batch)
     described = [
         {
@@ -72,8 +69,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig, batch: int) -> Optimi
 
 
 def peak_lr(config: OptimConfig, batch: int) -> float:
-    """Learning rate of the last layer after warm-up, for a global batch of `batch` images, at least 1."""
-    Range(1, unit=" image").check("global batch", batch)
+    """Learning rate of the last layer after warm-up, for a global batch of `batch` images."""
     ratio = batch / config.reference_batch
     return config.lr * {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[config.batch_scaling]
 
@@ -92,7 +88,6 @@ def lr_at(config: OptimConfig, batch: int, step: int) -> float:
     """Learning rate of the last layer in a step, counted from 0; constant after the end of the schedule.
     Step 0 has 1 / warmup of the peak; step warmup - 1 is the first one at the peak.
     """
-    Range(0).check("step", step)
     peak = peak_lr(config, batch)
     if step < config.warmup:
         return peak * ((step + 1) / config.warmup)  # in this order, rounding cannot exceed the peak
