@@ -251,10 +251,8 @@ def train(run: Run) -> None:
 
 
 def numbers(run: Run) -> dict[str, float]:
-    """Numbers of this rank that the ranks exchange after each step.
-
-    `data_wait`: seconds of this step in which it waited for data; those of its device, see `Sampler`; busy
-    seconds of the loader's stages so far.
+    """Numbers of this rank that the ranks exchange after each step: the seconds in which it waited for data,
+    those of its device, see `Sampler`, and busy seconds of the loader's stages so far.
     """
     return {
         "data_wait": run.phases.seconds["data"],

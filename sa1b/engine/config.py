@@ -350,11 +350,8 @@ def _check_out(config: Config) -> None:
         )
 
 
-def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
-    """The settings, which must be those of rank 0 on every rank, as must be `digests`; collective.
-
-    DisagreementError, on all ranks: they differ; it has the name and both values.
-    """
+def agree(config: Config, rank_info: RankInfo, **digests: Any) -> None:
+    """DisagreementError, on all ranks, if settings or `digests` of a rank differ from those of rank 0."""
     document = config.document()
     del document["scratch"]  # machines may have different disks
     of_all = rank_info.gather({f"--{flag}": value for flag, value in leaves(document)} | digests)
@@ -363,7 +360,6 @@ def agree(config: Config, rank_info: RankInfo, **digests: Any) -> Config:
             if other.get(name) != value:
                 message = f"{name} is {other.get(name)!r} on rank {rank} and {value!r} on rank 0"
                 raise DisagreementError(message)
-    return config
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

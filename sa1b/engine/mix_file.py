@@ -59,10 +59,8 @@ _OWN = ("weight", "seed", "evaluation_view")  # settings of a source that are no
 def read_mix(
     config: DataConfig, history: Sequence[Sequence[int]] = ()
 ) -> tuple[list[MixSource], dict[int, Mapping[str, Any]]]:
-    """The sources and the schedule, position -> weights, of the file. UsageError names file and source.
-
-    `history`: step and position from which a run has each global batch, for `from_step`. Of two changes at
-    one position, the later one in the file holds.
+    """The sources and the schedule, position -> weights, of the file; of two changes at one position, the
+    later one holds. `history`: step and position from which a run has each global batch, for `from_step`.
     """
     flag = f"--data.mix {config.mix}"
     if name := next((name for name in ("root", "view", "layers") if getattr(config, name)), None):

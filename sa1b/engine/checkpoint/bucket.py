@@ -87,9 +87,7 @@ def saved(run: str, scratch: Path | None = None) -> list[int]:
 
 
 def download(store: Store, folder: Path, step: int) -> Path:
-    """Copy a checkpoint to a folder in `folder`, and verify its digests.
-    RetrievalError: the store cannot be reached, or the disk has no space. CheckpointError: it is damaged.
-    """
+    """Copy a checkpoint to a folder in `folder`, and verify its digests."""
     name, local = _name(step), folder / folder_name(step)
     url = store.url(name)
     try:
@@ -119,11 +117,7 @@ class RemoteRun(Folder):
     """The files of a run in a bucket; all ranks create and close it together.
 
     Rank 0 has a claim with a heartbeat as long as the run lasts. Creating the claim writes and removes an
-    object, so missing permissions are found at the start. `leads`: this rank copies the files of its machine.
-
-    Raises:
-        UsageError: the store cannot be written, or contains a dataset.
-        CheckpointError: another run uses the store; the store cannot be reached, or the folder not written.
+    object, so missing permissions are found at the start.
     """
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
@@ -136,7 +130,7 @@ class RemoteRun(Folder):
             self.ranks.on_first(self._open)
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
-            self.leads = self._leader == self.ranks.rank
+            self.leads = self._leader == self.ranks.rank  # this rank copies the files of its machine
             self.ranks.on_all(self._pull)
         except CheckpointError:
             self.release()

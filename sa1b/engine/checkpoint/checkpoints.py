@@ -48,16 +48,15 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and finds the one to resume from; created by all ranks together.
+    """Writes the checkpoints of one run and finds the one to resume from; all methods are collective.
 
-    All ranks must call the methods in the same order; they are collective. A thread of each rank writes; the
-    threads have a process group of their own. Training only waits for the copy to host memory, and for the
-    previous save if that is still being written. CheckpointError: the folder cannot be written, or another
-    run uses it. `seconds`: from the call of `save` until the newest checkpoint was complete; at first 0.0.
+    A thread of each rank writes; the threads have a process group of their own. Training only waits for the
+    copy to host memory, and for the previous save if that is still being written.
     """
 
     def __init__(self, run: Path | RemoteRun, config: CheckpointConfig, limit: float = 1800.0) -> None:
-        self.config, self.seconds = config, 0.0
+        self.config = config
+        self.seconds = 0.0  # from the call of `save` until the newest checkpoint was complete
         self.best: int | None = None  # step of a checkpoint that is kept
         self._place = Folder(run, limit) if isinstance(run, Path) else run
         self._ranks = self._place.ranks
@@ -67,10 +66,8 @@ class Checkpoints:
         self._failures: list[str] = []  # failed writes since the last successful write
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Write a checkpoint after `step` steps; the tensors may change once this returns.
-
-        The state is JSON values, the same on all ranks. A failed write is logged. CheckpointError: more than
-        `tolerate` consecutive writes have failed, or a write does not end.
+        """Write a checkpoint after `step` steps; the tensors may change once this returns. The state is JSON
+        values, the same on all ranks. CheckpointError: more than `tolerate` consecutive writes have failed.
         """
         self._settle()
         if len(self._failures) > self.config.tolerate:
@@ -96,9 +93,7 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     def close(self) -> None:
-        """Wait for the write in flight and unlock the folder, before the process group is destroyed.
-        CheckpointError: the last write has failed, or, in a bucket, the upload of another file.
-        """
+        """Wait for the write in flight and unlock the folder, before the process group is destroyed."""
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
         if self._stager is not None:
@@ -113,12 +108,8 @@ class Checkpoints:
         return self._ranks.on_first(self._place.steps)
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Fill model and optimizer from the newest good checkpoint, in any mode; return the state.
-
-        Newer ones are damaged: each is named in a warning and renamed, so that it does not count any more.
-        None if there are no checkpoints; CheckpointError if none of them is good. RetrievalError: one that
-        may be good cannot be read now. MismatchError: it has another model or other trained parameters.
-        UsageError: an earlier version of this program has written it.
+        """Fill model and optimizer from the newest good checkpoint, in any mode; return the state, None if
+        there are no checkpoints. Newer ones are damaged: each is named in a warning and renamed.
         """
         place, ranks = self._place, self._ranks
         if isinstance(place, RemoteRun):
@@ -219,9 +210,7 @@ class Checkpoints:
 def newest_good(
     root: str, there: list[int], use: Callable[[int], T], level: int = logging.WARNING
 ) -> tuple[T, list[int]]:
-    """What `use` returns for the newest of the steps whose checkpoint is good, and the damaged newer ones,
-    each of which is logged. CheckpointError: none is good.
-    """
+    """What `use` returns for the newest good checkpoint, and the newer, damaged steps, which are logged."""
     refused: dict[int, str] = {}
     for step in reversed(there):
         try:

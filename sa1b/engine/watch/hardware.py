@@ -145,8 +145,8 @@ class Sampler:
         # device has completed: on a GPU they are events, and nothing waits for them.
         self._last: tuple[Any, Any] | None = None
         self._complete: tuple[Any, Any] | None = None
-        module.register_forward_pre_hook(self._begins)
-        module.register_forward_hook(self._ends)
+        module.register_forward_pre_hook(lambda *_: setattr(self, "_begin", self._now()))
+        module.register_forward_hook(lambda *_: setattr(self, "_last", (self._begin, self._now())))
 
     def latest(self) -> dict[str, float]:
         """The numbers; unknown ones are NaN. Call it once a step. The names depend on the kind of device."""
@@ -155,9 +155,11 @@ class Sampler:
             self._before, reads = now, _GPU
             if not self._is_gpu:
                 busy = (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
-                reads = {"cpu_utilisation": lambda _: busy, "memory_gb": _resident}
+                reads = {"cpu_utilisation": lambda _: busy, "memory_gb": _resident_gb}
             self._sample = {name: self._read(read) for name, read in reads.items()}
-        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else _peak_resident()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._is_gpu:
+            peak = torch.cuda.max_memory_allocated(self._device)
         forward, self._complete = self._complete, self._last
         return {"forward": self._seconds(forward), "peak_memory": peak, **self._sample}
 
@@ -166,12 +168,6 @@ class Sampler:
             return read(self._device)
         except Exception:  # without pynvml, the driver or /proc, or not supported by this GPU
             return math.nan
-
-    def _begins(self, *_: object) -> None:
-        self._begin = self._now()
-
-    def _ends(self, *_: object) -> None:
-        self._last = self._begin, self._now()
 
     def _now(self) -> Any:
         if not self._is_gpu:
@@ -187,9 +183,5 @@ class Sampler:
         return float(begin.elapsed_time(end)) / 1e3 if self._is_gpu else float(end - begin)
 
 
-def _resident(_: torch.device) -> float:
+def _resident_gb(_: torch.device) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e9
-
-
-def _peak_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

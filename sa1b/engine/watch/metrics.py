@@ -223,11 +223,10 @@ def score_line(scores: Mapping[str, Any]) -> str:
         oracle = scores.get(f"miou_{prompt}_oracle")
         best = "" if oracle is None else f", oracle {oracle:.3f}"
         words.append(f"{scores[f'miou_{prompt}']:.3f} ({label}{best})")
-    sources = [name.partition("/")[2] for name in scores if name.startswith("masks/")]
     parts = [
-        f"{name} {scores[f'miou_1_click/{name}']:.3f} on {scores[f'masks/{name}']:,.0f} masks"
-        for name in sources
-        if scores[f"masks/{name}"]
+        f"{source} {scores[f'miou_1_click/{source}']:.3f} on {count:,.0f} masks"
+        for kind, _, source, count in ((*name.partition("/"), value) for name, value in scores.items())
+        if kind == "masks" and source and count
     ]
     of_sources = f"; 1 click by source: {', '.join(parts)}" if parts else ""
     limit = scores["masks_per_image"]
