@@ -122,11 +122,9 @@ def start(config: ParallelConfig) -> RankInfo:
             _refuse_shared_gpus(store, rank, world_size, bound)
         _created.append(dist.group.WORLD)
     replicas, mesh = replicas_on(world_size, config.replicas), None
-    if config.mode == "fsdp" and replicas == 1:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    elif config.mode == "fsdp":
-        shape = (replicas, world_size // replicas)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    if config.mode == "fsdp":
+        shape = (world_size,) if replicas == 1 else (replicas, world_size // replicas)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     rank_info = RankInfo(rank, world_size, local_rank, device, mesh)
     if rank == 0:  # not to stdout, where --json prints the scores
         sys.stderr.write(replicas_note(world_size, config.replicas))

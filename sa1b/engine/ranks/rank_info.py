@@ -7,7 +7,7 @@ together, and an error on any rank is raised on all ranks.
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ class RankInfo:
         return values
 
 
-_Outcome: TypeAlias = tuple[Any, CheckpointError | None]  # a value, or why there is none
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of a run with a separate gloo group, which a thread may use in parallel with training."""
@@ -61,18 +58,25 @@ class Ranks:
         CheckpointError: it failed on any rank; the message contains the errors of all ranks, and the error
         has the class of one that is a subclass.
         """
-        outcomes = [_attempt(work)] * self.world_size
+        value, failure = cast(T, None), cast(CheckpointError | None, None)
+        try:
+            value = work()
+        except CheckpointError as error:
+            failure = error
+        except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
+            failure = CheckpointError(_text(error))
+        outcomes = [(value, failure)] * self.world_size
         if self.group is not None:
             dist.all_gather_object(outcomes, outcomes[0], group=self.group)
-        return _values(outcomes)
+        if errors := [error for _, error in outcomes if error is not None]:
+            kinds = [type(error) for error in errors if type(error) is not CheckpointError]
+            # Ranks often fail with the same message.
+            raise (kinds or [CheckpointError])[0]("; ".join(dict.fromkeys(map(str, errors))))
+        return [value for value, _ in outcomes]
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 and return its result on every rank; CheckpointError: the work failed."""
-        outcomes = [_attempt(work) if self.rank == 0 else (None, None)]
-        if self.group is not None:
-            dist.broadcast_object_list(outcomes, src=0, group=self.group)
-        value: T = _values(outcomes)[0]
-        return value
+        return cast(T, self.on_all(lambda: work() if self.rank == 0 else None)[0])
 
 
 def ranks(limit: float = 1800.0) -> Ranks:
@@ -81,23 +85,6 @@ def ranks(limit: float = 1800.0) -> Ranks:
         return Ranks(0, 1, None, limit)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=limit))
     return Ranks(dist.get_rank(), dist.get_world_size(), group, limit)
-
-
-def _attempt(work: Callable[[], object]) -> _Outcome:
-    try:
-        return work(), None
-    except CheckpointError as error:
-        return None, error
-    except (Exception, CheckpointException) as error:  # KeyboardInterrupt is a BaseException
-        return None, CheckpointError(_text(error))
-
-
-def _values(outcomes: list[_Outcome]) -> list[Any]:
-    if errors := [error for _, error in outcomes if error is not None]:
-        kinds = [type(error) for error in errors if type(error) is not CheckpointError]
-        # Ranks often fail with the same message.
-        raise (kinds or [CheckpointError])[0]("; ".join(dict.fromkeys(map(str, errors))))
-    return [value for value, _ in outcomes]
 
 
 def _text(error: BaseException) -> str:
