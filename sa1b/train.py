@@ -48,20 +48,13 @@ from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
 from sa1b.engine.step.gradients import Buffers, TrainStep, clear, micro_batch, warm_up
 from sa1b.engine.step.optim import averaged, lr_at, lr_line, set_lr, update_ema
-from sa1b.engine.watch import metrics
+from sa1b.engine.watch import metrics, signals
 from sa1b.engine.watch.control import Control, Health, HealthError, StepFigures
 from sa1b.engine.watch.hardware import Sampler, peak_seconds
 from sa1b.engine.watch.loggers import Callback
 from sa1b.engine.watch.metrics import BestScore, Metrics, Window
 from sa1b.engine.watch.profiler import step_profiler
-from sa1b.engine.watch.signals import (
-    deadline_of,
-    exit_at_once,
-    failed,
-    how_it_stopped,
-    refused,
-    stdout_is_closed,
-)
+from sa1b.engine.watch.signals import exit_at_once
 from sa1b.engine.watch.watchdog import EVALUATION, OTHER, Phases, Watchdog, record_collectives
 from sa1b.engine.weights import state_digest
 from sa1b.errors import CheckpointError, UsageError
@@ -110,7 +103,7 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether the run ends after this step; the same on all ranks."""
-        return self.control.stopping or self.step >= self.config.optim.steps or self.best.exhausted
+        return bool(self.control.stop) or self.step >= self.config.optim.steps or self.best.exhausted
 
     @property
     def finished(self) -> bool:
@@ -127,7 +120,7 @@ def begin(
     remote: RemoteRun | None = None,
 ) -> Run:
     """All that a run needs; all ranks call it together. `remote`: the run in a bucket if --out is a URL."""
-    control = Control(rank_info, deadline_of(config.deadline), limit=config.data.deadline)
+    control = Control(rank_info, signals.deadline_of(config.deadline), limit=config.data.deadline)
 
     # Data. The order of samples is a formula of the seed, so the state of a feed is a position.
     feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
@@ -287,7 +280,7 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
     first = settings.best is not None and step == 0  # which refuses an unknown score early
     due = first or step == run.config.optim.steps or (settings.every > 0 and step % settings.every == 0)
     held_out, rank_info = run.held_out, run.rank_info
-    if not due or held_out is None or run.control.stopping:
+    if not due or held_out is None or run.control.stop:
         return None
     if (scorer := run.config.scorer(rank_info.device)) is None:
         return None
@@ -325,7 +318,6 @@ def close(run: Run) -> None:
         run.metrics.close()
     finally:
         run.checkpoints.close()
-        run.control.close()
 
 
 def run(config: Config, callbacks: Sequence[Callback] = (), phases: Phases | None = None) -> int:
@@ -388,8 +380,9 @@ def train_and_close(run: Run) -> int:
             write_whole(Path(marker), b"")
         if run.step > begun:
             print("\n".join(how_it_ended(run)), flush=True)
-    elif control.stopping and rank_info.rank == 0:
-        print(how_it_stopped(run.step, checkpoint_of(run), config.deadline, control.stop), flush=True)
+    elif control.stop and rank_info.rank == 0:
+        end = signals.how_it_stopped(run.step, checkpoint_of(run), config.deadline, control.stop)
+        print(end, flush=True)
     if control.restarts:
         control.wait_for_agent()
     return int(control.restarts)
@@ -456,12 +449,12 @@ def main(
     except SystemExit as error:  # the text of --help
         return int(error.code or 0)
     except UsageError as error:
-        return refused(error, rank, phases, on_all=config is None)
+        return signals.refused(error, rank, phases, on_all=config is None)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and stdout_is_closed():
+        if isinstance(error, BrokenPipeError) and signals.stdout_is_closed():
             return broken_pipe()
         images = 1 if config is None or config.evaluate_only else config.micro_batches(world_size)[0]
-        return failed(error, rank, world_size, images, phases)
+        return signals.failed(error, rank, world_size, images, phases)
 
 
 if __name__ == "__main__":

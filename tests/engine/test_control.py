@@ -46,9 +46,9 @@ def on_rank(world_size: int) -> tuple[StepFigures, list[bool]]:
         control = Control(rank_info)
         seen = []
         first = exchanged(control, rank_info.rank, world_size)
-        seen += [control.stopping, control.poll()]
+        seen += [bool(control.stop), control.poll()]
         control.asked = Stop.ASKED if rank_info.rank == world_size - 1 else Stop.NONE
-        seen += [control.stopping, control.poll(), control.stop is Stop.FAILED]
+        seen += [bool(control.stop), control.poll(), control.stop is Stop.FAILED]
         if rank_info.rank == 0:
             control.write(Path("here/metrics.jsonl"), no_space)
         seen += [control.stop is Stop.FAILED, control.poll(), control.stop is Stop.FAILED]
@@ -109,7 +109,7 @@ def test_a_signal_asks_and_nothing_stops_before_the_ranks_have_met(number: signa
         assert not control.poll()
         os.kill(os.getpid(), number)
         assert control.asked
-        assert not control.stopping
+        assert not control.stop
         assert control.poll()
         control.check()  # a stop request is not a failure
     finally:
@@ -180,7 +180,7 @@ def test_the_first_failed_write_is_named_with_the_remedy(
         path = tmp_path / name / "file"
         control.write(path, partial(path.write_text, ""))
     control.write(tmp_path, lambda: None)
-    assert not control.stopping
+    assert not control.stop
     assert control.poll()
     with pytest.raises(WriteError) as raised:
         control.check()

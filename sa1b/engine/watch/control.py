@@ -64,11 +64,6 @@ class Control:
         self._limit, self._limited = limit, Limited()
         self._steps, self._checkpoint = deque([0.0], maxlen=_STEPS), 0.0
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the run stops; the same on all ranks."""
-        return self.stop is not Stop.NONE
-
     def exchange(
         self,
         totals: Mapping[str, Tensor],
@@ -94,7 +89,7 @@ class Control:
     def poll(self) -> bool:
         """Whether the run stops. Collective; an evaluation calls it once per micro-batch."""
         self._gather({}, {})
-        return self.stopping
+        return bool(self.stop)
 
     def _gather(
         self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float]
@@ -169,10 +164,6 @@ class Control:
             raise WriteError(
                 f"{path}: {error} (--data.deadline); check the disk or the server of its mount, {_AGAIN}"
             ) from None
-
-    def close(self) -> None:
-        """End the threads that write."""
-        self._limited.close()
 
     def check(self) -> None:
         """At the end of a run, raise the WriteError that stopped it, with the rank that had it."""
