@@ -282,12 +282,10 @@ def evaluate_if_due(run: Run) -> dict[str, float] | None:
     held_out, rank_info = run.held_out, run.rank_info
     if not due or held_out is None or run.control.stop:
         return None
-    if (scorer := run.config.scorer(rank_info.device)) is None:
-        return None
     run.phases.enter(EVALUATION)
     with averaged(training.module, training.optimizer):
         scores = evaluate(
-            training.module, held_out, scorer, run.config, rank_info, control=run.control, phases=run.phases
+            training.module, held_out, run.config, rank_info, control=run.control, phases=run.phases
         )
     run.phases.enter(OTHER)
     if scores is not None:

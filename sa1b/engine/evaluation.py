@@ -9,7 +9,7 @@ from torch import nn
 
 from sa1b.console import command
 from sa1b.engine.config import Config
-from sa1b.engine.model import Scorer, declared
+from sa1b.engine.model import declared
 from sa1b.engine.precision import autocast
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.engine.step.feed import Feed
@@ -64,7 +64,6 @@ def held_out_feed(config: Config, rank_info: RankInfo, training: BatchStream | N
 def evaluate(
     module: nn.Module,
     feed: Feed,
-    scorer: Scorer,
     config: Config,
     rank_info: RankInfo,
     *,
@@ -79,7 +78,8 @@ def evaluate(
     """
     training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
-    model = declared(module)
+    model, scorer = declared(module), config.scorer(rank_info.device)
+    assert scorer is not None  # refused by Config.check
     damaged = torch.zeros((), dtype=torch.int64, device=rank_info.device)
     images, show = feed.images, config.evaluation.show
     shown: list[tuple[int, str]] = []

@@ -45,7 +45,8 @@ def find_weights(
     text = os.fspath(source)
     with contextlib.ExitStack() as stack:
         if protocol_of(text):
-            folder, _, last = text.rstrip("/").rpartition("/")
+            text = text.rstrip("/")
+            folder, _, last = text.rpartition("/")
             if last.endswith(FILES):
                 [path] = stack.enter_context(open_store(folder, scratch=scratch).files(last))
                 if not path.exists():

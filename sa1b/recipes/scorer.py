@@ -143,9 +143,8 @@ def score(config: "Config", build: Callable[[], nn.Module], rank_info: RankInfo,
     if config.evaluation.show:
         check_files(FolderStore(config.folder), config.out, "predictions.jsonl")
     module = wrap(build(), config.parallel, rank_info)
-    control, scorer = _Writing(rank_info, limit=config.data.deadline), config.scorer(rank_info.device)
-    assert scorer is not None  # refused by Config.check
-    scores = evaluate(module, held_out, scorer, config, rank_info, control=control, phases=phases)
+    control = _Writing(rank_info, limit=config.data.deadline)
+    scores = evaluate(module, held_out, config, rank_info, control=control, phases=phases)
     if scores is not None:
         _print(config, scores, rank_info)
     control.check()

@@ -134,7 +134,8 @@ def overflow(config: ParallelConfig) -> dict[str, Any]:
 
 def overflow_shard(parameter: nn.Parameter, rank_info: RankInfo) -> None:
     """The last shard, which every replica has, because gradients are already summed."""
-    if rank_info.rank % rank_info.shards == rank_info.shards - 1:
+    shards = rank_info.mesh["shard"].size() if rank_info.mesh else 1
+    if rank_info.rank % shards == shards - 1:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         gradient.to_local()[-1, -1] = torch.inf

@@ -21,7 +21,6 @@ from sa1b.engine.watch.watchdog import Phases
 from sa1b.errors import UsageError
 from sa1b.masks import bbox, rasterize
 from sa1b.recipes.presets import SamConfig
-from sa1b.recipes.scorer import ClickScorer
 from sa1b.sam import clicks, prediction
 from sa1b.sam.interactive import Interactive
 from sa1b.sam.model import ModelConfig, Sam
@@ -92,8 +91,7 @@ def scores_of(
 ) -> dict[str, float]:
     evaluation = EvaluationConfig(show=show, protocol=protocol)
     run = SamConfig(out=str(out), parallel=config, evaluation=evaluation)
-    scorer, control = ClickScorer(protocol == "sam", rank_info.device), Control(rank_info)
-    scores = evaluate(module, feed, scorer, run, rank_info, control=control, phases=Phases())
+    scores = evaluate(module, feed, run, rank_info, control=Control(rank_info), phases=Phases())
     assert scores is not None
     return scores
 

@@ -319,13 +319,14 @@ def test_copies_of_the_model_fit_any_number_of_ranks_and_take_no_more_memory(
 def copies(demanded: int) -> tuple[tuple[int, ...], int]:
     with group(ParallelConfig(mode="fsdp", replicas=demanded, device="cpu")) as rank_info:
         assert rank_info.mesh is not None
-        return tuple(rank_info.mesh.mesh.shape), rank_info.shards
+        return tuple(rank_info.mesh.mesh.shape), rank_info.mesh["shard"].size()
 
 
 def test_replicas_that_do_not_fit_are_reduced_with_a_message(capfd: pytest.CaptureFixture[str]) -> None:
     config = ParallelConfig(mode="fsdp", replicas=3, device="cpu")
     with group(config) as rank_info:
-        assert rank_info.shards == 1
+        assert rank_info.mesh is not None
+        assert rank_info.mesh["shard"].size() == 1
     assert capfd.readouterr().err == (
         "--parallel.replicas 3: does not fit 1 rank, so it is 1, with 1 rank for each copy of the model, until "
         "a restart with a multiple of 3 ranks, at least 6\n"

@@ -21,6 +21,7 @@ from sa1b.engine.checkpoint.folder import check_files
 from sa1b.engine.ranks.rank_info import RankInfo
 from sa1b.errors import Sa1bError, UsageError
 from sa1b.limit import Limited, OverdueError
+from sa1b.report import first_names
 from sa1b.storage.store import FolderStore
 
 _SHOWN_AFTER = 5.0  # seconds within which a host must see a file that another host has created
@@ -52,9 +53,9 @@ def check_shared_folder(folder: Path, rank_info: RankInfo, limit: float) -> None
     token.unlink(missing_ok=True)
     if others := [where for seen, where in of_all if not seen]:
         raise UsageError(
-            f"--out {folder}: the folder of rank {of_all[0][1]} differs on ranks {', '.join(others[:4])}"
-            f"{f' and {len(others) - 4} more' if len(others) > 4 else ''}; pass an absolute path on a file "
-            "system that all ranks share, since they write one checkpoint together"
+            f"--out {folder}: the folder of rank {of_all[0][1]} differs on ranks {first_names(others, 4)}; "
+            "pass an absolute path on a file system that all ranks share, since they write one checkpoint "
+            "together"
         )
 
 
@@ -92,8 +93,7 @@ def agree_on_weights(module: nn.Module, rank_info: RankInfo) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         held, shard, placed = tensor.detach(), 0, ""
         if isinstance(held, DTensor):
-            # The mesh has ranks in ascending order.
-            shard, placed = rank_info.rank % rank_info.shards, f" {held.placements}"
+            shard, placed = held.device_mesh.get_local_rank("shard"), f" {held.placements}"
             held = held.to_local()
         values = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         described = f"{tuple(tensor.shape)} {tensor.dtype}{placed}"

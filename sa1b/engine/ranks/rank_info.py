@@ -30,11 +30,6 @@ class RankInfo:
     # FSDP: ranks by "shard", or by "replicate" and "shard", in ascending order
     mesh: DeviceMesh | None = None
 
-    @property
-    def shards(self) -> int:
-        """Number of ranks over which one copy of the model is sharded."""
-        return self.mesh["shard"].size() if self.mesh else 1
-
     def gather(self, value: T) -> list[T]:
         """A value of each rank, on all ranks; collective."""
         values = [value] * self.world_size
