@@ -232,8 +232,8 @@ class OptimConfig:
         grad_clip: Largest norm of the gradient over all parameters; 0: no limit.
         ema: Decay of the running mean of the weights, such as 0.9999; 0: no running mean. The mean is
             evaluated and exported instead of the weights. In the first steps the decay is (1 + step) /
-            (10 + step). A run can resume with a running mean that it did not have, not without the one that
-            it has; the mean then starts from the weights after the next step.
+            (10 + step). A run with a running mean cannot resume without it; one without can resume with it,
+            and the mean starts from the weights after the next step.
         freeze: Parts of the model that are not trained, by the names of its submodules (image_encoder).
             They run as in evaluation, without drop path or dropout.
         fitting: no flag. Of warmup and cooldown those that were not passed beside --optim.epochs.
