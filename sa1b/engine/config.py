@@ -145,7 +145,6 @@ class Config(ABC):
         return size, micro_batch_count(data.global_batch, world_size, size, block_size=data.block_size)
 
     def step_images(self, world_size: int) -> str:
-        """The images of a step as a product, in one line."""
         batch, (size, count) = self.data.global_batch, self.micro_batches(world_size)
         product = counted(count, "micro-batch", "es")
         times = "x" if batch == world_size * count * size else "of up to"
@@ -153,7 +152,6 @@ class Config(ABC):
         return f"{counted(batch, 'image')} = {product}"
 
     def document(self) -> dict[str, Any]:
-        """The settings as JSON values."""
         document: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return document
 

@@ -69,7 +69,6 @@ def committed(store: Store) -> list[int]:
 
 
 def _checkpoints(store: Store) -> dict[int, set[str]]:
-    """The files of each folder of a checkpoint, without hidden ones, by its step."""
     there = {step: name for name in store.folders(CHECKPOINTS) if (step := step_of(name)) is not None}
     names = store.map(lambda name: set(store.names(f"{CHECKPOINTS}/{name}")), there.values())
     return dict(zip(there, names, strict=True))

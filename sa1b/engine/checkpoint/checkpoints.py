@@ -93,7 +93,6 @@ class Checkpoints:
         return self._writing is not None and not self._writing.done()
 
     def close(self) -> None:
-        """Wait for the write in flight and unlock the folder, before the process group is destroyed."""
         self._settle()
         self._writer.shutdown(wait=False)  # a thread that still writes waits for the disk without limit
         if self._stager is not None:
@@ -103,7 +102,6 @@ class Checkpoints:
             raise self._failed()
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, good or damaged, oldest first."""
         self._settle()
         return self._ranks.on_first(self._place.steps)
 
@@ -166,7 +164,6 @@ class Checkpoints:
         return None
 
     def _report(self, writer: CommitWriter, error: CheckpointError) -> str:
-        """Log a failed write, make its space free, and return its description."""
         with contextlib.suppress(OSError):
             if self._place.leads and writer.partial.exists():
                 remove(writer.partial)

@@ -80,7 +80,6 @@ def step_of(name: str) -> int | None:
 
 
 def folder_name(step: int) -> str:
-    """Name of the folder of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
@@ -207,7 +206,6 @@ class CommitWriter(FileSystemWriter):
         self.fs = _DurableFiles()
 
     def write_data(self, plan: Any, planner: Any) -> Future[Any]:
-        """Write the files of this rank, flushed to the disk."""
         try:
             results = _Written(super().write_data(plan, planner).value())
         except Exception as error:  # torch's zip writer replaces the error of a full disk by its own
@@ -300,7 +298,6 @@ class Folder:
         return secrets.token_hex(4)
 
     def path(self, step: int) -> Path:
-        """The local folder of a checkpoint."""
         return self.folder / CHECKPOINTS / folder_name(step)
 
     def steps(self) -> list[int]:
@@ -315,7 +312,6 @@ class Folder:
         """Make files that this rank has written durable; in a folder they are."""
 
     def commit(self, writer: CommitWriter, files: dict[str, str]) -> None:
-        """Write the manifest of all files, and give the folder its name."""
         if others := sorted(files.keys() ^ _names(writer.partial)):
             raise CheckpointError(
                 f"{others[0]}: not seen by rank 0, or not written by this run; all ranks must share --out, "
@@ -342,5 +338,4 @@ class Folder:
             remove(self.folder / CHECKPOINTS / name)
 
     def close(self) -> None:
-        """Release the folder, once no rank writes any more."""
         self._held.close()

@@ -152,7 +152,6 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the values, before a step."""
         self._kept = [buffer.clone() for buffer in self._buffers]
 
     @torch.no_grad()
@@ -209,5 +208,4 @@ class TrainStep:
         return finish(module, optimizer, self.scaler, count / self.divisor, self.rank_info, grad_clip=clip)
 
     def worst(self) -> dict[str, Tensor]:
-        """The image of this rank with the highest loss in the step, see `worst_image`."""
         return worst_image(self._images, getattr(self.model, "image_figures", ()))

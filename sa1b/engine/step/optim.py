@@ -75,7 +75,6 @@ def peak_lr(config: OptimConfig, batch: int) -> float:
 
 
 def lr_line(config: OptimConfig, batch: int) -> str:
-    """One line that explains the learning rate."""
     return (
         f"learning rate {peak_lr(config, batch):g}: {config.lr:g} at "
         f"{counted(config.reference_batch, 'image')}, "

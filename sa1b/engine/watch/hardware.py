@@ -37,7 +37,6 @@ class Gpu:
     reported: tuple[str, ...] = ()  # names that the driver reports, without "NVIDIA"
 
     def peak(self, precision: Precision) -> float:
-        """Operations per second with --parallel.precision."""
         return float(getattr(self, "bf16" if precision == "fp16" else precision))
 
 
@@ -104,7 +103,6 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one for each GPU."""
         return self.nodes * self.gpus
 
 

@@ -5,6 +5,7 @@ import math
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,7 +139,6 @@ class Metrics:
         self.say(f"step {step}: {self.result}")
 
     def window(self, step: int, kind: Literal["ranks", "loader"], summary: Mapping[str, Any]) -> None:
-        """Record a summary of the last steps."""
         self._append({"step": step, kind: summary})
         for callback in self._callbacks:
             callback.window(step, kind, summary)
@@ -149,7 +149,6 @@ class Metrics:
             tqdm.write(line)
 
     def close(self) -> None:
-        """End the progress line and the callbacks."""
         if self._bar is not None:
             self._bar.close()
         for callback in self._callbacks:
@@ -164,20 +163,16 @@ class Metrics:
         """Remove the lines of steps after `done`; return the documents of the lines that remain."""
         if not self.path.exists():
             return []
-        kept, documents = [], []
+        kept: list[tuple[str, dict[str, Any]]] = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            try:
+            with suppress(ValueError, KeyError, TypeError):  # truncated when the process was killed
                 document = json.loads(line)
                 step = document["run"]["step"] if "run" in document else document["step"]
                 # A run that starts from scratch evaluates step 0 again.
-                keep = done > 0 and line.endswith("\n") and step <= done
-            except (ValueError, KeyError, TypeError):
-                keep = False  # truncated when the process was killed
-            if keep:
-                kept.append(line)
-                documents.append(document)
-        write_whole(self.path, "".join(kept).encode())
-        return documents
+                if done > 0 and line.endswith("\n") and step <= done:
+                    kept.append((line, document))
+        write_whole(self.path, "".join(line for line, _ in kept).encode())
+        return [document for _, document in kept]
 
 
 def json_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +293,6 @@ class BestScore:
         return f"{counted(self._since, 'evaluation')} without a better score (--evaluation.patience)"
 
     def lines(self, out: str) -> list[str]:
-        """What is printed at the end of the run in `out`."""
         if self.step is None:
             return []
         at = f"{out}/checkpoints/{folder_name(self.step)}"

@@ -219,7 +219,6 @@ class Watchdog:
 
 
 def _collectives() -> int:
-    """Collectives that this process has started, in all groups."""
     count = 0
     for group in list(_world.pg_map):
         with suppress(RuntimeError, ValueError):  # it ends
