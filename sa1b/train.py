@@ -103,13 +103,12 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether the run ends after this step; the same on all ranks."""
-        return bool(self.control.stop) or self.step >= self.config.optim.steps or self.best.exhausted
+        return bool(self.control.stop) or self.finished
 
     @property
     def finished(self) -> bool:
-        """Whether another start would do nothing: all steps are done, and the evaluation after them."""
-        due = self.config.evaluation.view is not None and self.step not in self.best.evaluations
-        return (self.step >= self.config.optim.steps or self.best.exhausted) and not due
+        """Whether all steps are done; the evaluation after them may be due."""
+        return self.step >= self.config.optim.steps or self.best.exhausted
 
 
 def begin(
@@ -215,8 +214,10 @@ def train(run: Run) -> None:
             ids.append(batch.ids)
             phases.enter("data", number + 1)
         phases.enter("sync")
-        norm = training.finish(totals["count"])
-        figures = control.exchange(totals, norm, sum(map(len, ids)), numbers(run), training.worst())
+        norm, busy = training.finish(totals["count"]), feed.stream.stats.busy_seconds().values()
+        own = {"data_wait": phases.seconds["data"], **run.sampler.latest()}
+        own |= zip(BUSY, busy, strict=True)
+        figures = control.exchange(totals, norm, sum(map(len, ids)), own, training.worst())
         phases.enter("update")
         loss = figures.means["loss"]
         if run.health.is_good(run.step + 1, loss, figures.norm, figures.own_loss, ids):
@@ -241,17 +242,6 @@ def train(run: Run) -> None:
     if profiler is not None:
         profiler.stop()
     run.health.end(run.step)
-
-
-def numbers(run: Run) -> dict[str, float]:
-    """Numbers of this rank that the ranks exchange after each step: the seconds in which it waited for data,
-    those of its device, see `Sampler`, and busy seconds of the loader's stages so far.
-    """
-    return {
-        "data_wait": run.phases.seconds["data"],
-        **run.sampler.latest(),
-        **dict(zip(BUSY, run.feed.stream.stats.busy_seconds().values(), strict=True)),
-    }
 
 
 def end_step(run: Run, figures: StepFigures, lr: float) -> None:
@@ -373,7 +363,8 @@ def train_and_close(run: Run) -> int:
         gc.unfreeze()
     close(run)
     control.check()
-    if rank_info.rank == 0 and run.finished:
+    is_due = config.evaluation.view is not None and run.step not in run.best.evaluations
+    if rank_info.rank == 0 and run.finished and not is_due:
         if marker := os.environ.get("SA1B_FINISHED"):  # a job script does not queue this run again
             write_whole(Path(marker), b"")
         if run.step > begun:

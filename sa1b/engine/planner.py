@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sa1b.console import counted
+from sa1b.engine.checkpoint.tensors import bytes_of
 from sa1b.engine.config import Config, build, with_steps
 from sa1b.engine.evaluation import held_out_feed
-from sa1b.engine.model import declared, stored
+from sa1b.engine.model import declared
 from sa1b.engine.precision import autocast, compute_dtype
 from sa1b.engine.ranks.parallel import units
 from sa1b.engine.ranks.process_group import replicas_on, stop
@@ -211,8 +212,7 @@ def plan(config: Config, cluster: Cluster, rate: float | None = None) -> dict[st
     limit = max(limits, key=lambda name: limits[name])
     hours, written = steps * limits[limit] / 3600, -(-steps // schedule.every)
     forever = int(steps // np.lcm(schedule.every, schedule.keep_every)) if schedule.keep_every else 0
-    saved = sum(tensor.nbytes for tensor in stored(module).state_dict().values())
-    saved += 4 * trained * (3 if config.optim.ema else 2)
+    saved = bytes_of(module, 3 if config.optim.ema else 2)
     fits = (needed := _needed(memory, cluster)) <= cluster.gpu_memory
     return {
         "exit_code": int(not fits),

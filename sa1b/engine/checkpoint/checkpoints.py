@@ -111,7 +111,7 @@ class Checkpoints:
         """
         place, ranks = self._place, self._ranks
         if isinstance(place, RemoteRun):
-            place.check_space(tensors.bytes_of(model, optimizer))
+            place.check_space(tensors.bytes_of(model))
 
         def load(step: int) -> dict[str, Any]:
             with place.proved(step) as folder:

@@ -105,10 +105,10 @@ def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
     return rank_tensors
 
 
-def bytes_of(model: nn.Module, optimizer: Optimizer) -> int:
-    """The size of a checkpoint, about: the weights, and two moments of each that is trained."""
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors = [*gather(model).values(), *trained, *trained]
+def bytes_of(model: nn.Module, moments: int = 2) -> int:
+    """The size of a checkpoint, about: the weights, and so many moments of each that is trained."""
+    trained = [parameter for parameter in stored(model).parameters() if parameter.requires_grad]
+    tensors = [*gather(model).values(), *trained * moments]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

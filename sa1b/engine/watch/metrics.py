@@ -314,7 +314,7 @@ class Window:
         self._limit: str | None = None  # as reported last
 
     def add(self, step: int, ranks: Mapping[str, Sequence[float]], seconds: float) -> None:
-        """Add a step, with the numbers of `sa1b.train.numbers` of the ranks, and its seconds."""
+        """Add a step, with the numbers that the ranks exchanged, and its seconds."""
         self._steps += 1
         if self._steps:
             self._seconds += seconds
