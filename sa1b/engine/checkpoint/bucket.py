@@ -37,7 +37,6 @@ from sa1b.engine.checkpoint.folder import (
     steps,
     wait_for_claim,
 )
-from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.shards.staging import remove_leftovers
@@ -120,13 +119,13 @@ class RemoteRun(Folder):
     """
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
-        self.store, self.folder, self.ranks = store, folder, ranks(limit)
-        self.root, self.token = store.url(CHECKPOINTS), secrets.token_hex(4)
+        self.store = store
         self.remedy = f"free space in {folder} or make {store.root} available"
         self.claim: Claim | None = None
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
         try:
-            self.ranks.on_first(self._open)
+            super().__init__(folder, limit)
+            self.root = store.url(CHECKPOINTS)
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank  # this rank copies the files of its machine
@@ -135,15 +134,16 @@ class RemoteRun(Folder):
             self.release()
             raise
 
-    def _open(self) -> None:
-        """Take the claim and remove what was not committed."""
+    def _begin(self) -> str:
+        """Take the claim and remove what was not committed; return the token of this run."""
         store, url = self.store, self.store.root
         try:
             if store.exists(DATASET):
                 raise UsageError(
                     f"--out {url}: is a dataset directory, and a run must not write there; name another URL"
                 )
-            self.claim = wait_for_claim(url, lambda: Claim.take(store, _CLAIM), self._holder).__enter__()
+            claim = wait_for_claim(url, lambda: Claim.take(store, _CLAIM), self._holder)
+            self.claim = self._held.enter_context(claim)
             check_files(store, url)
             remove_leftovers(store)
             self.sweep()
@@ -153,6 +153,7 @@ class RemoteRun(Folder):
             raise
         except (StorageError, ImportError, ValueError) as error:
             raise _RefusedError(f"--out {url}: cannot be written: {error}") from None
+        return secrets.token_hex(4)
 
     def _holder(self, waited: float) -> str | None:
         """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""
@@ -274,9 +275,3 @@ class RemoteRun(Folder):
         if self.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.release()
-
-    def release(self) -> None:
-        """Remove the claim, so that another run can use the URL; on rank 0, once no rank writes any more."""
-        if self.claim is not None:
-            self.claim.release()
-        self.claim = None

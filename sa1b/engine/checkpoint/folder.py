@@ -337,5 +337,8 @@ class Folder:
         for name in filter(_PARTIAL.fullmatch, _names(self.folder / CHECKPOINTS)):
             remove(self.folder / CHECKPOINTS / name)
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Let another run use the folder or URL; on rank 0, once no rank writes any more."""
         self._held.close()
+
+    close = release
