@@ -236,7 +236,13 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     waits, memory = ranks["data_wait"], ranks["peak_memory"]
     whole = int(figures.count) if figures.count.is_integer() else figures.count
     recorded: dict[str, Any] = {**figures.means, "masks": whole, "images": figures.images}
-    recorded |= _worst_image(ranks) | {"lr": lr, "grad_norm": figures.norm}
+    names = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
+    images = zip(*(ranks.get(name, ()) for name in names), strict=True)
+    if known := [image for image in images if image[0] != -math.inf]:
+        loss, position, high, low = max(known, key=lambda image: (math.isnan(image[0]), image[0]))
+        worst = {"id": (int(high) << HALF) + int(low), "position": int(position), "loss": loss}
+        recorded["worst_image"] = json_figures(worst)
+    recorded |= {"lr": lr, "grad_norm": figures.norm}
     recorded |= {"images_per_s": figures.images / total, "masks_per_s": figures.count / total}
     recorded |= {"data_wait": min(sum(waits) / len(waits) / total, 1.0), "seconds": total}
     recorded |= {f"seconds_{name}": phases.seconds[name] for name in PARTS}
@@ -245,21 +251,10 @@ def figures_of(figures: StepFigures, phases: Phases, lr: float, utilisation: flo
     recorded |= {"peak_memory_gb_mean": sum(memory) / len(memory) / 1e9}
     recorded |= {"peak_memory_rank": memory.index(max(memory))}
     for name in SAMPLED:
-        if known := [value for value in ranks.get(name, ()) if not math.isnan(value)]:
-            mean = sum(known) / len(known)
-            recorded |= {f"{name}_min": min(known), f"{name}_mean": mean, f"{name}_max": max(known)}
+        if some := [value for value in ranks.get(name, ()) if not math.isnan(value)]:
+            mean = sum(some) / len(some)
+            recorded |= {f"{name}_min": min(some), f"{name}_mean": mean, f"{name}_max": max(some)}
     return recorded if utilisation is None else {**recorded, "mfu": utilisation / total}
-
-
-def _worst_image(ranks: Mapping[str, list[float]]) -> dict[str, Any]:
-    names = ("worst_loss", "worst_position", "worst_id_high", "worst_id_low")
-    images = zip(*(ranks.get(name, ()) for name in names), strict=True)
-    known = [image for image in images if image[0] != -math.inf]
-    if not known:
-        return {}
-    loss, position, high, low = max(known, key=lambda image: (math.isnan(image[0]), image[0]))
-    image_id = (int(high) << HALF) + int(low)
-    return {"worst_image": json_figures({"id": image_id, "position": int(position), "loss": loss})}
 
 
 class BestScore:
