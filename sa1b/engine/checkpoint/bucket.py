@@ -37,6 +37,7 @@ from sa1b.engine.checkpoint.folder import (
     steps,
     wait_for_claim,
 )
+from sa1b.engine.ranks.rank_info import ranks
 from sa1b.errors import CheckpointError, LockedError, UsageError
 from sa1b.shards.manifest import DATASET
 from sa1b.shards.staging import remove_leftovers
@@ -107,10 +108,6 @@ def download(store: Store, folder: Path, step: int) -> Path:
     return local
 
 
-class _RefusedError(CheckpointError, UsageError):
-    """A URL that cannot be that of a run, on all ranks."""
-
-
 class RemoteRun(Folder):
     """The files of a run in a bucket; all ranks create and close it together.
 
@@ -119,13 +116,15 @@ class RemoteRun(Folder):
     """
 
     def __init__(self, store: Store, folder: Path, limit: float = 1800.0) -> None:
-        self.store = store
+        self.store, self.folder, self.ranks = store, folder, ranks(limit)
+        self.root, self.token = store.url(CHECKPOINTS), secrets.token_hex(4)
         self.remedy = f"free space in {folder} or make {store.root} available"
         self.claim: Claim | None = None
+        self._held = contextlib.ExitStack()
         self._sent: dict[str, tuple[int, int]] = {}  # name in the bucket -> size and time of the local file
+        if refused := self.ranks.on_first(self._open):
+            raise UsageError(refused)
         try:
-            super().__init__(folder, limit)
-            self.root = store.url(CHECKPOINTS)
             folders = self.ranks.on_all(self._identify)
             self._leader = folders.index(folders[self.ranks.rank])
             self.leads = self._leader == self.ranks.rank  # this rank copies the files of its machine
@@ -134,8 +133,8 @@ class RemoteRun(Folder):
             self.release()
             raise
 
-    def _begin(self) -> str:
-        """Take the claim and remove what was not committed; return the token of this run."""
+    def _open(self) -> str | None:
+        """Take the claim and remove what was not committed; return why the URL is refused."""
         store, url = self.store, self.store.root
         try:
             if store.exists(DATASET):
@@ -148,12 +147,13 @@ class RemoteRun(Folder):
             remove_leftovers(store)
             self.sweep()
         except UsageError as error:
-            raise _RefusedError(str(error)) from None
+            self.release()
+            return str(error)
         except UnavailableError:
             raise
         except (StorageError, ImportError, ValueError) as error:
-            raise _RefusedError(f"--out {url}: cannot be written: {error}") from None
-        return secrets.token_hex(4)
+            return f"--out {url}: cannot be written: {error}"
+        return None
 
     def _holder(self, waited: float) -> str | None:
         """The holder of the claim; on another machine, if it has sent a heartbeat since the wait began."""
