@@ -1,14 +1,7 @@
-"""The number formats of a step.
-
-| precision | matrix products                                | everything else, weights, optimizer |
-|-----------|------------------------------------------------|-------------------------------------|
-| fp32      | float32                                        | float32                             |
-| tf32      | float32 with 10-bit mantissas, on tensor cores | float32                             |
-| bf16      | bfloat16 by autocast                           | float32 where autocast keeps it     |
-| fp16      | float16 by autocast, loss scaled               | float32 where autocast keeps it     |
-
-The weights are float32 in every mode. With FSDP the weights of the model's units are gathered in the format
-of the matrix products (`sa1b.engine.ranks.parallel.wrap`): autocast would round them to it anyway.
+"""The number formats of a step: --parallel.precision is that of the matrix products. tf32 is float32 with
+10-bit mantissas, on tensor cores; bf16 and fp16, with a scaled loss, are by autocast, which keeps float32 for
+all else. The weights are float32 in every mode; FSDP gathers those of the model's units in the format of the
+matrix products, to which autocast would round them anyway.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,6 @@
-"""Checks that all ranks have the same folder and the same model.
-
-Training itself would not detect ranks that initialise their weights from different seeds, read different
-checkpoints or build different models. DDP would apply gradients of one model to the weights of another, and
-FSDP would assemble a model from shards of several models. `agree_on_weights` compares the ranks.
+"""Checks that all ranks have the same folder and the same model. Training itself would not detect that: DDP
+would apply gradients of one model to the weights of another, and FSDP would assemble a model from shards of
+several.
 """
 
 import secrets

@@ -1,14 +1,5 @@
-"""Parallel training: a single process, DDP or FSDP2, selected by one flag.
-
-    rank_info = start(config)                           # device first, then the process group
-    freeze(module, optim)                               # sa1b.engine.step.optim: before wrapping
-    module = wrap(module, config, rank_info)            # checks that all ranks built the same model
-    optimizer = make_optimizer(module, optim, batch)
-    ...load a checkpoint, and train: sa1b.train...
-    set_timeout(rank_info, config.timeout)              # after the first step, to detect a lost rank quickly
-    stop()
-
-The gradient is the same in all modes, for any number of ranks and micro-batches.
+"""Parallel training: a single process, DDP or FSDP2, selected by one flag. The gradient is the same in all
+modes, for any number of ranks and micro-batches.
 """
 
 import contextlib

@@ -1,7 +1,5 @@
-"""The ranks of a run: this process, and work that succeeds or fails on all ranks.
-
-If one rank raises an error while the others continue, they wait for it. So results and errors are exchanged
-together, and an error on any rank is raised on all ranks.
+"""The ranks of a run: this process, and work that succeeds or fails on all ranks. If one rank raised an error
+while the others continue, they would wait for it: so results and errors are exchanged together.
 """
 
 import datetime

@@ -1,10 +1,4 @@
-"""The micro-batches of a training step: batches of the stream on the device, with dense masks.
-
-feed = Feed(config.data, config.image_size, rank_info, config.folder, config.seed)
-for batch in feed.step():
-    module(*model.inputs(batch, config.seed))
-state = feed.state_dict()
-"""
+"""The micro-batches of a training step: batches of the stream on the device, with dense masks."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import replace
