@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -130,7 +130,44 @@ class Config(ABC):
 
     def check(self) -> None:
         """Refuse settings that do not fit together; UsageError names the flag."""
-        _check(self)
+        evaluation, coco = self.evaluation, self.evaluation.coco is not None
+        if coco and (not self.evaluate_only or self.dry_run):
+            raise UsageError(
+                "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no "
+                "--dry-run"
+            )
+        set_endpoint(self)
+        if not self.data.root and self.data.mix is None and not coco:
+            raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
+        if self.data.text is not None and not self.reads_text:
+            raise UsageError(
+                f"--data.text {self.data.text}: the model of {type(self).__name__} reads no text; drop it, "
+                "or pass --preset grounding"
+            )
+        Range(0, below=1 << 63).check("--seed", self.seed)
+        deadline_of(self.deadline)  # is refused now
+        waits = {"data.deadline": self.data.deadline, "health.stall": self.health.stall or 0.0}
+        limits = ("timeout", "timeout_first") if self.parallel.mode != "none" else ()
+        for flag, (other, seconds) in product(limits, waits.items()):
+            if (limit := getattr(self.parallel, flag)) <= seconds:
+                raise UsageError(
+                    f"--parallel.{flag.replace('_', '-')} {limit:g}: not longer than --{other} {seconds:g}, "
+                    "so it would end a run that waits for its storage; raise the first or lower the second"
+                )
+        _check_out(self)
+        evaluates = evaluation.view is not None or self.evaluate_only
+        if evaluates and self.scorer(torch.device("cpu")) is None:
+            raise UsageError(
+                f"--evaluation: the model of {type(self).__name__} has no evaluation; drop "
+                "--evaluation.view, --evaluation.every and --evaluate-only"
+            )
+        if self.evaluate_only and evaluation.view is None and not coco:
+            raise UsageError(
+                "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
+                "--evaluation.images"
+            )
+        if self.json_output and not self.evaluate_only:
+            raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """Images of the largest micro-batch of a rank, and the number of micro-batches in a step.
@@ -266,46 +303,6 @@ def with_steps(config: Config, images: int) -> Config:
         raise UsageError(f"--optim.epochs {optim.epochs:g}: is {counted(steps, 'step')}; {error}") from None
     _print(notes)
     return replace(config, optim=optim)
-
-
-def _check(config: Config) -> None:
-    evaluation, coco = config.evaluation, config.evaluation.coco is not None
-    if coco and (not config.evaluate_only or config.dry_run):
-        raise UsageError(
-            "--evaluation.coco: is for evaluation without training; pass --evaluate-only, and no --dry-run"
-        )
-    set_endpoint(config)
-    if not config.data.root and config.data.mix is None and not coco:
-        raise UsageError("--data.root: missing; pass the folder that `sa1b reshard` made, or its URL")
-    if config.data.text is not None and not config.reads_text:
-        raise UsageError(
-            f"--data.text {config.data.text}: the model of {type(config).__name__} reads no text; drop it, "
-            "or pass --preset grounding"
-        )
-    Range(0, below=1 << 63).check("--seed", config.seed)
-    deadline_of(config.deadline)  # is refused now
-    waits = {"data.deadline": config.data.deadline, "health.stall": config.health.stall or 0.0}
-    for flag in ("timeout", "timeout_first") if config.parallel.mode != "none" else ():
-        for other, seconds in waits.items():
-            if (limit := getattr(config.parallel, flag)) <= seconds:
-                raise UsageError(
-                    f"--parallel.{flag.replace('_', '-')} {limit:g}: not longer than --{other} {seconds:g}, "
-                    "so it would end a run that waits for its storage; raise the first or lower the second"
-                )
-    _check_out(config)
-    evaluates = evaluation.view is not None or config.evaluate_only
-    if evaluates and config.scorer(torch.device("cpu")) is None:
-        raise UsageError(
-            f"--evaluation: the model of {type(config).__name__} has no evaluation; drop --evaluation.view, "
-            "--evaluation.every and --evaluate-only"
-        )
-    if config.evaluate_only and evaluation.view is None and not coco:
-        raise UsageError(
-            "--evaluate-only: no images are named; pass --evaluation.view, or --evaluation.coco with "
-            "--evaluation.images"
-        )
-    if config.json_output and not config.evaluate_only:
-        raise UsageError("--json: is for --evaluate-only; a training run writes OUT/metrics.jsonl")
 
 
 def set_endpoint(config: Config) -> None:
