@@ -39,7 +39,6 @@ from sa1b.engine.checkpoint.checkpoints import Checkpoints
 from sa1b.engine.checkpoint.folder import folder_name
 from sa1b.engine.config import Config
 from sa1b.engine.evaluation import evaluate, held_out_feed
-from sa1b.engine.mix_file import roots_of
 from sa1b.engine.model import stored
 from sa1b.engine.planner import dry_run
 from sa1b.engine.ranks.agreement import DisagreementError, check_shared_folder
@@ -395,7 +394,7 @@ def how_it_ended(run: Run) -> list[str]:
         lines.append(f"seen: {', '.join(parts)}")
     if isinstance(config, SamConfig):
         annotated = f"{name if config.is_remote else out}-annotated"
-        words = [roots_of(config.data)[0], "--weights", out, "--out", annotated]
+        words = [config.roots()[0], "--weights", out, "--out", annotated]
         words += [] if config.data.endpoint is None else ["--endpoint", config.data.endpoint]
         lines.append(f"next: {command('annotate')} {shlex.join(words)}")
     elif config.evaluation.view is not None:

@@ -188,6 +188,10 @@ class Config(ABC):
         product = f"{counted(world_size, 'rank')} x {product} {times} {counted(size, 'image')}"
         return f"{counted(batch, 'image')} = {product}"
 
+    def roots(self) -> list[str]:
+        """The dataset directories of the run."""
+        return roots_of(self.data)
+
     def document(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return document
@@ -315,7 +319,7 @@ def set_endpoint(config: Config) -> None:
 
 def _check_out(config: Config) -> None:
     """Refuse a folder or URL in which a run would damage other files, or could not write."""
-    out, inside, roots = config.out, f"{config.out.rstrip('/')}/", roots_of(config.data)
+    out, inside, roots = config.out, f"{config.out.rstrip('/')}/", config.roots()
     if config.is_remote:
         in_dataset = any(root and inside.startswith(f"{root.rstrip('/')}/") for root in roots)
     else:
