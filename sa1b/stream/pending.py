@@ -32,7 +32,7 @@ from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.sample import SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import Busy, PipelineStats
-from sa1b.stream.text import TextColumn, Texts, merged
+from sa1b.stream.text import Row, TextColumn, joined
 from sa1b.stream.transform import Frame
 from sa1b.stream.worker_memory import image_memory
 from sa1b.views.predicate import ORIGIN_FIELDS
@@ -255,27 +255,29 @@ class PendingBatch:
                 batch = replace(batch, source=names, source_index=torch.from_numpy(which))
             ids, local, image = batch.ids.numpy(), np.array(self.local, np.int64), batch.masks.image.numpy()
             extra: dict[str, list[Any]] = {}
-            texts: list[tuple[npt.NDArray[np.int64], Texts]] = []
+            texts, text = list[Row | None](), None
             for number, source in enumerate(self.sources):
                 of_masks = np.flatnonzero(which[image] == number), batch.mask_ids.numpy()
                 by_key = {"image_id": (np.flatnonzero(which == number), ids), "mask_id": of_masks}
                 for name, column in source.columns.items():
                     rows, values = by_key[column.key]
-                    _put(extra, name, column.lookup(values[rows]), rows, len(values))
-                if (text := source.text) is None:
+                    _put(extra.setdefault(name, [None] * len(values)), column.lookup(values[rows]), rows)
+                if source.text is None:
                     continue
+                text = source.text
                 rows, values = by_key[text.column.key]
                 images, indices = rows, np.zeros(len(rows), np.int64)
                 if text.column.key == "mask_id":
                     images, indices = image[rows], batch.mask_index.numpy()[rows]
                 epochs = local[images] // source.plan.order.count
-                read, strings = text.read(source.seed, values[rows], ids[images], epochs, indices)
-                _put(extra, text.column.name, strings, rows, len(values))
-                texts.append((rows, read))
-            if not texts:
+                strings, read = text.read(source.seed, values[rows], ids[images], epochs, indices)
+                _put(extra.setdefault(text.column.name, [None] * len(values)), strings, rows)
+                texts = texts or [None] * len(values)
+                _put(texts, read, rows)
+            if text is None:
                 return replace(batch, extra=extra)
-            count = len(ids) if texts[0][1].key == "image_id" else len(image)
-            return replace(batch, extra=extra, texts=merged(texts, count))
+            longest = max(source.text.options.length for source in self.sources if source.text is not None)
+            return replace(batch, extra=extra, texts=joined(texts, text.column.key, longest, text.width))
 
     def cancel(self) -> None:
         """Cancel all pending reads."""
@@ -306,9 +308,6 @@ def submit(
     )
 
 
-def _put(
-    extra: dict[str, list[Any]], name: str, values: list[Any], rows: npt.NDArray[np.int64], count: int
-) -> None:
-    column = extra.setdefault(name, [None] * count)
+def _put(column: list[Any], values: list[Any], rows: npt.NDArray[np.int64]) -> None:
     for row, value in zip(rows.tolist(), values, strict=True):
         column[row] = value

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from sa1b.shards.dataset import Dataset
 
+Int64 = npt.NDArray[np.int64]
+Row = tuple[int, npt.NDArray[Any]]  # the key of a text, and its tokens or vector
 Key = Literal["image_id", "mask_id"]
 TEXTS = "texts"  # the source that means the texts of the dataset directory
 BYTES = "bytes"
@@ -176,10 +178,9 @@ class TextColumn:
         return f"{self.column.name} of {self.column.source} by {self.column.key} ({read})"
 
     def read(
-        self, seed: int, ids: npt.NDArray[np.int64], images: npt.NDArray[np.int64],
-        epochs: npt.NDArray[np.int64], indices: npt.NDArray[np.int64],
-    ) -> tuple[Texts, list[Any]]:  # fmt: skip
-        """The texts of N images or masks, as tensors and as Python values, None where there is none.
+        self, seed: int, ids: Int64, images: Int64, epochs: Int64, indices: Int64
+    ) -> tuple[list[Any], list[Row | None]]:
+        """The texts of N images or masks as Python values, and as rows of `Texts`; None: there is no text.
 
         `ids` are those of images or masks, according to the key; `images` and `epochs` those of their visits;
         `indices` those of masks in their records, 0 for images: all int64 [N]. ColumnError if embeddings have
@@ -191,67 +192,46 @@ class TextColumn:
             words = random_words(seed, Purpose.TEXT, images, epochs, indices)
             chosen = below(words, np.maximum(counts, 1)).tolist()
             values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
-        if self.tokenizer is None:
-            return self._of_vectors(values, ids), values
-        return texts_of(values, self.tokenizer, self.options.length, self.column.key), values
+        if self.tokenizer is not None:
+            return values, _rows(values, self.tokenizer, self.options.length)
+        rows = zip(values, ids.tolist(), strict=True)
+        return values, [None if value is None else self._vector(value, one) for value, one in rows]
 
-    def _of_vectors(self, values: Sequence[Sequence[float] | None], ids: npt.NDArray[np.int64]) -> Texts:
-        vectors = np.zeros((len(values), self.width), np.float32)
-        for row, value in enumerate(values):
-            if value is None:
-                continue
-            vector = np.array(value, np.float32)  # a null becomes NaN
-            if len(value) != self.width or not np.isfinite(vector).all():
-                lengths = f"of {len(value)} numbers, others have {self.width}"
-                fault = lengths if len(value) != self.width else "with NaN or an infinite number"
-                which = f"{self.column.key} {ids[row]} has an embedding {fault}"
-                raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
-            vectors[row] = vector
-        keys = [None if value is None else vectors[row].tobytes() for row, value in enumerate(values)]
-        return _texts([_NO_TOKENS] * len(values), vectors, keys, self.options.length, self.column.key)
-
-
-_NO_TOKENS = np.zeros(0, np.int32)
+    def _vector(self, value: list[float], one: int) -> Row:
+        vector = np.array(value, np.float32)  # a null becomes NaN
+        if len(value) != self.width or not np.isfinite(vector).all():
+            lengths = f"of {len(value)} numbers, others have {self.width}"
+            fault = lengths if len(value) != self.width else "with NaN or an infinite number"
+            which = f"{self.column.key} {one} has an embedding {fault}"
+            raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
+        return _key(vector.tobytes()), vector
 
 
 def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
     """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns none."""
-    rows = [_NO_TOKENS if value is None else _tokens(value, tokenizer)[:length] for value in values]
-    keys = [None if value is None else value.encode() for value in values]
-    return _texts(rows, np.zeros((len(values), 0), np.float32), keys, length, key)
+    return joined(_rows(values, tokenizer, length), key, length)
 
 
-def _texts(
-    rows: list[npt.NDArray[np.int32]], vectors: npt.NDArray[np.float32], keys: list[bytes | None],
-    length: int, key: Key,
-) -> Texts:  # fmt: skip
-    hashes = [-1 if one is None else _key(one) for one in keys]
+def _rows(values: Sequence[str | None], tokenizer: Tokenizer, length: int) -> list[Row | None]:
+    return [
+        None if value is None else (_key(value.encode()), _tokens(value, tokenizer)[:length])
+        for value in values
+    ]
+
+
+def joined(rows: Sequence[Row | None], key: Key, length: int, width: int = 0) -> Texts:
+    """The texts of rows, which have `width` numbers of an embedding, or tokens if it is 0."""
+    nothing = -1, np.zeros(width, np.float32 if width else np.int32)
+    keys, arrays = [(row or nothing)[0] for row in rows], [(row or nothing)[1] for row in rows]
+    tokens = [np.zeros(0, np.int32)] * len(rows) if width else arrays
     return Texts(
-        tokens=torch.from_numpy(np.concatenate([_NO_TOKENS, *rows])),
-        offsets=torch.from_numpy(np.cumsum([0, *map(len, rows)], dtype=np.int64)),
-        vectors=torch.from_numpy(vectors),
-        keys=torch.tensor(hashes, dtype=torch.int64),
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *tokens])),
+        offsets=torch.from_numpy(np.cumsum([0, *map(len, tokens)], dtype=np.int64)),
+        vectors=torch.from_numpy(np.array(arrays if width else [], np.float32).reshape(len(rows), width)),
+        keys=torch.tensor(keys, dtype=torch.int64),
         key=key,
         length=length,
     )
-
-
-def merged(parts: Sequence[tuple[npt.NDArray[np.int64], Texts]], count: int) -> Texts:
-    """The texts of `count` images or masks from those of some of their rows; rows in no part have no text."""
-    if len(parts) == 1 and len(parts[0][0]) == count:
-        return parts[0][1]
-    first = parts[0][1]
-    lengths = torch.zeros(count, dtype=torch.int64)
-    keys, vectors = torch.full((count,), -1), first.vectors.new_zeros(count, first.vectors.shape[1])
-    for rows, texts in parts:
-        lengths[rows], keys[rows], vectors[rows] = texts.offsets.diff(), texts.keys, texts.vectors
-    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-    tokens = first.tokens.new_zeros(int(offsets[-1]))
-    for rows, texts in parts:
-        shift = offsets[rows] - texts.offsets[:-1]
-        tokens[torch.arange(len(texts.tokens)) + shift.repeat_interleave(texts.offsets.diff())] = texts.tokens
-    longest = max(texts.length for _, texts in parts)
-    return Texts(tokens=tokens, offsets=offsets, vectors=vectors, keys=keys, key=first.key, length=longest)
 
 
 def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> TextColumn | None:
