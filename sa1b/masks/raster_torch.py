@@ -5,6 +5,7 @@ a batch of images of different sizes, without a loop over masks or runs: a mask 
 odd number of its runs end at the source pixel that this one reads, or before it. A binary search counts them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sa1b.masks.runs import check_size
 
 Size = int | Tensor
 Flip = bool | Tensor
+Axis = tuple[int, Tensor, Any]  # pixels of the dense mask, numerators [N] and denominators of `source_pixel`
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32)
 _TOGETHER = 1 << 25  # pixels; 12 bytes for each
 PIXEL_MEAN, PIXEL_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # ImageNet, RGB 0..255
@@ -59,11 +61,8 @@ def rasterize(
     """
     height, width = check_size(height, width)
     source = sources(offsets, source_height, source_width).to(runs.device, non_blocking=True)
-    rows, columns = (
-        source_pixel(torch.arange(target, device=runs.device), size[:, None], 2 * target)
-        for size, target in zip(source, (height, width), strict=True)
-    )
-    return fill(runs, offsets, source, rows, columns, flip, out, dtype)
+    axes = [(target, source[i], 2 * target) for i, target in enumerate((height, width))]
+    return _fill(runs, offsets, source, axes, flip, out, dtype)
 
 
 def rasterize_frame(
@@ -100,15 +99,8 @@ def rasterize_frame(
     if taken is not None and (taken.shape != (source.shape[1], 2) or taken.is_floating_point()):
         raise BadValue(f"taken must be integers [{source.shape[1]}, 2], got {list(taken.shape)}")
     taken = framed_sizes(source.T, image_size) if taken is None else taken.to(source)
-    rows, columns = (
-        source_pixel(
-            torch.arange(size, device=runs.device),
-            image_size * source[i, :, None],
-            2 * size * taken[:, i, None],
-        )
-        for i in range(2)
-    )
-    return fill(runs, offsets, source, rows, columns, flip, out, dtype)
+    axes = [(size, image_size * source[i], 2 * size * taken[:, i, None]) for i in range(2)]
+    return _fill(runs, offsets, source, axes, flip, out, dtype)
 
 
 def framed_sizes(source_sizes: Tensor, image_size: int) -> Tensor:
@@ -181,25 +173,25 @@ def sources(offsets: Tensor, height: Size, width: Size) -> Tensor:
     return both
 
 
-def fill(
+def _fill(
     runs: Tensor,
     offsets: Tensor,
     source: Tensor,
-    rows: Tensor,
-    columns: Tensor,
+    axes: Sequence[Axis],
     flip: Flip,
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Masks of images of the sizes `source`, int64 [2, N], at the source rows and columns that the pixels of
-    their dense masks read, int64 [N, height] and [N, width]; beyond the image it is background.
-    """
-    device = runs.device
+    """Dense masks of images of the sizes `source`, int64 [2, N]; `axes`: their rows and their columns."""
+    device, count, (height, width) = runs.device, source.shape[1], (pixels for pixels, *_ in axes)
     if runs.ndim != 1 or runs.is_floating_point() or offsets.dtype != torch.int64 or offsets.device != device:
         raise BadValue("runs must be integers [R] and offsets int64 [N + 1], on the same device")
-    (count, height), width = rows.shape, columns.shape[1]
     mirror = flips(flip, count, device)
     out = buffer((count, height, width), out, dtype, device)
+    rows, columns = (
+        source_pixel(torch.arange(pixels, device=device), numerator[:, None], denominator)
+        for pixels, numerator, denominator in axes
+    )
     inside = (rows < source[0, :, None])[:, :, None] & (columns < source[1, :, None])[:, None]
     columns = torch.where(mirror[:, None], source[1, :, None] - 1 - columns, columns)
     ends = runs.to(torch.int64).cumsum(0)  # over all masks, whose pixels follow one another
