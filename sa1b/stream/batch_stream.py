@@ -140,10 +140,18 @@ class BatchStream(IterableDataset[Batch]):
                 in_flight.extend(islice(submitted, _PREFETCH))
                 while in_flight:
                     in_flight.extend(islice(submitted, 1))
-                    yield self.taken(in_flight.popleft().finish())
+                    yield self.taken(self._finished(in_flight.popleft()))
             finally:
                 for pending in in_flight:
                     pending.cancel()
+
+    def _finished(self, pending: PendingBatch) -> Batch:
+        try:
+            return pending.finish()
+        finally:
+            self.stats.count(pending.busy)
+            for line in pending.damage:
+                self.damage_log.damaged(**line)
 
     def submit(self, piece: MicroBatch) -> PendingBatch:
         """Start reading all samples of a micro-batch concurrently."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
@@ -22,13 +21,6 @@ _LOG = logging.getLogger("sa1b")
 
 class DamageLimitError(Sa1bError):
     """Too many samples are damaged to continue training on this dataset."""
-
-
-class Damage(list[dict[str, Any]]):
-    """Takes the place of a damage log where samples are read ahead: keeps the arguments of `damaged`."""
-
-    def damaged(self, **line: Any) -> None:
-        self.append(line)
 
 
 class DamageLog:

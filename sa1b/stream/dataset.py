@@ -226,8 +226,6 @@ class Stream(BatchStream):
             decoder=self.decoder,
             columns=self.columns,
             text=self.text,
-            damage_log=self.damage_log,
-            stats=self.stats,
         )
         return [source]
 

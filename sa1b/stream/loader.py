@@ -265,7 +265,7 @@ class Loader:
         """The batch of a job. Logs a sample that is late. UnavailableError, StalledError: after the deadline;
         WorkerError: a process has ended or is stopped.
         """
-        began, waiting, ready = time.perf_counter(), self._waiting(), len(self._made)
+        began, waiting = time.perf_counter(), self._waiting()
         progress, before, limit = self._slots.progress(job), -1, self._limit
         since = said = time.monotonic()  # of the last progress, of the last line
         while job.number not in self._made:
@@ -281,7 +281,7 @@ class Loader:
                 said = now
                 late = f"{waits_for(self.stream, job.piece, progress)} for over {self._stall_seconds:g} s"
                 _LOG.warning(f"sa1b.Loader: waiting for {late}")
-        self.stream.stats.requested(waiting, ready, time.perf_counter() - began)
+        self.stream.stats.requested(waiting, time.perf_counter() - began)
         return self._made[job.number]
 
     def _receive(self, seconds: float) -> None:
@@ -290,7 +290,6 @@ class Loader:
         for made in self._makers.receive(seconds):
             del self._given[made.job.slot]
             self.stream.stats.count(made.busy)
-            self.stream.stats.elsewhere.update(made.cache)
             if made.job.iteration == self._slots.iteration[0]:
                 self._made[made.job.number] = made
 

@@ -14,11 +14,10 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.reduction import DupFd
 from queue import Empty, SimpleQueue
@@ -33,7 +32,6 @@ from sa1b.errors import Sa1bError
 from sa1b.storage.errors import UnavailableError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.damage_log import Damage
 from sa1b.stream.device import SideStream
 from sa1b.stream.pending import DECODED, READ, PendingBatch, submit
 from sa1b.stream.plan import MicroBatch
@@ -150,9 +148,8 @@ class Made:
     # From a process: its pickle, see `batch_in`. None: there is none, or it is on its way to the device.
     batch: Batch | bytes | None = None
     error: BaseException | None = None
-    damage: Damage = field(default_factory=Damage)
+    damage: list[dict[str, Any]] = field(default_factory=list)
     busy: Busy = field(default_factory=Busy)
-    cache: Counter[str] = field(default_factory=Counter)
     ready: Callable[[], Batch] | None = None  # waits until the batch is on the device
 
 
@@ -188,8 +185,8 @@ class Maker:
         """Start to read a batch. It is delivered when it is made, as every error is."""
         memory, made = torch.from_numpy(self._slots.memory(job.slot)), Made(job)
         try:
-            sources = [replace(source, damage_log=made.damage) for source in self._sources]
-            pending = submit(sources, self._order, job.piece)
+            pending = submit(self._sources, self._order, job.piece)
+            pending.damage = made.damage
             shape = (len(pending), *self._slots.images[1:])
             if self._side is None:
                 pending.images = memory[: int(np.prod(shape))].view(shape)

@@ -131,12 +131,8 @@ class Mix(BatchStream):
         self.decoder = next(iter(self.streams.values())).decoder
 
     def sources(self) -> list[SampleSource]:
-        decoder, log, stats = self.decoder, self.damage_log, self.stats
-        return [
-            replace(source, name=name, decoder=decoder, damage_log=log, stats=stats)
-            for name, stream in self.streams.items()
-            for source in stream.sources()
-        ]
+        named = self.streams.items()
+        return [replace(source, name=name) for name, stream in named for source in stream.sources()]
 
     def identity(self) -> dict[str, Any]:
         phases = self.plan.order.phases if isinstance(self.plan.order, Mixture) else ()

@@ -25,13 +25,12 @@ from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
 from sa1b.stream.columns import Column
-from sa1b.stream.damage_log import Damage, DamageLog
 from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.sample import SampleOptions, no_masks, pick_masks
-from sa1b.stream.stats import Busy, PipelineStats
+from sa1b.stream.stats import Busy
 from sa1b.stream.text import Row, TextColumn, joined
 from sa1b.stream.transform import Frame
 from sa1b.stream.worker_memory import image_memory
@@ -55,8 +54,6 @@ class SampleSource:
     decoder: Decoder
     columns: dict[str, Column]
     text: TextColumn | None
-    damage_log: DamageLog | Damage
-    stats: PipelineStats
     name: str | None = None  # in a mixture
 
     def rows(self, positions: npt.NDArray[np.int64]) -> list[int]:
@@ -73,22 +70,23 @@ class SampleSource:
         reads_text = condition is not None and not condition.fields.isdisjoint(ORIGIN_FIELDS)
         return self.dataset.submit(rows, text=reads_text)
 
-    def record_damage(self, row: int, position: int, error: Exception) -> None:
+    def damage(self, row: int, position: int, error: Exception) -> dict[str, Any]:
+        """The arguments of `DamageLog.damaged` for a damaged sample."""
         table = self.dataset.table
         shard = self.dataset.shards[int(table.shard[row])]
         self.dataset.check_table()  # if the table is damaged, every sample seems damaged
         self.dataset.check_shard(shard)  # likewise if the shard was replaced
-        self.damage_log.damaged(
-            shard=shard,
-            offset=int(table.offset[row]),
-            image_id=int(table.image_id[row]),
-            position=position,
-            read=position // self.plan.world_size,
-            reason=str(error),
+        return {
+            "shard": shard,
+            "offset": int(table.offset[row]),
+            "image_id": int(table.image_id[row]),
+            "position": position,
+            "read": position // self.plan.world_size,
+            "reason": str(error),
             # An evaluation reads the same image each time.
-            once=isinstance(self.plan.order, Sequential),
-            source=self.name,
-        )
+            "once": isinstance(self.plan.order, Sequential),
+            "source": self.name,
+        }
 
     def where(self, row: int) -> str:
         """Image, shard and offset of a row of the sample table, for messages."""
@@ -112,9 +110,8 @@ def named(piece: MicroBatch, where: Callable[[int], str]) -> Iterator[None]:
 class PendingBatch:
     """A micro-batch whose samples are being read, decoded and collated.
 
-    A damaged sample is recorded in the damage log. A shuffled stream then takes a substitute. A sequential
-    stream returns a black image without masks and sets its `valid` to False: with a substitute, the
-    evaluation would not be comparable.
+    A shuffled stream takes a substitute for a damaged sample. A sequential stream returns a black image
+    without masks and sets its `valid` to False: with a substitute, the evaluation would not be comparable.
     """
 
     sources: list[SampleSource]  # one, or those of a mixture, which have the same decoder and image size
@@ -124,6 +121,8 @@ class PendingBatch:
     rows: list[int]  # of the sample table; of a damaged sample, that of its substitute
     valid: list[bool]  # False for padding and, once decoded, for a damaged sample of a sequential stream
     reads: list[PendingRead]
+    damage: list[dict[str, Any]] = field(default_factory=list)  # for whoever delivers the batch to log
+    busy: Busy = field(default_factory=Busy)  # by `finish`
     # uint8 [B, S, S, 3], on the decoder's device; whoever decodes allocates it
     images: Tensor = field(default_factory=lambda: torch.empty(0))
     substitutes: list[int] = field(init=False)  # numbers of those that were tried
@@ -149,12 +148,11 @@ class PendingBatch:
         size, count, decoder = self.source.options.image_size, len(self), self.source.decoder
         self.images = image_memory((count, size, size, 3), decoder.device)
         # All choices first: between two decodings, their code and data would leave the processor's caches.
-        busy = self.pick(0, count)
-        busy.merge(self.decode(0, count))
+        self.busy.merge(self.pick(0, count))
+        self.busy.merge(self.decode(0, count))
         began = time.perf_counter()
         batch = self.collate()
-        busy.add("collate", 0, time.perf_counter() - began)
-        self.source.stats.count(busy)
+        self.busy.add("collate", 0, time.perf_counter() - began)
         return batch
 
     def pick(self, start: int, stop: int) -> Busy:
@@ -220,10 +218,10 @@ class PendingBatch:
                 return
 
     def _substitute(self, i: int, damage: ShardError | BadSample) -> bool:
-        """Log a damaged sample and begin to read its substitute; False: it is black and needs no reading."""
+        """Note a damaged sample and begin to read its substitute; False: it is black and needs no reading."""
         source, position, row = self.sources[self.which[i]], self.piece.start + i, self.rows[i]
         order, tried = source.plan.order, self.substitutes[i]
-        source.record_damage(row, position, damage)
+        self.damage.append(source.damage(row, position, damage))
         if isinstance(order, Sequential):
             size, image_id = source.options.image_size, int(source.dataset.table.image_id[row])
             self.samples[i] = no_masks(image_id, Frame.whole_image(size, size, size))

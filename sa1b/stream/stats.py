@@ -11,29 +11,23 @@ from sa1b.storage.range_cache import RangeCache
 STAGES = ("read", "pick", "decode", "collate", "device")
 
 
-@dataclass(slots=True)
-class Stage:
-    """Counters of one stage over all threads."""
+class Busy(dict[tuple[str, str], Any]):
+    """Counters of some work by stage and unit, and of reads from the local cache. One thread writes into it.
 
-    items: int = 0  # samples for read, pick and decode; batches for collate and device
-    bytes: int = 0  # of files for read and decode, of images for device
-    seconds: float = 0.0  # busy time
-    depth: float = 0.0  # samples, for device batches, that wait for the stage at a request for a batch, mean
+    Of a stage: "items", samples for read, pick and decode, batches for collate and device; "bytes", of files
+    for read and decode, of images for device; "seconds", busy time over all threads.
+    """
 
-
-class Busy(dict[str, Stage]):
-    """Counters of the stages of some work, by name. One thread writes into it."""
+    def __missing__(self, key: tuple[str, str]) -> int:
+        return 0
 
     def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
         """Count `items` items with `size` bytes in total."""
-        stage = self.setdefault(name, Stage())
-        stage.items += items
-        stage.bytes += size
-        stage.seconds += seconds
+        self.merge({(name, "items"): items, (name, "bytes"): size, (name, "seconds"): seconds})
 
-    def merge(self, other: "Busy") -> None:
-        for name, stage in other.items():
-            self.add(name, stage.bytes, stage.seconds, items=stage.items)
+    def merge(self, other: Mapping[tuple[str, str], Any]) -> None:
+        for key, value in other.items():
+            self[key] += value
 
 
 class Snapshot(dict[str, Any]):
@@ -62,36 +56,33 @@ class Snapshot(dict[str, Any]):
 class PipelineStats:
     """All stages of one stream or loader; safe to share between threads."""
 
-    stages: Busy = field(default_factory=lambda: Busy({name: Stage() for name in STAGES}))
+    busy: Busy = field(default_factory=Busy)  # also of processes of a loader, with their reads from the cache
     waited_seconds: float = 0.0  # that the caller waited for batches
-    ready: float = 0.0  # complete batches at a request for a batch, mean
     requests: int = 0  # for a batch
+    depths: Counter[str] = field(default_factory=Counter)  # see `requested`, the sum over all requests
     cache: RangeCache | None = None  # the local cache of the dataset directory, which counts its reads
-    elsewhere: Counter[str] = field(default_factory=Counter)  # its counts in processes of a loader
     _lock: ForkLock = field(default_factory=ForkLock)
 
     def count(self, busy: Busy) -> None:
         with self._lock:
-            self.stages.merge(busy)
+            self.busy.merge(busy)
 
     def add(self, name: str, size: int, seconds: float, *, items: int = 1) -> None:
         with self._lock:
-            self.stages.add(name, size, seconds, items=items)
+            self.busy.add(name, size, seconds, items=items)
 
-    def requested(self, depths: Mapping[str, int], ready: int, seconds: float) -> None:
-        """Count a request for a batch, for which the caller waited: what then waited for each stage, and how
-        many batches were complete.
+    def requested(self, depths: Mapping[str, int], seconds: float) -> None:
+        """Count a request for a batch, for which the caller waited, and the samples, for
+        "device" the complete batches, that then waited for each stage.
         """
         with self._lock:
             self.requests += 1
             self.waited_seconds += seconds
-            self.ready += (ready - self.ready) / self.requests
-            for name, stage in self.stages.items():
-                stage.depth += (depths.get(name, 0) - stage.depth) / self.requests
+            self.depths.update(depths)
 
     def busy_seconds(self) -> dict[str, float]:
         with self._lock:
-            return {name: stage.seconds for name, stage in self.stages.items()}
+            return {name: float(self.busy[name, "seconds"]) for name in STAGES}
 
     def __repr__(self) -> str:
         return repr(self.snapshot())
@@ -109,13 +100,17 @@ class PipelineStats:
         store of shards that the limit of the cache leaves out (`outside`); None without a cache.
         """
         with self._lock:
-            snapshot = Snapshot({name: asdict(stage) for name, stage in self.stages.items()})
-            snapshot["waited_seconds"], snapshot["ready_batches"] = self.waited_seconds, self.ready
-        seconds = {name: snapshot[name]["seconds"] for name in STAGES}
-        snapshot["cache"] = None
+            busy, depths, waited = Busy(self.busy), self.depths.copy(), self.waited_seconds
+            requests = max(self.requests, 1)
+        seconds = {name: float(busy[name, "seconds"]) for name in STAGES}
+        snapshot = Snapshot()
+        for name in STAGES:
+            counts = {unit: busy[name, unit] for unit in ("items", "bytes")}
+            snapshot[name] = {**counts, "seconds": seconds[name], "depth": depths[name] / requests}
+        snapshot |= {"waited_seconds": waited, "ready_batches": depths["device"] / requests, "cache": None}
         if self.cache is not None:
             own = asdict(self.cache.counts())
-            snapshot["cache"] = {name: count + self.elsewhere[name] for name, count in own.items()}
+            snapshot["cache"] = {name: count + busy["cache", name] for name, count in own.items()}
         snapshot["limiting"], shares = limiting(seconds)
         snapshot["limiting_share"] = max(shares.values())
         return snapshot

@@ -39,7 +39,6 @@ from sa1b.shards.manifest import versions
 from sa1b.storage.errors import MissingError
 from sa1b.storage.open import open_store
 from sa1b.stream.batch import Batch
-from sa1b.stream.damage_log import Damage
 from sa1b.stream.pending import MAX_SUBSTITUTES
 from sa1b.stream.plan import MicroBatch, ResumeError
 from sa1b.version import code_digest
@@ -145,12 +144,10 @@ def _opened(data: str) -> Opened:
         warnings.simplefilter("always")
         view = Path(folder, "view.json")
         streams = {name: _stream(source, states[name], batch, view) for name, source in sources.items()}
-    unread: Any = Damage()  # nobody asks for the damaged samples, and they stop nothing
     stream: sa1b.Stream | sa1b.Mix = next(iter(streams.values()))
     if "phases" in state:
         (_, weights), *later = state["phases"]
         stream = sa1b.Mix({name: (streams[name], weights[name]) for name in streams}, schedule=dict(later))
-    stream.damage_log = unread
     ids = [one.view.image_ids(one.dataset.table).view(np.int64) for one in streams.values()]
     return Opened(stream, streams, ids, [str(warning.message) for warning in noted])
 
