@@ -237,7 +237,7 @@ class Stream(BatchStream):
             "ids_sha256": self.view.ids_digest,
             "masks_where": None if condition is None else condition.text,
             "order": "sequential" if isinstance(self.plan.order, Sequential) else "shuffle",
-            "block_size": self.plan.block_size,
+            "block_size": self.plan.order.block_size,
             "epochs": self.epochs,
             "bytes_sha256": self.view.bytes_digest,
             "options": self.options.record() | ({} if self.text is None else {"text": self.text.record()}),

@@ -22,7 +22,6 @@ of two epochs.
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import isqrt
 from typing import ClassVar, cast
 
@@ -177,14 +176,6 @@ def micro_batch_count(samples: int, world_size: int, size: int, *, block_size: i
 def _largest_slice(samples: int, world_size: int, block_size: int) -> int:
     slices = (rank_slice(0, samples, rank, world_size, block_size=block_size) for rank in range(world_size))
     return max(stop - start for start, stop in slices)
-
-
-def micro_batches(start: int, stop: int, size: int, count: int) -> list[tuple[int, int]]:
-    """A rank's slice as `count` micro-batches [start, stop) of `size` samples, the last short or empty. A
-    block stays within one micro-batch if its length divides `size`.
-    """
-    cuts = [min(start + i * size, stop) for i in range(count + 1)]
-    return list(pairwise(cuts))
 
 
 @lru_cache(maxsize=64)

@@ -12,14 +12,7 @@ from sa1b.arguments import BadType, BadValue, whole_number
 from sa1b.console import command
 from sa1b.errors import Sa1bError
 from sa1b.stream.mixture import Mixture
-from sa1b.stream.order import (
-    Order,
-    Sequential,
-    check_global_batch,
-    micro_batch_count,
-    micro_batches,
-    rank_slice,
-)
+from sa1b.stream.order import Order, Sequential, check_global_batch, micro_batch_count, rank_slice
 
 MAX_POSITION = 1 << 62  # samples over all epochs
 
@@ -52,7 +45,7 @@ class Plan:
     count: int = field(init=False)  # micro-batches of a full step, the same number on every rank
 
     def __post_init__(self) -> None:
-        check_global_batch(self.global_batch, self.world_size, self.block_size)
+        check_global_batch(self.global_batch, self.world_size, self.order.block_size)
         self._slice(0, self.global_batch)
         self.count = self._count(self.global_batch)
 
@@ -84,20 +77,17 @@ class Plan:
         while self.endless or position < end:
             size = self._step_size(position)
             count = self.count if size == self.global_batch else self._count(size)
-            pieces = micro_batches(*self._slice(position, size), self.micro_batch, count)
             after = position + size if self.endless else min(position + size, end)
-            for i, (first, last) in enumerate(pieces):
-                yield MicroBatch(first, last, after if i == len(pieces) - 1 else position)
+            first, stop = self._slice(position, size)
+            for left in reversed(range(count)):  # the last ones may be short or empty
+                last = min(first + self.micro_batch, stop)
+                yield MicroBatch(first, last, position if left else after)
+                first = last
             position = after
 
     @property
     def endless(self) -> bool:
         return self.order.endless
-
-    @property
-    def block_size(self) -> int:
-        """Length of a block in samples; 1 for a sequential order and for a mixture."""
-        return self.order.block_size
 
     def _step_size(self, position: int) -> int:
         """Samples of the step that begins at a position: fewer at the end of an epoch of training."""
@@ -106,10 +96,12 @@ class Plan:
         return min(self.global_batch, self.epoch_end(position) - position)
 
     def _count(self, samples: int) -> int:
-        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=self.block_size)
+        block_size = self.order.block_size
+        return micro_batch_count(samples, self.world_size, self.micro_batch, block_size=block_size)
 
     def _slice(self, position: int, samples: int) -> tuple[int, int]:
-        return rank_slice(position, samples, self.rank, self.world_size, block_size=self.block_size)
+        block_size = self.order.block_size
+        return rank_slice(position, samples, self.rank, self.world_size, block_size=block_size)
 
 
 def checked_position(position: object) -> int:
@@ -173,15 +165,12 @@ def check_state(current: Mapping[str, Any], state: object, view: str, root: str,
     for name in (*_SEQUENCE, "epochs") if current["block_size"] != 1 else _SEQUENCE:
         if saved[name] != current[name]:
             raise _other_sequence(name, saved[name], current[name], view, root, grown=grown)
-    options = {**current["options"], **saved["options"]}
-    changed = {name: value for name, value in options.items() if current["options"].get(name) != value}
+    now, options = current["options"], {**current["options"], **saved["options"]}
+    changed = [f"{name} {old}, now {now.get(name)}" for name, old in options.items() if now.get(name) != old]
     if changed:
-        differs = ", ".join(
-            f"{name} {old}, now {current['options'].get(name)}" for name, old in changed.items()
-        )
         warnings.warn(
-            f"the state was saved by a stream with other options: {differs}. The sequence of images is the "
-            "same, but the samples differ",
+            f"the state was saved by a stream with other options: {', '.join(changed)}. The sequence of "
+            "images is the same, but the samples differ",
             stacklevel=3,
         )
     if saved["bytes_sha256"] != current["bytes_sha256"]:
