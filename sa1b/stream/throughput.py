@@ -22,7 +22,6 @@ import simplejpeg
 import torch
 
 from sa1b.console import counted
-from sa1b.errors import UsageError
 from sa1b.report import bar
 from sa1b.shards.sample import PendingRead, location_of
 from sa1b.storage.errors import DamageError
@@ -95,11 +94,6 @@ class Throughput:
 
 def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **options: Any) -> Throughput:
     """Measure storage, decoder and loader of an endless stream for `seconds`; `options`: of the `Loader`."""
-    if stream.epochs is not None:
-        raise UsageError(
-            f"Stream(epochs={stream.epochs}): the throughput of a stream that ends cannot be measured; "
-            "pass epochs=None"
-        )
     loader = Loader(stream, **options, quiet=True)
     threads = loader.processes * loader.threads
     with ThreadPoolExecutor(threads) as pool, bar(100, "bench", "%", quiet) as shown:
@@ -155,9 +149,7 @@ def measure(stream: Stream, *, seconds: float = 15.0, quiet: bool = False, **opt
 
 
 def storage_reads(stream: Stream, pool: ThreadPoolExecutor, threads: int, sizes: list[int]) -> Iterator[int]:
-    """Read batches of an endless stream, with twice as many reads in flight as there are threads. Yields the
-    number of samples of each batch; their bytes are appended to `sizes`.
-    """
+    """Read an endless stream. Yields the samples of each batch; their bytes are appended to `sizes`."""
 
     def take(read: PendingRead) -> int:
         with suppress(DamageError):

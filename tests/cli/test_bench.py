@@ -6,7 +6,6 @@ import pytest
 
 import sa1b
 from benchmarks.gpu.stand_in import HostLane
-from sa1b.errors import UsageError
 from sa1b.stream.bottleneck import LoaderSettings, limit_of, remedy
 from sa1b.stream.decoders import DECODERS, GpuDecoder
 from sa1b.stream.throughput import measure
@@ -62,11 +61,6 @@ def test_what_cannot_be_measured_is_refused_in_a_line(root, arguments, message):
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_stream_that_ends_is_refused(root):
-    with pytest.raises(UsageError, match="epochs=None"):
-        measure(sa1b.Stream(root, global_batch=2))
 
 
 def test_storage_limits_where_it_delivers_little_more_than_the_loader_takes():
