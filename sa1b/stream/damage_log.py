@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sa1b.console import command
 from sa1b.errors import Sa1bError
@@ -44,39 +45,21 @@ class DamageLog:
     def __reduce__(self) -> tuple[type["DamageLog"], tuple[Path, int, int]]:
         return DamageLog, (self._file, self.rank, self._start)
 
-    def damaged(
-        self,
-        *,
-        shard: str,
-        offset: int,
-        image_id: int,
-        position: int,
-        read: int,
-        reason: str,
-        once: bool = False,
-        source: str | None = None,
-    ) -> None:
+    def damaged(self, *, read: int, once: bool = False, **line: Any) -> None:
         """Write a line, unless this rank has logged the image at this position before, as when a step is
         repeated after a restart. The first line of a process is a warning of the logger `sa1b`; every one,
         if the file cannot be written.
 
-        `read` are the samples that this rank has read, with those before a restart: the file contains their
-        damaged samples too. With `once`, an image is logged at one position only. `source` is the name of a
-        source of a mixture.
+        `line` has shard, offset, image_id, position, reason and, of a mixture, source. `read` are the samples
+        that this rank has read, with those before a restart: the file contains their damaged samples too.
+        With `once`, an image is logged at one position only.
 
         Raises:
             DamageLimitError: this rank has more than max(10, 0.1 % of the samples read) damaged samples.
         """
-        line = {
-            "rank": self.rank,
-            "shard": shard,
-            "offset": offset,
-            "image_id": image_id,
-            "position": position,
-            "reason": reason[:1000],
-            **({} if source is None else {"source": source}),
-            **({} if self.replay is None else {"replay": self.replay(position)}),
-        }
+        line = {"rank": self.rank, **line}
+        if self.replay is not None:
+            line["replay"] = self.replay(line["position"])
         same = ("source", "image_id") if once else ("source", "image_id", "position")
         with self._lock:
             known = self.entries(0 if once else self._start)

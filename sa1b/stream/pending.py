@@ -82,11 +82,10 @@ class SampleSource:
             "image_id": int(table.image_id[row]),
             "position": position,
             "read": position // self.plan.world_size,
-            "reason": str(error),
+            "reason": str(error)[:1000],
             # An evaluation reads the same image each time.
             "once": isinstance(self.plan.order, Sequential),
-            "source": self.name,
-        }
+        } | ({} if self.name is None else {"source": self.name})
 
     def where(self, row: int) -> str:
         """Image, shard and offset of a row of the sample table, for messages."""
@@ -156,9 +155,7 @@ class PendingBatch:
         return batch
 
     def pick(self, start: int, stop: int) -> Busy:
-        """Wait for the bytes of samples and choose their masks. Raises DamageLimitError, or a StorageError if
-        the storage is not available.
-        """
+        """Wait for the bytes of samples and choose their masks; StorageError: the storage is unavailable."""
         busy = Busy()
         for i in range(start, stop):
             self._pick(i, busy)
@@ -288,22 +285,13 @@ def submit(
 ) -> PendingBatch:
     """Start reading all samples of a micro-batch concurrently."""
     which, local, valid = order.locate(np.arange(piece.start, piece.stop))
-    rows, reads = [0] * len(which), dict[int, PendingRead]()
+    rows, reads = [0] * len(which), list[Any]([None] * len(which))
     for number, source in enumerate(sources):
         here = np.flatnonzero(which == number)
         chosen = source.rows(local[here])
-        for i, row, read in zip(here.tolist(), chosen, source.read(chosen), strict=True):
-            rows[i], reads[i] = row, read
-    in_order = [reads[i] for i in range(len(rows))]
-    return PendingBatch(
-        sources,
-        piece,
-        which=which.tolist(),
-        local=local.tolist(),
-        rows=rows,
-        valid=valid.tolist(),
-        reads=in_order,
-    )
+        _put(rows, chosen, here)
+        _put(reads, source.read(chosen), here)
+    return PendingBatch(sources, piece, which.tolist(), local.tolist(), rows, valid.tolist(), reads)
 
 
 def _put(column: list[Any], values: list[Any], rows: npt.NDArray[np.int64]) -> None:
