@@ -4,6 +4,7 @@ import contextlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,7 @@ from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.decode import Decoder
+from sa1b.stream.decoders import decoder
 from sa1b.stream.iterations import Iterations, StreamIterator, closed_at_exit
 from sa1b.stream.pending import PendingBatch, SampleSource, submit
 from sa1b.stream.plan import MAX_POSITION, MicroBatch, Plan, checked_position
@@ -38,9 +40,10 @@ class BatchStream(IterableDataset[Batch]):
     def sources(self) -> list[SampleSource]:
         """Where the samples come from, with the current decoder and options."""
 
-    @abstractmethod
     def use_decoder(self, name: str) -> None:
         """Decode with another decoder of sa1b.stream.decoders, which options and state then name."""
+        if name != self.options.decoder:
+            self.decoder, self.options = decoder(name), replace(self.options, decoder=name)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

@@ -74,11 +74,7 @@ class Column:
         self.key: Any = batch.schema.names[0]
         self._ids: npt.NDArray[np.int64] = batch.column(0).to_numpy()  # a view of the mapped file
         self.values: pa.Array = batch.column(1)
-
-    @property
-    def kind(self) -> "pa.DataType":
-        """Arrow's type of the values."""
-        return self.values.type
+        self.kind: pa.DataType = self.values.type
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -18,8 +18,7 @@ batch i of a rank comes from worker i mod n, the order in which a DataLoader col
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -197,12 +196,13 @@ class Stream(BatchStream):
                 stacklevel=3,
             )
 
-    def __reduce__(self) -> tuple[Callable[..., "Stream"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A worker process maps table and view of the same version of the dataset that was opened here.
         opened = {"root": self.dataset, "join": self.columns, "text": self.text}
-        arguments = {**self._arguments, **opened, "cache": None, "cache_bytes": None, "layers": ()}
+        opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
         check_pickles(self.options.transforms)
-        return _reopen, (arguments, self.iterations, self.damage_log)
+        state = {"iterations": self.iterations, "damage_log": self.damage_log}
+        return partial(Stream, **{**self._arguments, **opened}), (), state
 
     def __repr__(self) -> str:
         return (
@@ -210,11 +210,6 @@ class Stream(BatchStream):
             f"{self.plan.global_batch:,} images, rank {self.rank} of {self.world_size}, "
             f"position {self.position:,})"
         )
-
-    def use_decoder(self, name: str) -> None:
-        if name != self.options.decoder:
-            self.decoder, self.options = decoder(name), replace(self.options, decoder=name)
-            self._arguments["decoder"] = name
 
     def sources(self) -> list[SampleSource]:
         source = SampleSource(
@@ -278,9 +273,3 @@ def _load_compiled_code() -> None:
 
 
 os.register_at_fork(before=_load_compiled_code)
-
-
-def _reopen(arguments: dict[str, Any], iterations: Iterations, damage_log: DamageLog) -> Stream:
-    stream = Stream(**arguments)
-    stream.iterations, stream.damage_log = iterations, damage_log
-    return stream

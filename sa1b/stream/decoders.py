@@ -321,7 +321,6 @@ def _gpu_decoder() -> Decoder:
 
 
 DECODERS: dict[str, Callable[[], Decoder]] = {"cpu": CpuDecoder, "torchcodec": _gpu_decoder}
-DECODES = ("auto", "cpu", "gpu")  # choices of sa1b.Loader(decode=)
 
 
 def decoder(name: str) -> Decoder:
@@ -329,12 +328,3 @@ def decoder(name: str) -> Decoder:
     if name not in DECODERS:
         raise BadValue(f"decoder={name!r} must be one of {', '.join(map(repr, DECODERS))}")
     return DECODERS[name]()
-
-
-def decoder_for(decode: str, current: Decoder, name: str) -> str:
-    """The name of the decoder of a loader whose stream has `name`; ValueError if `decode` is unknown."""
-    if decode not in DECODES:
-        raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, DECODES))}")
-    if decode == "gpu" and current.device.type == "cpu":
-        return "torchcodec"
-    return "cpu" if decode == "cpu" else name

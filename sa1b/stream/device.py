@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from sa1b.errors import Sa1bError
 from sa1b.stream.batch import Batch
+from sa1b.stream.batch_stream import BatchStream
 from sa1b.stream.ragged import Tensors
-from sa1b.stream.stats import PipelineStats
 
 HELD = 3  # batches of the caller that stay in slots: further ones are copied
 _CUDA: Any = torch.cuda  # some of its functions are untyped
@@ -47,9 +48,7 @@ class MaskBufferPool:
         self._limit = 2  # buffers that are kept, referenced or not
 
     def take_known(self, masks: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Pixels uint8 [masks, size, size], and boxes int64 [masks, 4] for `raster.rasterize_frame`, valid if
-        that function alone writes into the pixels. One thread at a time calls this.
-        """
+        """Pixels uint8 [masks, size, size], and their boxes int64 [masks, 4] for `raster.rasterize_frame`."""
         if masks > self._masks:
             self._masks = max(masks, min(self._most, masks * 5 // 4))
             self.capacity = self._masks * (_BOX + self._size**2)
@@ -128,20 +127,13 @@ class SideStream:
 
 
 class DeviceStage:
-    """Brings batches to `device`, with masks of `dense` pixels, `masks` at most, in up to `keep` buffers."""
+    """Brings batches of a stream to `device`, with masks of `dense` pixels in up to `keep` buffers."""
 
     def __init__(
-        self,
-        device: torch.device,
-        dense: int | None,
-        *,
-        read_only: bool,
-        masks: int,
-        keep: int,
-        stats: PipelineStats,
+        self, stream: BatchStream, device: torch.device, dense: int | None, *, read_only: bool, keep: int
     ) -> None:
-        self.device, self.dense, self.read_only, self.stats = device, dense, read_only, stats
-        self._masks = MaskBufferPool(masks, dense or 0, keep)
+        self.device, self.dense, self.read_only, self.stats = device, dense, read_only, stream.stats
+        self._masks = MaskBufferPool(stream.plan.micro_batch * stream.options.masks, dense or 0, keep)
         self.side: SideStream | None = None  # one: torch's allocator reuses memory on the same stream only
         self._raster: ThreadPoolExecutor
         self._memory = np.empty(0, np.uint8)
@@ -185,14 +177,10 @@ class DeviceStage:
         elif self.device.type == "cpu":
             ready = self._rasterise(self._keep(batch, memory, slot), ahead=ahead)
         else:
-            ready = self._move(batch)
+            dense = None if self.dense is None else batch.masks.dense(self.dense)
+            ready = partial(replace, replace(batch, dense=dense).to(self.device, non_blocking=False))
         self.stats.add("device", batch.images.nbytes, time.perf_counter() - began)
         return ready
-
-    def _move(self, batch: Batch) -> Callable[[], Batch]:
-        dense = None if self.dense is None else batch.masks.dense(self.dense)
-        there = replace(batch, dense=dense).to(self.device, non_blocking=False)
-        return lambda: there
 
     def _copy(self, batch: Batch, slot: int, side: SideStream) -> Callable[[], Batch]:
         with side.current():
@@ -220,20 +208,17 @@ class DeviceStage:
         if self.dense is None:
             return lambda: batch
         # A batch ahead is begun by a thread: by then, the caller has replaced its last batch by this one.
-        begun = self._raster.submit(self._begin_ahead, batch) if ahead else None
+        begun = self._raster.submit(lambda: self._masks.spare() and self._begin(batch)) if ahead else None
 
         def ready() -> Batch:
-            out, rows = (begun and begun.result()) or self._begin_raster(batch)
+            out, rows = (begun and begun.result()) or self._begin(batch)
             for row in rows:
                 self.stats.add("device", 0, row.result(), items=0)
             return replace(batch, dense=out)
 
         return ready
 
-    def _begin_ahead(self, batch: Batch) -> tuple[Tensor, list[Future[float]]] | None:
-        return self._begin_raster(batch) if self._masks.spare() else None
-
-    def _begin_raster(self, batch: Batch) -> tuple[Tensor, list[Future[float]]]:
+    def _begin(self, batch: Batch) -> tuple[Tensor, list[Future[float]]]:
         """Begin to rasterise the masks of each image; the jobs return their seconds."""
         out, boxes = self._masks.take_known(len(batch.masks))
         jobs = batch.masks.raster_jobs(out.shape[-1], out, boxes if self.read_only else None)

@@ -28,7 +28,6 @@ from sa1b.arguments import BadValue, check_arguments
 from sa1b.errors import UsageError
 from sa1b.stream.batch import Batch
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.decoders import decoder_for
 from sa1b.stream.device import HELD, DeviceStage
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
@@ -102,7 +101,11 @@ class Loader:
             raise BadValue(
                 f"decode='gpu': decodes into memory of a GPU, not of {self.device}; pass device='cuda'"
             )
-        stream.use_decoder(decoder_for(decode, stream.decoder, stream.options.decoder))
+        now, decodes_on_cpu = stream.options.decoder, stream.decoder.device.type == "cpu"
+        names = {"auto": now, "cpu": "cpu", "gpu": "torchcodec" if decodes_on_cpu else now}
+        if decode not in names:
+            raise BadValue(f"decode={decode!r} must be one of {', '.join(map(repr, names))}")
+        stream.use_decoder(names[decode])
         if stream.decoder.device.type not in ("cpu", self.device.type):
             raise BadValue(
                 f"decoder={stream.options.decoder!r}: writes images on {stream.decoder.device}, "
@@ -115,17 +118,9 @@ class Loader:
         self.processes = 1 if alone else processes
         self.threads = threads or (_THREADS if self.processes > 1 else min(8, cpus))
         self._ahead = max(self.prefetch + 1, AHEAD * self.processes if self.processes > 1 else 0)
-        self._stage = DeviceStage(
-            self.device,
-            self.dense,
-            read_only=read_only,
-            masks=stream.plan.micro_batch * stream.options.masks,
-            keep=self.prefetch + 3,
-            stats=stream.stats,
-        )
+        self._stage = DeviceStage(stream, self.device, dense, read_only=read_only, keep=prefetch + 3)
         self._makers: Threads | Processes | None = None
         self._slots: Slots
-        self._given = dict[int, Job]()  # jobs of any iteration that may write into their slots, by slot
         self._flying = deque[Job]()  # jobs whose batches the caller has not taken
         self._made = dict[int, Made]()  # by number; batches that wait for their turn
         self._new_slots()
@@ -160,12 +155,12 @@ class Loader:
                         "loader has begun; make a loader for each"
                     )
                 while not ends and len(self._flying) < self._ahead and makers.has_room:
-                    if (slot := self._free_slot()) is None:
+                    if (slot := self._free_slot(makers)) is None:
                         break
                     if (following := next(pieces, None)) is None:
                         ends = True
                         break
-                    job = self._given[slot] = Job(following[0], iteration, slot, following[1])
+                    job = Job(following[0], iteration, slot, following[1])
                     self._slots.progress(job)[:] = 0
                     self._flying.append(job)
                     makers.begin(job)
@@ -200,14 +195,10 @@ class Loader:
             ending.enter_context(self._stage.used(self._slots.array, workers))
             if self.processes > 1:
                 if not isinstance(self._makers, Processes) or self._makers.have_ended:
-                    self._given.clear()
                     self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
             else:
                 ending.enter_context(self.stream.used())
-                side = self._stage.side
-                on_gpu = None if self.stream.decoder.device.type == "cpu" else side
-                threads = Threads(self.stream, self.threads, self._slots, packs=side is not None, side=on_gpu)
-                self._makers = threads
+                threads = self._makers = Threads(self.stream, self.threads, self._slots, self._stage.side)
                 ending.callback(self._close_threads, threads)
             try:
                 yield iteration, self._makers
@@ -219,9 +210,7 @@ class Loader:
         """End the threads of an iteration. If one hangs, it may still write into the slots."""
         if isinstance(threads, Threads) and threads is self._makers:
             self._makers = None
-            if threads.close():
-                self._given.clear()
-            else:
+            if not threads.close():
                 self._new_slots()
 
     def _drop_jobs(self) -> None:
@@ -231,21 +220,15 @@ class Loader:
         self._flying.clear()
 
     def _new_slots(self) -> None:
-        stream, size = self.stream, self.stream.options.image_size
-        self._slots = Slots(
-            self._ahead + HELD,
-            (stream.plan.micro_batch, size, size, 3),
-            stream.options.masks,
-            shared=self.processes > 1,
-            elsewhere=stream.decoder.device.type != "cpu",
-        )
-        for of_slots in (self._given, self._flying, self._made):
-            of_slots.clear()
+        options, elsewhere = self.stream.options, self.stream.decoder.device.type != "cpu"
+        images = (self.stream.plan.micro_batch, options.image_size, options.image_size, 3)
+        shared, count = self.processes > 1, self._ahead + HELD
+        self._slots = Slots(count, images, options.masks, shared=shared, elsewhere=elsewhere)
 
-    def _free_slot(self) -> int | None:
+    def _free_slot(self, makers: Threads | Processes) -> int | None:
         """A slot that nothing uses. Waits for a copy to a GPU if there is no other."""
         while True:
-            used = self._stage.slots_in_use() | self._given.keys()
+            used = self._stage.slots_in_use() | makers.slots
             used |= {made.job.slot for made in self._made.values() if made.batch is not None}
             free = next((slot for slot in range(len(self._slots)) if slot not in used), None)
             if free is not None or not self._stage.wait_for_copy():
@@ -262,9 +245,7 @@ class Loader:
                 made.error = error  # raised in its turn
 
     def _wait_for(self, job: Job) -> Made:
-        """The batch of a job. Logs a sample that is late. UnavailableError, StalledError: after the deadline;
-        WorkerError: a process has ended or is stopped.
-        """
+        """The batch of a job. Logs a sample that is late; an error if nothing is made until the deadline."""
         began, waiting = time.perf_counter(), self._waiting()
         progress, before, limit = self._slots.progress(job), -1, self._limit
         since = said = time.monotonic()  # of the last progress, of the last line
@@ -288,7 +269,6 @@ class Loader:
         """Take what was made, waiting at most `seconds` for the first."""
         assert self._makers is not None
         for made in self._makers.receive(seconds):
-            del self._given[made.job.slot]
             self.stream.stats.count(made.busy)
             if made.job.iteration == self._slots.iteration[0]:
                 self._made[made.job.number] = made

@@ -153,6 +153,9 @@ class Made:
     ready: Callable[[], Batch] | None = None  # waits until the batch is on the device
 
 
+Deliver = Callable[[Made, Tensor], None]
+
+
 @dataclass(slots=True, eq=False)
 class _Work:
     made: Made  # so far
@@ -163,21 +166,15 @@ class _Work:
 
 
 class Maker:
-    """Makes batches with threads. `side`: of a decoder on a GPU. `packs`: all tensors go into the slot."""
+    """Makes batches with threads, and delivers each with its slot. `packs`: all tensors go into the slot."""
 
     def __init__(
-        self,
-        stream: BatchStream,
-        threads: int,
-        slots: Slots,
-        deliver: Callable[[Made, Tensor], None],
-        *,
-        packs: bool,
-        side: SideStream | None = None,
+        self, stream: BatchStream, threads: int, slots: Slots, deliver: Deliver, *, packs: bool
     ) -> None:
         self._sources, self._order = stream.sources(), stream.plan.order
         self._decoder, self._threads, self._slots = stream.decoder, threads, slots
-        self._deliver, self._packs, self._side = deliver, packs, side
+        self._deliver, self._packs = deliver, packs
+        self._side: SideStream | None = None  # of a decoder on a GPU
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sa1b-loader")
         self._lock, self._working = threading.Lock(), dict[int, _Work]()  # by slot
 
@@ -263,11 +260,15 @@ class Threads(Maker):
 
     has_room = True
 
-    def __init__(
-        self, stream: BatchStream, threads: int, slots: Slots, *, packs: bool, side: SideStream | None
-    ) -> None:
+    def __init__(self, stream: BatchStream, threads: int, slots: Slots, side: SideStream | None) -> None:
         made = self._made = SimpleQueue[Made]()
-        super().__init__(stream, threads, slots, lambda one, memory: made.put(one), packs=packs, side=side)
+        self.slots = set[int]()  # of jobs, into which threads may write
+        super().__init__(stream, threads, slots, lambda one, _: made.put(one), packs=side is not None)
+        self._side = None if stream.decoder.device.type == "cpu" else side
+
+    def begin(self, job: Job) -> None:
+        self.slots.add(job.slot)
+        super().begin(job)
 
     def receive(self, seconds: float) -> list[Made]:
         """What has been made since, waiting at most `seconds` for the first."""
@@ -276,4 +277,5 @@ class Threads(Maker):
             found.append(self._made.get(seconds > 0, seconds or None))
             while True:
                 found.append(self._made.get_nowait())
+        self.slots.difference_update(made.job.slot for made in found)
         return found

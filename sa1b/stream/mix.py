@@ -127,8 +127,7 @@ class Mix(BatchStream):
     def use_decoder(self, name: str) -> None:
         for stream in self.streams.values():
             stream.use_decoder(name)
-        self.options = replace(self.options, decoder=name)
-        self.decoder = next(iter(self.streams.values())).decoder
+        super().use_decoder(name)
 
     def sources(self) -> list[SampleSource]:
         named = self.streams.items()

@@ -104,6 +104,11 @@ class Processes:
         return any(len(worker.jobs) < AHEAD for worker in self._workers)
 
     @property
+    def slots(self) -> set[int]:
+        """The slots of jobs of any iteration, into which processes may write."""
+        return {slot for worker in self._workers for slot in worker.jobs}
+
+    @property
     def have_ended(self) -> bool:
         """Whether no process is left, as after a WorkerError."""
         return not self._workers
@@ -116,9 +121,7 @@ class Processes:
             worker.pipe.send_bytes(pickle.dumps(job))
 
     def receive(self, seconds: float) -> list[Made]:
-        """What has been made since, waiting at most `seconds` for the first. WorkerError: a process has ended
-        or is stopped; no process is left then.
-        """
+        """What has been made since, as of `Threads`; WorkerError: a process has ended, and so all have."""
         ends: dict[Any, _Process] = {worker.pipe: worker for worker in self._workers}
         ends |= {worker.process.sentinel: worker for worker in self._workers}
         arrived = list[Made]()
