@@ -29,30 +29,30 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from sa1b.arguments import plain_root
-from sa1b.errors import Sa1bError
+from sa1b.hashing import Purpose, below, random_words
+from sa1b.shards.dataset import Dataset
+from sa1b.shards.file_names import FileNames, names_of
+from sa1b.shards.image_ids import collected, image_column, is_text, with_ids
+from sa1b.shards.index_file import stored_texts
+from sa1b.shards.tables import ENDINGS, IMAGE_COLUMNS, answers_of, read_table
 from sa1b.storage.atomic import commit, flush, lock, naming_path
 from sa1b.storage.cache import cache_folder
+from sa1b.stream.text import KEYS, Row, Text, key_of, open_tokenizer, tokenized
+from sa1b.stream.text import ColumnError as ColumnError  # noqa: PLC0414, its public name
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from sa1b.shards.dataset import Dataset
-    from sa1b.shards.file_names import FileNames
-
-KEYS = ("mask_id", "image_id")
+Int64 = npt.NDArray[np.int64]
+TEXTS = "texts"  # the source that means the texts of the dataset directory
 _LOOKED_UP = 1000  # ids without a single value, after which there is a warning
 _VERSION = 3  # format of the converted files
-
-
-class ColumnError(Sa1bError):
-    """A source that cannot be joined; the message names the column, the source and the reason."""
 
 
 class Column:
@@ -65,8 +65,6 @@ class Column:
     # that five processes share. Looking up the 16 images of a batch takes 0.2 ms.
 
     def __init__(self, name: str, path: Path, source: str) -> None:
-        import pyarrow as pa
-
         self.name, self.path, self.source = name, path, source
         self.missing = self.looked_up = 0
         with pa.memory_map(str(path)) as file:
@@ -79,13 +77,11 @@ class Column:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def __reduce__(self) -> tuple[type["Column"], tuple[str, Path, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Column, (self.name, self.path, self.source)
 
     def lookup(self, ids: npt.NDArray[np.int64]) -> list[Any]:
         """The values of image or mask ids, int64 [N], in their order; None where the table has no row."""
-        import pyarrow as pa
-
         rows, has_row = self._rows(ids)
         values: list[Any] = self.values.take(pa.array(rows, mask=~has_row)).to_pylist()
         before = self.looked_up
@@ -112,12 +108,12 @@ class Column:
 
 
 def open_columns(
-    join: "Mapping[str, str | Path | pa.Table | Column]",
+    join: Mapping[str, str | Path | pa.Table | Column],
     storage_options: Mapping[str, Any] | None = None,
     *,
     key: str | None = None,
     texts: bool = False,
-    dataset: "Dataset | None" = None,
+    dataset: Dataset | None = None,
     argument: str = "join[{!r}]",
 ) -> dict[str, Column]:
     """The columns of sources by name; open ones are used unchanged. `key`: the column of ids, by default the
@@ -127,8 +123,6 @@ def open_columns(
     """
     names = None
     if dataset is not None and not all(isinstance(source, Column) for source in join.values()):
-        from sa1b.shards.file_names import names_of
-
         names = names_of(dataset)
     return {
         name: _open(source, storage_options, _Wanted(name, argument.format(name), key, texts, names))
@@ -143,12 +137,10 @@ class _Wanted(NamedTuple):
     argument: str
     key: str | None
     texts: bool
-    names: "FileNames | None"
+    names: FileNames | None
 
 
 def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
-    import pyarrow as pa
-
     if isinstance(source, Column):
         return source
     if wanted.name in ("", *KEYS):
@@ -171,8 +163,6 @@ def _remove(path: str, process: int) -> None:
 
 
 def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
-    from sa1b.shards.tables import ENDINGS
-
     name, argument, key, texts, names = wanted
     source = plain_root(given)
     if not source.lower().endswith(ENDINGS):
@@ -197,30 +187,25 @@ def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wan
     how = [source, name, key, texts, None if names is None else names.digest]
     folder = cache_folder() / "columns" / _digest(how)
     final = folder / f"{_digest([_VERSION, state])}.arrow"
-    if not final.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder, wait=True), contextlib.ExitStack() as ending:
-            if final.exists():  # another process has converted it meanwhile
-                return Column(name, final, source)
-            for stale in folder.glob("*.partial"):
-                stale.unlink()
-            if system is not None:
-                copy = folder / Path(path).name
-                ending.callback(copy.unlink, missing_ok=True)
-                with naming_path(copy):
-                    system.get_file(path, str(copy))
-                if system.size(path) not in (None, copy.stat().st_size):
-                    raise ColumnError(f"{source}: the copy is not complete; run the command again")
-                path = str(copy)
-            _convert(path, source, final, wanted)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder, wait=True), contextlib.ExitStack() as ending:
+        if final.exists():
+            return Column(name, final, source)
+        for stale in folder.glob("*.partial"):
+            stale.unlink()
+        if system is not None:
+            copy = folder / Path(path).name
+            ending.callback(copy.unlink, missing_ok=True)
+            with naming_path(copy):
+                system.get_file(path, str(copy))
+            if system.size(path) not in (None, copy.stat().st_size):
+                raise ColumnError(f"{source}: the copy is not complete; run the command again")
+            path = str(copy)
+        _convert(path, source, final, wanted)
     return Column(name, final, source)
 
 
 def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
-    import pyarrow as pa
-
-    from sa1b.shards.tables import IMAGE_COLUMNS, read_table
-
     try:
         read = dict.fromkeys((*KEYS, *IMAGE_COLUMNS, wanted.name))
         table = read_table(path, read, wanted.name, wanted.texts)
@@ -233,13 +218,8 @@ def _convert(path: str, source: str, final: Path, wanted: _Wanted) -> None:
         commit(temporary, final)
 
 
-def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch":
+def _sorted(table: pa.Table, source: str, wanted: _Wanted) -> pa.RecordBatch:
     """Ids, int64, ascending, and values of a table; `source` names it in messages."""
-    import pyarrow as pa
-
-    from sa1b.shards.image_ids import collected, image_column, is_text, with_ids
-    from sa1b.shards.tables import answers_of
-
     name, headings = wanted.name, table.schema.names
     known = ", ".join(headings) or "none"
     if name not in headings:
@@ -280,10 +260,8 @@ def _sorted(table: "pa.Table", source: str, wanted: _Wanted) -> "pa.RecordBatch"
     return pa.record_batch([pa.array(ids), values], names=[key, name])
 
 
-def _large(kind: "pa.DataType") -> "pa.DataType":
+def _large(kind: pa.DataType) -> pa.DataType:
     """The type with 64-bit offsets: captions of all of SA-1B may take more than 2 GB."""
-    import pyarrow as pa
-
     if pa.types.is_dictionary(kind):
         return _large(kind.value_type)
     if pa.types.is_list(kind):
@@ -291,12 +269,94 @@ def _large(kind: "pa.DataType") -> "pa.DataType":
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
-def _write(batch: "pa.RecordBatch", path: Path) -> None:
-    import pyarrow as pa
-
+def _write(batch: pa.RecordBatch, path: Path) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
 
 
 def _digest(key: list[Any]) -> str:
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+
+class TextColumn:
+    """An open table of texts."""
+
+    def __init__(self, options: Text, column: Column) -> None:
+        self.options, self.column = replace(options, source=column.source), column
+        source, name = column.source, column.name
+        innermost, lists = column.kind, 0
+        while hasattr(innermost, "value_type"):
+            innermost, lists = innermost.value_type, lists + 1
+        embeds = pa.types.is_floating(innermost)
+        self.several = lists - embeds == 1  # an id has a list of texts; an embedding is a list itself
+        if not (embeds or is_text(innermost)) or lists - embeds not in (0, 1):
+            raise ColumnError(
+                f"{source}: column {name!r} is {column.kind}; texts are strings or lists of strings, "
+                "embeddings lists of float or lists of these"
+            )
+        texts = column.values.flatten() if self.several else column.values
+        row = texts.is_valid().index(True).as_py()
+        first = [] if row < 0 else texts[row].as_py()
+        if first == []:
+            raise ColumnError(
+                f"{source}: column {name!r} has no value in any of its {len(column):,} rows; pass a table "
+                "with texts"
+            )
+        # None: the table has embeddings
+        self.tokenizer = None if embeds else open_tokenizer(options.tokenizer)
+        self.width = len(first) if embeds else 0  # numbers of an embedding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TextColumn, (self.options, self.column)
+
+    def record(self) -> str:
+        """A description for the state of a stream, equal where texts are equal."""
+        read = "embeddings" if self.tokenizer is None else f"{self.tokenizer.name}, {self.options.length}"
+        return f"{self.column.name} of {self.column.source} by {self.column.key} ({read})"
+
+    def read(
+        self, seed: int, ids: Int64, images: Int64, epochs: Int64, indices: Int64
+    ) -> tuple[list[Any], list[Row | None]]:
+        """The texts of N images or masks as Python values, and as rows of `Texts`; None: there is no text.
+
+        `ids` are those of images or masks, according to the key; `images` and `epochs` those of their visits;
+        `indices` those of masks in their records, 0 for images: all int64 [N].
+        """
+        values = self.column.lookup(ids)
+        if self.several:
+            counts = np.array([len(value or ()) for value in values], np.int64)
+            words = random_words(seed, Purpose.TEXT, images, epochs, indices)
+            chosen = below(words, np.maximum(counts, 1)).tolist()
+            values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
+        if self.tokenizer is not None:
+            return values, tokenized(values, self.tokenizer, self.options.length)
+        rows = zip(values, ids.tolist(), strict=True)
+        return values, [None if value is None else self._vector(value, one) for value, one in rows]
+
+    def _vector(self, value: list[float], one: int) -> Row:
+        vector = np.array(value, np.float32)  # a null becomes NaN
+        if len(value) != self.width or not np.isfinite(vector).all():
+            lengths = f"of {len(value)} numbers, others have {self.width}"
+            fault = lengths if len(value) != self.width else "with NaN or an infinite number"
+            which = f"{self.column.key} {one} has an embedding {fault}"
+            raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
+        return key_of(vector.tobytes()), vector
+
+
+def open_text(text: Any, dataset: Dataset, storage_options: Any = None) -> TextColumn | None:
+    """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one."""
+    if text is None or isinstance(text, TextColumn):
+        return text
+    options = text if isinstance(text, Text) else Text(text)
+    name, source = options.column, options.source
+    if source == TEXTS:
+        name, source = TEXTS, stored_texts(dataset.reader, dataset.shards)
+        if source is None:
+            raise ColumnError(
+                f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
+                "of .txt and .json files beside the images and of columns of Parquet; or pass a table"
+            )
+    opened = open_columns(
+        {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
+    )
+    return TextColumn(options, opened[name])

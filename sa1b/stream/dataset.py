@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from sa1b.hashing import random_words
 from sa1b.shards.dataset import Dataset, check_cache, check_images
 from sa1b.shards.layer import check_layers
 from sa1b.stream.batch_stream import BatchStream
-from sa1b.stream.columns import Column, ColumnError, open_columns
 from sa1b.stream.damage_log import DAMAGE_LOG, DamageLog
 from sa1b.stream.decoders import decoder
 from sa1b.stream.iterations import Iterations
@@ -39,9 +38,12 @@ from sa1b.stream.pending import SampleSource
 from sa1b.stream.plan import Plan, ResumeError, check_state, checked_position, process_rank
 from sa1b.stream.sample import SampleOptions
 from sa1b.stream.stats import PipelineStats
-from sa1b.stream.text import TextColumn, open_text
+from sa1b.stream.text import ColumnError
 from sa1b.stream.transform import check_pickles
 from sa1b.views.view import view_of
+
+if TYPE_CHECKING:
+    from sa1b.stream.columns import Column, TextColumn
 
 
 class Stream(BatchStream):
@@ -159,13 +161,18 @@ class Stream(BatchStream):
         if block_size > 1:
             self.dataset.check_table()  # with blocks, the order depends on locations, not on a digest alone
             self.view = self.view.by_location(self.dataset.table)
-        self.columns = open_columns(join or {}, storage_options, dataset=self.dataset)
-        for name, source in (join or {}).items():
-            if not isinstance(source, Column):  # workers get open columns
-                self._warn_of_missing(f"join[{name!r}]", self.columns[name])
-        self.text = open_text(text, self.dataset, storage_options)
-        if self.text is not None and not isinstance(text, TextColumn):
-            self._warn_of_missing("text", self.text.column)
+        self.columns: dict[str, Column] = {}
+        self.text: TextColumn | None = None
+        if join or text is not None:
+            from sa1b.stream import columns
+
+            self.columns = columns.open_columns(join or {}, storage_options, dataset=self.dataset)
+            self.text = columns.open_text(text, self.dataset, storage_options)
+            for name, source in (join or {}).items():
+                if not isinstance(source, columns.Column):  # workers get open columns
+                    self._warn_of_missing(f"join[{name!r}]", self.columns[name])
+            if self.text is not None and not isinstance(text, columns.TextColumn):
+                self._warn_of_missing("text", self.text.column)
         count = len(self.view)
         formula = (
             Order(count, self.view.ids_digest, seed, block_size, endless=epochs is None)
@@ -178,7 +185,7 @@ class Stream(BatchStream):
         self.stats = PipelineStats(cache=self.dataset.reader.cache)
         self.iterations = Iterations()
 
-    def _warn_of_missing(self, argument: str, column: Column) -> None:
+    def _warn_of_missing(self, argument: str, column: "Column") -> None:
         """Warn of images without a row in a column by image id; ColumnError if it has none of the images."""
         if column.key != "image_id":
             return
@@ -202,7 +209,7 @@ class Stream(BatchStream):
         opened |= {"decoder": self.options.decoder, "cache": None, "cache_bytes": None, "layers": ()}
         check_pickles(self.options.transforms)
         state = {"iterations": self.iterations, "damage_log": self.damage_log}
-        return partial(Stream, **{**self._arguments, **opened}), (), state
+        return _reopen, ({**self._arguments, **opened},), state
 
     def __repr__(self) -> str:
         return (
@@ -273,3 +280,7 @@ def _load_compiled_code() -> None:
 
 
 os.register_at_fork(before=_load_compiled_code)
+
+
+def _reopen(arguments: dict[str, Any]) -> Stream:
+    return Stream(**arguments)

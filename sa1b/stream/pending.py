@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,18 +24,20 @@ from sa1b.shards.dataset import Dataset
 from sa1b.shards.sample import PendingRead
 from sa1b.storage.errors import MissingError
 from sa1b.stream.batch import Batch, collate
-from sa1b.stream.columns import Column
 from sa1b.stream.decode import Decoder, EncodedImage
 from sa1b.stream.mixture import Mixture
 from sa1b.stream.order import Order, Sequential
 from sa1b.stream.plan import MicroBatch, Plan
 from sa1b.stream.sample import SampleOptions, no_masks, pick_masks
 from sa1b.stream.stats import Busy
-from sa1b.stream.text import Row, TextColumn, joined
+from sa1b.stream.text import Row, joined
 from sa1b.stream.transform import Frame
 from sa1b.stream.worker_memory import image_memory
 from sa1b.views.predicate import ORIGIN_FIELDS
 from sa1b.views.view import View
+
+if TYPE_CHECKING:  # pyarrow takes 0.1 s and 40 MB
+    from sa1b.stream.columns import Column, TextColumn
 
 MAX_SUBSTITUTES = 100
 READ, DECODED = 1, 2  # the progress of a sample; 0 before
@@ -52,8 +54,8 @@ class SampleSource:
     seed: int
     options: SampleOptions
     decoder: Decoder
-    columns: dict[str, Column]
-    text: TextColumn | None
+    columns: "dict[str, Column]"
+    text: "TextColumn | None"
     name: str | None = None  # in a mixture
 
     def rows(self, positions: npt.NDArray[np.int64]) -> list[int]:

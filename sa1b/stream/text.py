@@ -32,22 +32,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sa1b.arguments import BadValue, whole_number
-from sa1b.errors import UsageError
-from sa1b.hashing import Purpose, below, random_words
-from sa1b.stream.columns import KEYS, Column, ColumnError, open_columns
+from sa1b.errors import Sa1bError, UsageError
 from sa1b.stream.ragged import Tensors
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from sa1b.shards.dataset import Dataset
-
-Int64 = npt.NDArray[np.int64]
+KEYS = ("mask_id", "image_id")
 Row = tuple[int, npt.NDArray[Any]]  # the key of a text, and its tokens or vector
 Key = Literal["image_id", "mask_id"]
-TEXTS = "texts"  # the source that means the texts of the dataset directory
 BYTES = "bytes"
 _FORMS = f"{BYTES!r}, the path of a .json file of the library tokenizers, or MODULE:FUNCTION"
+
+
+class ColumnError(Sa1bError):
+    """A source that cannot be joined; the message names the column, the source and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ class Text:
         ValueError: an argument is invalid; the message names it.
     """
 
-    source: "str | os.PathLike[str] | pa.Table | Column"
+    source: "str | os.PathLike[str] | pa.Table"
     column: str = "text"
     key: Key | None = None
     tokenizer: str | os.PathLike[str] = BYTES
@@ -132,89 +131,14 @@ class Text:
         object.__setattr__(self, "length", whole_number("length", self.length, 1))
 
 
-class TextColumn:
-    """An open table of texts."""
-
-    def __init__(self, options: Text, column: Column) -> None:
-        import pyarrow as pa
-
-        from sa1b.shards.image_ids import is_text
-
-        self.options, self.column = options, column
-        source, name = column.source, column.name
-        innermost, lists = column.kind, 0
-        while hasattr(innermost, "value_type"):
-            innermost, lists = innermost.value_type, lists + 1
-        embeds = pa.types.is_floating(innermost)
-        self.several = lists - embeds == 1  # an id has a list of texts; an embedding is a list itself
-        if not (embeds or is_text(innermost)) or lists - embeds not in (0, 1):
-            raise ColumnError(
-                f"{source}: column {name!r} is {column.kind}; texts are strings or lists of strings, "
-                "embeddings lists of float or lists of these"
-            )
-        texts = column.values.flatten() if self.several else column.values
-        row = texts.is_valid().index(True).as_py()
-        first = [] if row < 0 else texts[row].as_py()
-        if first == []:
-            raise ColumnError(
-                f"{source}: column {name!r} has no value in any of its {len(column):,} rows; pass a table "
-                "with texts"
-            )
-        # None: the table has embeddings
-        self.tokenizer = None if embeds else open_tokenizer(options.tokenizer)
-        self.width = len(first) if embeds else 0  # numbers of an embedding
-
-    def __reduce__(self) -> tuple[type["TextColumn"], tuple[Text, Column]]:
-        return TextColumn, (self.options, self.column)
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Number of different tokens; None if the table has embeddings or the tokenizer does not state it."""
-        return None if self.tokenizer is None else self.tokenizer.vocabulary
-
-    def record(self) -> str:
-        """A description for the state of a stream, equal where texts are equal."""
-        read = "embeddings" if self.tokenizer is None else f"{self.tokenizer.name}, {self.options.length}"
-        return f"{self.column.name} of {self.column.source} by {self.column.key} ({read})"
-
-    def read(
-        self, seed: int, ids: Int64, images: Int64, epochs: Int64, indices: Int64
-    ) -> tuple[list[Any], list[Row | None]]:
-        """The texts of N images or masks as Python values, and as rows of `Texts`; None: there is no text.
-
-        `ids` are those of images or masks, according to the key; `images` and `epochs` those of their visits;
-        `indices` those of masks in their records, 0 for images: all int64 [N]. ColumnError if embeddings have
-        different lengths or NaN, or if the tokenizer returns something else.
-        """
-        values = self.column.lookup(ids)
-        if self.several:
-            counts = np.array([len(value or ()) for value in values], np.int64)
-            words = random_words(seed, Purpose.TEXT, images, epochs, indices)
-            chosen = below(words, np.maximum(counts, 1)).tolist()
-            values = [value[index] if value else None for value, index in zip(values, chosen, strict=True)]
-        if self.tokenizer is not None:
-            return values, _rows(values, self.tokenizer, self.options.length)
-        rows = zip(values, ids.tolist(), strict=True)
-        return values, [None if value is None else self._vector(value, one) for value, one in rows]
-
-    def _vector(self, value: list[float], one: int) -> Row:
-        vector = np.array(value, np.float32)  # a null becomes NaN
-        if len(value) != self.width or not np.isfinite(vector).all():
-            lengths = f"of {len(value)} numbers, others have {self.width}"
-            fault = lengths if len(value) != self.width else "with NaN or an infinite number"
-            which = f"{self.column.key} {one} has an embedding {fault}"
-            raise ColumnError(f"{self.column.source}: {which}; correct or remove its row")
-        return _key(vector.tobytes()), vector
-
-
 def texts_of(values: Sequence[str | None], tokenizer: Tokenizer, length: int, key: Key) -> Texts:
     """The tokens of N texts, cut to `length`; None: no text. ColumnError if the tokenizer returns none."""
-    return joined(_rows(values, tokenizer, length), key, length)
+    return joined(tokenized(values, tokenizer, length), key, length)
 
 
-def _rows(values: Sequence[str | None], tokenizer: Tokenizer, length: int) -> list[Row | None]:
+def tokenized(values: Sequence[str | None], tokenizer: Tokenizer, length: int) -> list[Row | None]:
     return [
-        None if value is None else (_key(value.encode()), _tokens(value, tokenizer)[:length])
+        None if value is None else (key_of(value.encode()), _tokens(value, tokenizer)[:length])
         for value in values
     ]
 
@@ -234,31 +158,6 @@ def joined(rows: Sequence[Row | None], key: Key, length: int, width: int = 0) ->
     )
 
 
-def open_text(text: Any, dataset: "Dataset", storage_options: Any = None) -> TextColumn | None:
-    """Open the table of `Stream(text=...)`: a `Text`, a source with its default options, or an open one.
-
-    The source TEXTS means the dataset's own texts. ColumnError if it is not a table of texts; UsageError if
-    there is no such tokenizer.
-    """
-    if text is None or isinstance(text, TextColumn):
-        return text
-    options = text if isinstance(text, Text) else Text(text)
-    name, source = options.column, options.source
-    if source == TEXTS:
-        from sa1b.shards.index_file import stored_texts
-
-        name, source = TEXTS, stored_texts(dataset.reader, dataset.shards)
-        if source is None:
-            raise ColumnError(
-                f"{dataset.root}: no image has a text of its source; sa1b reshard --images-only stores those "
-                "of .txt and .json files beside the images and of columns of Parquet; or pass a table"
-            )
-    opened = open_columns(
-        {name: source}, storage_options, key=options.key, texts=True, dataset=dataset, argument="text"
-    )
-    return TextColumn(options, opened[name])
-
-
 def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     name, end = tokenizer.name, (1 << 31 if tokenizer.vocabulary is None else tokenizer.vocabulary)
     try:
@@ -271,7 +170,7 @@ def _tokens(value: str, tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     return tokens.astype(np.int32)
 
 
-def _key(data: bytes) -> int:
+def key_of(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 

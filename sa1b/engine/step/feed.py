@@ -14,11 +14,11 @@ from sa1b.shards.dataset import Dataset
 from sa1b.storage.errors import MissingError
 from sa1b.storage.protocols import endpoint_options
 from sa1b.stream.batch import Batch
-from sa1b.stream.columns import ColumnError
 from sa1b.stream.damage_log import DamageLog
 from sa1b.stream.dataset import Stream
 from sa1b.stream.loader import Loader
 from sa1b.stream.mix import Mix
+from sa1b.stream.text import ColumnError
 
 
 class Feed:
