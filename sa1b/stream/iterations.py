@@ -94,11 +94,8 @@ class Iterations:
                 state["position"] = position
 
     def begin(self, plan: Plan) -> int:
-        """The position at which an iteration of this process begins; the next one is the next epoch.
-
-        An endless plan does not change the position: the caller sets it when it takes batches. UsageError if
-        worker processes have read an endless iteration: the used batches are unknown.
-        """
+        """The position at which an iteration of this process begins; the next one is the next epoch."""
+        # An endless plan does not change the position: the caller sets it when it takes batches.
         worker = get_worker_info()
         with self._state() as state:
             # An iterator is identified by `seed - id`, the random number that the DataLoader takes from

@@ -72,9 +72,7 @@ class PipelineStats:
             self.busy.add(name, size, seconds, items=items)
 
     def requested(self, depths: Mapping[str, int], seconds: float) -> None:
-        """Count a request for a batch, for which the caller waited, and the samples, for
-        "device" the complete batches, that then waited for each stage.
-        """
+        """Count a request for a batch, and what waited for each stage: samples, for "device" batches."""
         with self._lock:
             self.requests += 1
             self.waited_seconds += seconds

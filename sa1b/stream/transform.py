@@ -45,21 +45,13 @@ class TransformError(Sa1bError):
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """One of several crops of an image, and its place in the square.
+    """One of several crops of an image, and its place in the square."""
 
-    Attributes:
-        window: x, y, width, height in pixels of the source image.
-        row: first row in the square.
-        column: first column in the square.
-        size: rows and columns in the square.
-        flip: whether it is mirrored left to right.
-    """
-
-    window: tuple[int, int, int, int]
-    row: int
-    column: int
-    size: int
-    flip: bool
+    window: tuple[int, int, int, int]  # x, y, width, height in pixels of the source image
+    row: int  # the first one in the square
+    column: int  # likewise
+    size: int  # rows and columns in the square
+    flip: bool  # mirrored left to right
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +219,7 @@ class ScaleJitter:
 def apply(
     transforms: Sequence[Transform], frame: Frame, annotations: Annotations, seed: int, epoch: int
 ) -> Frame:
-    """Apply all transforms to a frame, one after the other. TransformError if a transform raised an error, or
-    did not return a frame of this image.
-    """
+    """Apply all transforms to a frame; TransformError: one failed, or returned no frame of this image."""
     image_id, source = annotations.image_id, (frame.height, frame.width, frame.image_size)
     for number, transform in enumerate(transforms):
         try:

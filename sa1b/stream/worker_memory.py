@@ -101,9 +101,7 @@ class TransportError(Sa1bError):
 
 
 def prepare_worker() -> None:
-    """Prepare this worker process, once: it decodes into shared memory; if a batch cannot be sent, it sends
-    the error instead; it ends with the training process.
-    """
+    """Prepare this worker process, once: the memory of batches, errors in their place, and its end."""
     if os.getpid() in _workers:
         return
     _workers[os.getpid()] = []
@@ -116,9 +114,7 @@ def prepare_worker() -> None:
 
 
 def _end_with(training: int, inherited: str | None) -> None:
-    """End this process when the training process has ended, whatever its other threads wait for. Its folder
-    for the sockets of tensors is removed, unless it is `inherited`, and so of another process.
-    """
+    """End this process when the training process has ended, whatever its other threads wait for."""
     with suppress(ProcessLookupError):
         try:
             wait([os.pidfd_open(training)])
@@ -126,6 +122,7 @@ def _end_with(training: int, inherited: str | None) -> None:
             while True:
                 os.kill(training, 0)
                 time.sleep(1)
+    # The folder for the sockets of tensors; an inherited one is of another process.
     if (folder := _temporary_folder()) is not None and folder != inherited:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
@@ -138,9 +135,8 @@ def _temporary_folder() -> str | None:
 
 
 def _remove_segments() -> None:
-    """Remove what torch leaves where it cannot set the size of a segment, at once: a signal may end this
-    process. Another thread has none without a size, because torch holds the interpreter's lock meanwhile.
-    """
+    """Remove, at once, what torch leaves where it cannot set the size of a segment."""
+    # Another thread has none without a size, because torch holds the interpreter's lock meanwhile.
     strategy: Callable[[], str] = get_sharing_strategy
     if strategy() == "file_descriptor":  # a segment that could be made has no name any more
         for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):
