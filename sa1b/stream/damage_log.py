@@ -89,8 +89,10 @@ class DamageLog:
             self._read, self._known = 0, []
             data, size = self._from(0)
         for raw in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
-            if (line := _parsed(raw)) is not None and line.get("rank") == self.rank:
-                self._known.append((self._read, line))
+            with suppress(ValueError, RecursionError):  # cut by a full disk, or of another program
+                line = json.loads(raw)
+                if isinstance(line, dict) and line.get("rank") == self.rank:
+                    self._known.append((self._read, line))
             self._read += len(raw)
         counted = start if start <= size else 0
         return [line for begin, line in self._known if begin >= counted] + self._unwritten
@@ -115,12 +117,3 @@ class DamageLog:
                 f"{line['image_id']}); all damaged samples are listed in {self.path}"
                 + (f"; `{line['replay']}` shows its step" if "replay" in line else "")
             )
-
-
-def _parsed(text: bytes) -> dict[str, object] | None:
-    """A line of the log; None if a full disk truncated it, or another program wrote it."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None

@@ -115,9 +115,7 @@ class SideStream:
 
     def event(self) -> Any:
         """An event after all work that was submitted so far."""
-        event = _CUDA.Event()
-        event.record(self._stream)
-        return event
+        return self._stream.record_event()
 
     def hand_over(self, batch: Tensors, ready: Any) -> None:
         """Make the caller's current stream wait for an event, and the allocator for the caller's stream."""

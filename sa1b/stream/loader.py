@@ -32,7 +32,7 @@ from sa1b.stream.device import HELD, DeviceStage
 from sa1b.stream.iterations import closed_at_exit
 from sa1b.stream.maker import Job, Made, Slots, Threads, overdue, waits_for
 from sa1b.stream.pending import READ, named
-from sa1b.stream.processes import AHEAD, Processes, batch_in, sent, server
+from sa1b.stream.processes import AHEAD, Processes, Unpickler, sent, server
 from sa1b.stream.stats import Snapshot
 from sa1b.workers import available_cpus
 
@@ -194,7 +194,7 @@ class Loader:
         with contextlib.ExitStack() as ending:
             ending.enter_context(self._stage.used(self._slots.array, workers))
             if self.processes > 1:
-                if not isinstance(self._makers, Processes) or self._makers.have_ended:
+                if not isinstance(self._makers, Processes) or not self._makers.workers:
                     self._makers = Processes(self._sent, self.processes, self.threads, self._slots)
             else:
                 ending.enter_context(self.stream.used())
@@ -280,7 +280,7 @@ class Loader:
         memory = self._slots.memory(job.slot)
         whole = torch.from_numpy(memory)  # the tensors are its views: views by numpy would not keep `memory`
         if isinstance(batch, bytes):
-            batch = batch_in(whole, batch)
+            batch = Unpickler(batch, whole).load()
         elif self.device.type == "cpu":
             images = whole[: batch.images.nbytes].view(len(batch), *self._slots.images[1:])
             batch = replace(batch, images=images.permute(0, 3, 1, 2))

@@ -145,7 +145,7 @@ class Made:
     """The batch of a job, or its error, or neither if its iteration has ended."""
 
     job: Job
-    # From a process: its pickle, see `batch_in`. None: there is none, or it is on its way to the device.
+    # From a process: its pickle, see `Unpickler`. None: there is none, or it is on its way to the device.
     batch: Batch | bytes | None = None
     error: BaseException | None = None
     damage: list[dict[str, Any]] = field(default_factory=list)

@@ -78,8 +78,8 @@ class Processes:
     """Makes the batches of a loader with `count` processes of `threads` threads each."""
 
     def __init__(self, stream: bytes, count: int, threads: int, slots: Slots) -> None:
-        self._workers, self._looked = list[_Process](), 0.0
-        self.close = Finalize(self, _end, (self._workers,), exitpriority=10)
+        self.workers, self._looked = list[_Process](), 0.0  # no process is left after a WorkerError
+        self.close = Finalize(self, _end, (self.workers,), exitpriority=10)
         context, script = server(), sys.modules["__main__"]
         sys.modules["__main__"] = type(sys)("__main__")  # else a process would run the caller's program
         try:
@@ -90,40 +90,35 @@ class Processes:
                 process = context.Process(target=_work, args=arguments, name=name, daemon=True)
                 process.start()
                 theirs.close()
-                self._workers.append(_Process(process, ours))
+                self.workers.append(_Process(process, ours))
         finally:
             sys.modules["__main__"] = script
         first = pickle.dumps((dict(os.environ), stream))
-        for worker in self._workers:
+        for worker in self.workers:
             with suppress(OSError):  # `receive` says how the process ended
                 worker.pipe.send_bytes(first)
 
     @property
     def has_room(self) -> bool:
         """Whether a process takes another job."""
-        return any(len(worker.jobs) < AHEAD for worker in self._workers)
+        return any(len(worker.jobs) < AHEAD for worker in self.workers)
 
     @property
     def slots(self) -> set[int]:
         """The slots of jobs of any iteration, into which processes may write."""
-        return {slot for worker in self._workers for slot in worker.jobs}
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether no process is left, as after a WorkerError."""
-        return not self._workers
+        return {slot for worker in self.workers for slot in worker.jobs}
 
     def begin(self, job: Job) -> None:
         """Give a job to the process that has fewest."""
-        worker = min(self._workers, key=lambda one: len(one.jobs))
+        worker = min(self.workers, key=lambda one: len(one.jobs))
         worker.jobs[job.slot] = job
         with suppress(OSError):  # `receive` says how the process ended
             worker.pipe.send_bytes(pickle.dumps(job))
 
     def receive(self, seconds: float) -> list[Made]:
         """What has been made since, as of `Threads`; WorkerError: a process has ended, and so all have."""
-        ends: dict[Any, _Process] = {worker.pipe: worker for worker in self._workers}
-        ends |= {worker.process.sentinel: worker for worker in self._workers}
+        ends: dict[Any, _Process] = {worker.pipe: worker for worker in self.workers}
+        ends |= {worker.process.sentinel: worker for worker in self.workers}
         arrived = list[Made]()
         for ready in wait(list(ends), seconds):
             worker = ends[ready]
@@ -145,7 +140,7 @@ class Processes:
     def _look(self) -> None:
         """WorkerError: a process is stopped. One that continues at once, as after Ctrl-Z, is not an error."""
         self._looked = time.monotonic()
-        for worker in self._workers:
+        for worker in self.workers:
             with suppress(OSError):
                 state = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(") ")[2][:1]
                 worker.stops = worker.stops + 1 if state in "Tt" else 0
@@ -160,7 +155,7 @@ class Processes:
             code = process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         where = ", ".join(f"{job.piece.start} to {job.piece.stop - 1}" for job in jobs) or "of no batch"
-        _end(self._workers, kill=True)
+        _end(self.workers, kill=True)
         return WorkerError(
             f"{process.name} (pid {process.pid}): {how} while it made positions {where}; resume from the "
             "state of the last batch, with fewer processes if memory ran out"
@@ -199,7 +194,9 @@ class _Pickler(pickle.Pickler):
         return 0, value.dtype, tuple(value.shape), flat.stride(), data
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads the batch of a process; its tensors are views of `memory`."""
+
     def __init__(self, data: bytes, memory: Tensor) -> None:
         super().__init__(io.BytesIO(data))
         self._memory = memory
@@ -211,12 +208,6 @@ class _Unpickler(pickle.Unpickler):
             memory = torch.frombuffer(bytearray(data or 8), dtype=torch.uint8)
         stop = len(memory) - (len(memory) - start) % dtype.itemsize
         return memory[start:stop].view(dtype).as_strided(shape, stride)
-
-
-def batch_in(memory: Tensor, made: bytes) -> Batch:
-    """The batch of a process, whose tensors are views of `memory`."""
-    batch: Batch = _Unpickler(made, memory).load()
-    return batch
 
 
 def _work(pipe: Connection, slots: Slots, threads: int, parent: int) -> None:

@@ -105,7 +105,8 @@ class RaggedMasks(Tensors):
         Raises:
             sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
         """
-        size, device = self._size(size), self.runs.device
+        size = self.image_size if size is None else check_size(size, size)[0]
+        device = self.runs.device
         if device.type == "cuda":
             masks = (self.runs, self.offsets, *self.sizes.unbind(1))
             # Triton's kernels where they are proved, else plain torch. Results are identical.
@@ -134,9 +135,6 @@ class RaggedMasks(Tensors):
             sa1b.masks.SizeError: `size` is not a valid size of a square in pixels.
         """
         return self.dense(size).flatten(1).any(1) == 0
-
-    def _size(self, size: int | None) -> int:
-        return self.image_size if size is None else check_size(size, size)[0]
 
     def raster_jobs(
         self, size: int, out: Tensor, boxes: npt.NDArray[np.int64] | None = None

@@ -85,9 +85,6 @@ class PipelineStats:
     def __repr__(self) -> str:
         return repr(self.snapshot())
 
-    def __reduce__(self) -> tuple[type["PipelineStats"], tuple[()]]:
-        return PipelineStats, ()
-
     def snapshot(self) -> Snapshot:
         """The statistics of all stages, and the limiting stage.
 

@@ -174,13 +174,9 @@ def _forget(stream: Stream, rows: list[int]) -> None:
         return
     for row in rows:
         location = location_of(stream.dataset.table, row, stream.dataset.shards)
-        with suppress(OSError):
-            handle = os.open(Path(stream.dataset.reader.url(location.shard)), os.O_RDONLY)
-            try:
-                length = location.stop - location.start
-                os.posix_fadvise(handle, location.start, length, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(handle)
+        with suppress(OSError), Path(stream.dataset.reader.url(location.shard)).open("rb") as file:
+            length = location.stop - location.start
+            os.posix_fadvise(file.fileno(), location.start, length, os.POSIX_FADV_DONTNEED)
 
 
 def _images(stream: Stream) -> list[EncodedImage]:

@@ -26,6 +26,7 @@ from dataclasses import fields
 from multiprocessing import current_process, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,13 +88,9 @@ def _received(
 ) -> Tensor:
     array: npt.NDArray[np.uint8] = memory.numpy()
     part = array[start:]
-    weakref.finalize(part, _release, array, number, os.getpid()).atexit = False
+    # In this process only: one that it has forked has a copy of the tensor.
+    Finalize(part, array.__setitem__, (number, 1))
     return torch.from_numpy(part).view(dtype).as_strided(shape, stride)
-
-
-def _release(array: npt.NDArray[np.uint8], number: int, receiver: int) -> None:
-    if os.getpid() == receiver:  # a process that it has forked has a copy of the tensor
-        array[number] = 1
 
 
 class TransportError(Sa1bError):
