@@ -27,9 +27,9 @@ import json
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,8 +152,14 @@ def _open(source: Any, storage_options: Mapping[str, Any] | None, wanted: _Wante
     os.close(descriptor)
     _write(batch, Path(name))
     column = Column(wanted.name, Path(name), "the pyarrow table")
-    Finalize(column, column.path.unlink, (True,), exitpriority=0)  # not in a forked worker
+    weakref.finalize(column, _remove, name, os.getpid())
     return column
+
+
+def _remove(path: str, process: int) -> None:
+    if os.getpid() == process:  # not in a forked worker
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def _open_file(given: str | Path, storage_options: Mapping[str, Any] | None, wanted: _Wanted) -> Column:
