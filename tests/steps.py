@@ -61,7 +61,7 @@ class Steps:
         """Lose power, except for what the system has in memory."""
         self.send(signal.SIGKILL)
         self.process.wait(SECONDS)
-        wait_for_end(self.process.pid, SECONDS)  # a worker ends later than its parent, and holds its claim until then
+        wait_for_end(self.process.pid, SECONDS)  # a worker ends later, and holds its claim until then
 
     def close(self) -> None:
         self._server.close()

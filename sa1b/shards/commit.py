@@ -79,7 +79,7 @@ def commit_task(
     """
     store = open_store(root)
     rows = rows_of_indexes([index_path(staged / shard.name) for shard in task.shards])
-    task = replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
+    task = with_rows(task, rows)
     if stored := stored_files(store, task.name):
         ids, damaged = decode(rows).image_id, bool(task.damage)
         check_kept(store, task.name, ids, stored, damaged=damaged, replace=replace_images)
@@ -250,18 +250,16 @@ def task_rows(root: Root, task: Task) -> tuple[Task, SampleTable]:
     name = task_name(task.name, "samples")
     if task.listed is not None:
         rows_left = _listed_rows(store, task)
-        return task, decode(_rows_of_task(store, task)) if rows_left is None else rows_left
+        return task, decode(rows_of_task(store, task)) if rows_left is None else rows_left
     if task.samples is not None:
         with contextlib.suppress(OSError, TableError), store.files(name) as (path,):
             with path.open("rb") as file:
                 facts = read_facts(file)
             if {"bytes": facts.bytes, "sha256": facts.sha256} == task.samples:
                 return task, open_table(path)
-    rows = _rows_of_task(store, task)
+    rows = rows_of_task(store, task)
     store.put(name, rows)
-    samples = {"bytes": len(rows), "sha256": _sha256(rows)}
-    if task.samples != samples:
-        task = replace(task, samples=samples)
+    if task != (task := with_rows(task, rows)):
         write_task(store, task)
     with store.files(name) as (path,):
         return task, open_table(path)
@@ -279,7 +277,12 @@ def _listed_rows(store: Store, task: Task) -> SampleTable | None:
     return None
 
 
-def _rows_of_task(store: Store, task: Task) -> bytes:
+def with_rows(task: Task, rows: bytes) -> Task:
+    """A task file that lists its rows of the sample table."""
+    return replace(task, samples={"bytes": len(rows), "sha256": _sha256(rows)})
+
+
+def rows_of_task(store: Store, task: Task) -> bytes:
     """Rows from the indexes of a source, which must have the recorded digests."""
     with store.files(*(shard_files(shard.name)[1] for shard in task.shards)) as indexes:
         for shard, path in zip(task.shards, indexes, strict=True):
@@ -299,8 +302,9 @@ def _withdraw(task: Task, store: Store) -> None:
         return  # the same files
     if listed:
         left = known_tasks(store, without=[task.name])
-        failed, pending = failed_and_pending(store, left, without=task.name)
-        write_dataset(store, left, failed, sorted({*pending, task.name}), like=task)
+        known, pending = {*left, task.name}, {*document.get("pending", []), task.name} - left.keys()
+        failed = {name: why for name, why in document.get("failed", {}).items() if name not in known}
+        write_dataset(store, left, failed, sorted(pending), like=task)
     store.remove(task_name(task.name))
 
 
@@ -319,20 +323,6 @@ def _read_dataset(store: Store) -> dict[str, Any]:
         return read_dataset(store)
     except (ManifestError, OSError):
         return {"sources": {}, "shards": []}
-
-
-def failed_and_pending(
-    root: Root, tasks: Mapping[str, Task], *, without: str
-) -> tuple[dict[str, str], list[str]]:
-    """The failed and pending sources in dataset.json, without one source."""
-    document = read_dataset(root)
-    failed = {name: str(why) for name, why in document.get("failed", {}).items()}
-    pending = [str(name) for name in document.get("pending", [])]
-    known = {*tasks, without}
-    return (
-        {name: why for name, why in failed.items() if name not in known},
-        [name for name in pending if name not in known],
-    )
 
 
 def _remove_dataset(store: Store) -> None:

@@ -185,8 +185,8 @@ def start_of(pid: int) -> int | None:
         return None
 
 
-def is_of_dead_process(process: str) -> bool:
-    """Whether the process with the name `process` (see `this_process`) ran on this machine and has ended."""
+def is_of_dead_process(process: str, started: int | None = None) -> bool:
+    """Whether the process of a name, see `this_process`, and a start ran on this machine and has ended."""
     machine, pid = [*process.split("-"), ""][:2]
     if machine != this_machine() or machine == "unknown" or not pid.isdecimal():
         return False
@@ -194,7 +194,7 @@ def is_of_dead_process(process: str) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
         return True
-    return state in ("Z", "X")
+    return state in ("Z", "X") or started not in (None, start_of(int(pid)))
 
 
 def nearest_existing(path: Path) -> Path:

@@ -65,7 +65,7 @@ class Holder:
 
     def is_live(self, timeout: float = 0.0) -> bool:
         """Whether the claim may not be taken over yet, by its own timeout or this one if longer."""
-        if is_of_dead_process(self.process):
+        if is_of_dead_process(self.process, self.started):
             return False
         return self.age <= max(timeout, self.timeout) or self.is_here
 

@@ -19,7 +19,14 @@ from sa1b.console import command, counted
 from sa1b.errors import LockedError, ManifestError, OutOfMemoryError, ShardError
 from sa1b.report import bar, rate_text
 from sa1b.shards import manifest
-from sa1b.shards.commit import dataset_claim, tables_of, unproven_tables, write_dataset
+from sa1b.shards.commit import (
+    dataset_claim,
+    rows_of_task,
+    tables_of,
+    unproven_tables,
+    with_rows,
+    write_dataset,
+)
 from sa1b.shards.documents import ShardInfo, Task
 from sa1b.shards.image_ids import listing
 from sa1b.shards.index_file import UNREADABLE, shard_files
@@ -97,8 +104,7 @@ def rebuild_shards(
     with bar(0, "index", "B", quiet) as progress:
         for folder, names in folders.items():
             store = open_store(folder, scratch=scratch)
-            with clean_scratch(store), _exclusive(store):
-                recorded = Recorded.read(store)
+            with _exclusive(store) as (recorded, record):
                 sizes = _sizes(store, names, recorded)
                 store.check_scratch(sizes, workers)
                 progress.total = total = total + sum(sizes)
@@ -111,11 +117,8 @@ def rebuild_shards(
                     summary=summary,
                     advance=progress.update,
                 )
-                known = {name: rebuilt for name, rebuilt in built.items() if name in recorded.infos}
-                if recorded.dataset is not None and any(
-                    differs(rebuilt, recorded) for rebuilt in known.values()
-                ):
-                    _write_tables(store, recorded, built=built, lost={}, record=None, summary=summary)
+                if recorded.dataset is not None and any(differs(one, recorded) for one in built.values()):
+                    _write_tables(store, recorded, built=built, lost={}, record=record, summary=summary)
                     summary.complete = False  # it was before
     summary.seconds = time.monotonic() - began
     return summary
@@ -133,39 +136,32 @@ def rebuild_root(
     began = time.monotonic()
     summary = RebuildSummary()
     store = open_store(root, scratch=scratch)
-    with clean_scratch(store), _exclusive(store):
-        recorded = Recorded.read(store)
-        # Other versions of the libraries write other bytes: only indexes of the installed ones are kept.
-        of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
-        with ResumeRecord(_record_path(store), of) as record:
-            check_digests(store, recorded, record.get(TASKS, None) or {})
-            lost = recover.lost_sources(store, recorded.tasks, recorded.dataset)
-            named = {
-                name: [shard.name for shard in task.shards] for name, task in recorded.tasks.items()
-            } | lost
-            unlisted, summary.notes = recover.unlisted_sources(store, recorded)
-            named |= unlisted
-            if not named:
-                raise manifest.no_dataset(store.root)
-            shards = [shard for name in sorted(named) for shard in named[name]]
-            sizes = _sizes(store, shards, recorded)
-            store.check_scratch(sizes, workers)
-            with bar(sum(sizes), "index", "B", quiet) as progress:
-                built = _rebuild_all(
-                    store,
-                    shards,
-                    recorded,
-                    record=record,
-                    workers=workers,
-                    summary=summary,
-                    advance=progress.update,
-                )
-            added, notes = recover.addable(unlisted, built, recorded, summary.failed)
-            summary.notes += notes
-            if not summary.failed:
-                of_lost = {name: [built[shard] for shard in lost[name]] for name in lost} | added
-                _write_tables(store, recorded, built=built, lost=of_lost, record=record, summary=summary)
-                record.remove()
+    with _exclusive(store) as (recorded, record):
+        check_digests(store, recorded, record.get(TASKS, None) or {})
+        lost = recover.lost_sources(store, recorded.tasks, recorded.dataset)
+        named = {name: [shard.name for shard in task.shards] for name, task in recorded.tasks.items()} | lost
+        unlisted, summary.notes = recover.unlisted_sources(store, recorded)
+        named |= unlisted
+        if not named:
+            raise manifest.no_dataset(store.root)
+        shards = [shard for name in sorted(named) for shard in named[name]]
+        sizes = _sizes(store, shards, recorded)
+        store.check_scratch(sizes, workers)
+        with bar(sum(sizes), "index", "B", quiet) as progress:
+            built = _rebuild_all(
+                store,
+                shards,
+                recorded,
+                record=record,
+                workers=workers,
+                summary=summary,
+                advance=progress.update,
+            )
+        added, notes = recover.addable(unlisted, built, recorded, summary.failed)
+        summary.notes += notes
+        if not summary.failed:
+            of_lost = {name: [built[shard] for shard in lost[name]] for name in lost} | added
+            _write_tables(store, recorded, built=built, lost=of_lost, record=record, summary=summary)
     summary.seconds = time.monotonic() - began
     return summary
 
@@ -179,9 +175,8 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
     began = time.monotonic()
     summary = RebuildSummary()
     store = open_store(root, scratch=scratch)
-    with clean_scratch(store), _exclusive(store):
-        recorded = Recorded.read(store)
-        check_digests(store, recorded, {})
+    with _exclusive(store) as (recorded, record):
+        check_digests(store, recorded, record.get(TASKS, None) or {})
         lost = sorted(recover.lost_sources(store, recorded.tasks, recorded.dataset))
         if not lost and not recorded.tasks:
             raise manifest.no_dataset(store.root)
@@ -191,7 +186,7 @@ def rebuild_tables(root: Root, *, scratch: Path | None = None) -> RebuildSummary
                 "rebuild from the shards"
             )
         try:
-            _write_tables(store, recorded, built={}, lost={}, record=None, summary=summary)
+            _write_tables(store, recorded, built={}, lost={}, record=record, summary=summary)
         except UNREADABLE as error:
             names, rebuilds = command("verify", store.root), command("index", store.root)
             raise ManifestError(
@@ -207,7 +202,7 @@ def _write_tables(
     recorded: Recorded,
     built: Mapping[str, RebuiltIndex],
     lost: dict[str, list[RebuiltIndex]],
-    record: ResumeRecord | None,
+    record: ResumeRecord,
     summary: RebuildSummary,
 ) -> None:
     """Update the task files, rebuild the lost ones, and write the sample table and dataset.json."""
@@ -226,9 +221,9 @@ def _write_tables(
                 lost, recorded.tasks, recorded.dataset, index_runs=recorded.index_runs
             )
             summary.notes += notes
-            tasks |= {task.name: task for task in inferred}
-        if record is not None:  # the task files differ from dataset.json until it is written
-            record.add(TASKS, None, {name: manifest.task_digest(task) for name, task in tasks.items()})
+            tasks |= {task.name: with_rows(task, rows_of_task(store, task)) for task in inferred}
+        # The task files differ from dataset.json until it is written.
+        record.add(TASKS, None, {name: manifest.task_digest(task) for name, task in tasks.items()})
         for name, task in tasks.items():
             if recorded.tasks.get(name) != task:
                 manifest.write_task(store, task)
@@ -240,6 +235,7 @@ def _write_tables(
         if recorded.dataset is None:
             _refuse_loss(store, tasks)
         write_dataset(store, tasks, failed, pending)
+        record.remove()
     summary.complete = True
 
 
@@ -254,15 +250,19 @@ def _refuse_loss(store: Store, tasks: Mapping[str, Task]) -> None:
 
 
 @contextlib.contextmanager
-def _exclusive(store: Store) -> Iterator[None]:
-    """Claim a dataset directory for one rebuild; refuse if reshard is running in it."""
+def _exclusive(store: Store) -> Iterator[tuple[Recorded, ResumeRecord]]:
+    """Claim a directory for one rebuild, with the record of an earlier one; refuse if reshard runs there."""
     _refuse_activity(store)
     claim = Claim.take(store, _CLAIM)
     if claim is None:
         raise LockedError(f"{store.root}: being indexed by another process; wait for it or stop it")
-    with claim:
+    with claim, clean_scratch(store):
         remove_leftovers(store)
-        yield
+        recorded = Recorded.read(store)
+        # Other versions of the libraries write other bytes: only indexes of the installed ones are kept.
+        of = {"rebuild": "index", "with_runs": recorded.index_runs, "versions": manifest.versions()}
+        with ResumeRecord(_record_path(store), of) as record:
+            yield recorded, record
 
 
 def _refuse_activity(store: Store) -> None:

@@ -177,7 +177,7 @@ class Recorded:
         except (ManifestError, OSError, TypeError):
             dataset, infos, versions, index_runs = None, {}, {}, _indexes_hold_runs(store)
         for task in tasks.values():
-            infos |= {shard.name: shard for shard in task.shards}
+            infos = {shard.name: shard for shard in task.shards} | infos  # dataset.json is written last
             versions |= {shard.name: task.versions for shard in task.shards}
             index_runs = task.options.index_runs
         return cls(tasks, dataset, infos, versions, index_runs)

@@ -124,13 +124,6 @@ def test_a_process_that_is_alive_on_this_machine_never_loses_its_claim(store: Fo
     claim.release()
 
 
-def test_a_later_process_of_the_same_number_does_not_keep_a_claim(store: FolderStore) -> None:
-    foreign(store, age=1000, process=this_process(), pid=os.getpid(), started=1)
-    claim = Claim.take(store, NAME)
-    assert claim is not None
-    claim.release()
-
-
 @pytest.mark.parametrize("content", [b"", b'{"pid": Infinity, "host": "a"}', None])
 def test_a_claim_that_is_dated_in_the_future_ages_from_when_it_is_seen(
     store: FolderStore, content: bytes | None

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -366,6 +367,36 @@ def test_a_killed_run_goes_on_and_what_changed_since_is_done_again(root, change)
     else:
         assert files(root) == written
         assert not record.exists()
+
+
+def other_index(root):
+    """As if another version had written an index: task file and dataset.json have another digest."""
+    right, wrong = json.loads(files(root)[TASK])["shards"][1]["index_sha256"].encode(), b"0" * 64
+    put(root, TASK, files(root)[TASK].replace(right, wrong))
+    task, document = json.loads(files(root)[TASK]), json.loads(files(root)[JSON].replace(right, wrong))
+    del task["format"], task["source"]["mtime_ns"], task["source"]["md5"]
+    sealed = f"{json.dumps(task, indent=1)}\n".encode()
+    document["sources"]["sa_000001"] = hashlib.sha256(sealed).hexdigest()
+    put(root, JSON, f"{json.dumps(document, indent=1)}\n".encode())
+
+
+@pytest.mark.parametrize("case", ["a lost task file", "another index", "another index of a shard"])
+def test_a_run_that_was_killed_before_its_last_change_is_ended_by_the_same_command(root, case):
+    before, where = images(root), root / SHARD if "of a shard" in case else root
+    lose(root, TASK) if "lost" in case else other_index(root)
+    with steps(root, "index", where) as changes:
+        for name in changes:
+            if name == JSON:
+                changes.kill()
+                break
+    assert name == JSON
+    claim = json.loads((root / ".index.claim").read_bytes())
+    claim["pid"], machine = os.getpid(), claim["process"].partition("-")[0]  # it is of another process by now
+    (root / ".index.claim").write_text(json.dumps({**claim, "process": f"{machine}-{os.getpid()}"}))
+    run("index", where)
+    report = run("verify", root, "--deep", "--json").json
+    assert (report["findings"], images(root)) == ([], before)
+    assert not [*root.glob(".index*"), *root.rglob(".*.partial")]
 
 
 def test_what_cannot_be_done_is_refused(root, tmp_path):

@@ -12,10 +12,9 @@ from sa1b.errors import ManifestError, OutOfMemoryError
 from sa1b.ingest.finish import finish
 from sa1b.shards import index, manifest
 from sa1b.verify import rebuild as rebuild_module
-from sa1b.verify.rebuild import rebuild_root, rebuild_shards, rebuild_tables
+from sa1b.verify.rebuild import rebuild_root, rebuild_tables
 from tests.verify.checking import check_here
 
-SHARD = "sa1b-000001-0000.tar"
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -38,19 +37,6 @@ def test_only_what_is_claimed_is_indexed(plain):
     shutil.copy(plain / "sa1b-000001-0000.tar", plain / "sa1b-000009-0000.tar")
     rebuild_root(plain, quiet=True)
     assert not (plain / "sa1b-000009-0000.parquet").exists()
-
-
-# Task files lost
-
-
-def test_one_task_file_from_dataset_json(plain):
-    (plain / "tasks" / "sa_000002.json").unlink()
-    rebuild_root(plain, quiet=True)
-    tasks = manifest.read_tasks(plain)
-    assert tasks["sa_000002"].source["sha256"] is None
-    assert tasks["sa_000001"].source["sha256"] is not None
-    assert tasks["sa_000002"].options == tasks["sa_000001"].options
-    assert clean(plain)
 
 
 # When dataset.json and some task files are lost
@@ -110,30 +96,7 @@ def test_an_index_of_other_bytes_changes_dataset_json_in_one_step(plain, monkeyp
     assert clean(plain)
 
 
-def test_an_index_of_other_bytes_of_one_shard(plain, monkeypatch):
-    monkeypatch.setattr(index, "ROW_GROUP_IMAGES", 2)
-    rebuild_shards([plain / SHARD], workers=0, quiet=True)
-    assert clean(plain)
-
-
 # Interrupted and resumed
-
-
-class Stopped(Exception):
-    pass
-
-
-def test_an_interruption_between_task_files_and_dataset_json_is_repaired(plain, monkeypatch):
-    """The task files are new, dataset.json still lists the old ones: the next run does not refuse them."""
-    monkeypatch.setattr(index, "ROW_GROUP_IMAGES", 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(rebuild_module, "write_dataset", lambda *arguments: (_ for _ in ()).throw(Stopped))
-        with pytest.raises(Stopped):
-            rebuild_root(plain, workers=0, quiet=True)
-    assert len(Dataset(plain)) == 19
-    summary = rebuild_root(plain, workers=0, quiet=True)
-    assert (summary.resumed, summary.complete) == (5, True)
-    assert clean(plain)
 
 
 def test_a_rebuild_without_memory_ends_with_a_message_and_goes_on(plain, monkeypatch):
@@ -149,6 +112,3 @@ def test_a_rebuild_without_memory_ends_with_a_message_and_goes_on(plain, monkeyp
         with pytest.raises(OutOfMemoryError, match=r"sa1b-000002-0000\.tar: .* fewer --workers"):
             rebuild_root(plain, workers=0, quiet=True)
     assert rebuild_root(plain, workers=0, quiet=True).resumed == 4
-
-
-# Only the tables
